@@ -1,0 +1,111 @@
+"""Refusals: the exception types of headwise and the checks behind every message a user sees.
+
+A message says what was given, what was expected and what to do, with names and numbers. Nothing here
+imports another module of headwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DataError",
+    "HeadwiseError",
+    "LayoutError",
+    "MaskError",
+    "NotFired",
+    "SettingError",
+    "ShapeError",
+    "require_choice",
+    "require_integer",
+    "require_positive",
+    "require_range",
+    "require_shape",
+]
+
+
+class HeadwiseError(Exception):
+    """Any refusal by headwise; every other exception type here derives from it."""
+
+
+class SettingError(HeadwiseError, ValueError):
+    """A setting is outside its range or two settings contradict each other."""
+
+
+class ShapeError(HeadwiseError, ValueError):
+    """A tensor has a shape or dtype the operation cannot take."""
+
+
+class LayoutError(HeadwiseError):
+    """The heads of a module cannot be found, or a layout row does not describe it."""
+
+
+class MaskError(HeadwiseError, ValueError):
+    """A mask has the wrong dtype, shape or polarity."""
+
+
+class NotFired(HeadwiseError, RuntimeError):
+    """A method was attached but did not act when it should have."""
+
+
+class DataError(HeadwiseError):
+    """An input file or folder is missing or malformed; the message names file and line."""
+
+
+def require_range(
+    name: str,
+    value: float,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+) -> None:
+    """Raise `SettingError` unless `value` is a finite number with low <= value <= high.
+
+    >>> require_range("alpha", 0.5, low=0.0)
+    """
+    bracket = "(" if low_open else "["
+    expected = f"a finite number in {bracket}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SettingError(f"{name} is {value!r}; expected {expected}.")
+    if value < low or value > high or (low_open and value == low):
+        raise SettingError(f"{name} is {value!r}; expected {expected}.")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise `SettingError` unless `value` is a finite number above zero."""
+    require_range(name, value, low=0.0, low_open=True)
+
+
+def require_integer(name: str, value: int, *, low: int = 0, high: int | None = None) -> None:
+    """Raise `SettingError` unless `value` is an int (not a bool) with low <= value <= high."""
+    expected = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
+    wrong_type = isinstance(value, bool) or not isinstance(value, int)
+    if wrong_type or value < low or (high is not None and value > high):
+        raise SettingError(f"{name} is {value!r}; expected {expected}.")
+
+
+def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise `SettingError` unless `value` is one of `choices`."""
+    allowed = list(choices)
+    if value not in allowed:
+        raise SettingError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+
+
+def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raise `ShapeError` unless `tensor` has `shape`; None stands for any size along that axis.
+
+    >>> require_shape("weights", torch.zeros(2, 3), (None, 3))
+    """
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor.")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}).")

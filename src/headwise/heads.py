@@ -1,0 +1,309 @@
+"""Where the heads of a model live: slabs of parameters, attention sites, and the collection a user holds.
+
+Owns the only reading of a weight as heads (`Slab.view`). Finding sites is `layouts`' business; what is done
+with them is everybody else's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checks import LayoutError, SettingError, require_choice
+
+__all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
+
+PROJECTIONS = ("query", "key", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """The part of one parameter that belongs to the heads of one projection of one site.
+
+    Head i owns `head_size` consecutive rows (columns when `axis` is 1) starting at `start + i * stride`.
+
+    Attributes:
+        projection: "query", "key", "value", or "output" for W_O.
+        name: Dotted name of the parameter in the model, for example "layers.0.self_attn.in_proj_weight".
+        owner: The module that holds the parameter.
+        attribute: Its attribute name on `owner`.
+        heads: Number of heads M (key/value heads under grouped queries).
+        head_size: Rows (or columns) of one head, e.
+        start: First row (or column) of head 0.
+        stride: Rows (or columns) from one head's start to the next one's.
+        axis: 0 when heads are rows, 1 when they are columns.
+        bias: Attribute name of the bias on `owner`, indexed like the weight's rows; None when there is none.
+    """
+
+    projection: str
+    name: str
+    owner: nn.Module
+    attribute: str
+    heads: int
+    head_size: int
+    start: int = 0
+    stride: int = 0
+    axis: int = 0
+    bias: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stride == 0:
+            object.__setattr__(self, "stride", self.head_size)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself, looked up at each use so that a moved or reloaded model stays right."""
+        return getattr(self.owner, self.attribute)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the heads of `tensor` (the parameter, its gradient, or anything shaped like it) without a copy.
+
+        Args:
+            tensor: Two-dimensional tensor with the shape of the parameter, any strides.
+
+        Returns:
+            A view [M, e, d_in] when heads are rows, [M, d_out, e] when they are columns. Writing to it writes
+            to `tensor`.
+
+        Raises:
+            LayoutError: `tensor` does not have the parameter's shape.
+        """
+        if tensor.shape != self.parameter.shape:
+            raise LayoutError(
+                f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as heads; "
+                f"the parameter has shape {tuple(self.parameter.shape)}."
+            )
+        row, column = tensor.stride()
+        if self.axis == 0:
+            size = (self.heads, self.head_size, tensor.shape[1])
+            strides, start = (self.stride * row, row, column), self.start * row
+        else:
+            size = (self.heads, tensor.shape[0], self.head_size)
+            strides, start = (self.stride * column, row, column), self.start * column
+        return tensor.as_strided(size, strides, tensor.storage_offset() + start)
+
+    def bias_view(self, tensor: Tensor) -> Tensor:
+        """Return the heads of a bias [rows] as a view [M, e]; only for heads that are rows."""
+        (step,) = tensor.stride()
+        size, strides = (self.heads, self.head_size), (self.stride * step, step)
+        return tensor.as_strided(size, strides, tensor.storage_offset() + self.start * step)
+
+
+@dataclass(frozen=True, eq=False)
+class Seam:
+    """The place of the module that plays W_O: its input is the concatenated heads [B, Q, H * e]."""
+
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module in that place now."""
+        return getattr(self.owner, self.attribute)
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        setattr(self.owner, self.attribute, module)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One attention module of a model, and how its heads are read.
+
+    Attributes:
+        name: Dotted name of the module in the model; empty when the model is the attention module.
+        module: The attention module.
+        kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder) or "cross".
+        layer: Index of the layer in its stack, from 0.
+        stack: Dotted name of that stack, for example "encoder.layers".
+        layout: Name of the layout row that found it.
+        num_heads: Query heads H.
+        key_value_heads: Key/value heads G; H unless queries are grouped.
+        head_size: Width e of one head.
+        slabs: One slab a projection, in the order query, key, value.
+        output: The slab of W_O (columns are heads), or None where W_O was not found.
+        seam: The place of the module that plays W_O, or None where it was not found.
+        value_module: The module whose output is the projected values; None where no module computes them.
+        prepare: Makes a call of the seam visible (the swap of a stock torch module), given the model.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    layer: int
+    stack: str
+    layout: str
+    num_heads: int
+    key_value_heads: int
+    head_size: int
+    slabs: tuple[Slab, ...]
+    output: Slab | None = None
+    seam: Seam | None = None
+    value_module: nn.Module | None = None
+    prepare: Callable[[], None] | None = None
+
+    def expose(self) -> Seam:
+        """Make the output projection's call visible and return its seam.
+
+        Raises:
+            LayoutError: The module that plays W_O was not found.
+        """
+        if self.seam is None:
+            raise LayoutError(
+                f"{self.name or 'the model'} ({type(self.module).__name__}): no output projection was found beside "
+                "its query, key and value; name it in the layout row (output=...)."
+            )
+        if self.prepare is not None:
+            self.prepare()
+        return self.seam
+
+    @property
+    def width(self) -> int:
+        """Width d of the site's output: the rows of W_O, or H * e where W_O is unknown."""
+        if self.output is not None:
+            return self.output.parameter.shape[0]
+        return self.num_heads * self.head_size
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The attention heads of a model: immutable, printable, selectable.
+
+    Made by `find_heads`. Every selector returns a new collection and refuses to return an empty one.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3,
+        ...                               enable_nested_tensor=False)
+        >>> heads = hw.find_heads(model)
+        >>> len(heads.layers(0, 2)), heads.layer(1).projection("value").projections
+        (2, ('value',))
+    """
+
+    model: nn.Module
+    sites: tuple[Site, ...]
+    projections: tuple[str, ...] = PROJECTIONS
+    found: tuple[Site, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.found:
+            object.__setattr__(self, "found", self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def layer(self, index: int) -> Heads:
+        """Return the heads of one layer, counted from 0; negative counts from the end of each stack.
+
+        Raises:
+            LayoutError: No site has that layer, or several kinds of attention have it: choose with `kind`.
+        """
+        return self.layers(index)
+
+    def layers(self, *indices: int) -> Heads:
+        """Return the heads of several layers; refuses as `layer` does."""
+        last = {site.stack: max(s.layer for s in self.sites if s.stack == site.stack) for site in self.sites}
+        wanted = tuple(
+            site
+            for site in self.sites
+            if any(site.layer == (i if i >= 0 else last[site.stack] + 1 + i) for i in indices)
+        )
+        places = sorted({(site.stack, site.kind) for site in wanted})
+        if len(places) > 1:
+            listed = ", ".join(f"{kind!r} in {stack or 'the model'}" for stack, kind in places)
+            raise LayoutError(
+                f"layer {', '.join(map(str, indices))} exists in several places ({listed}); "
+                "select one first with .kind(...) or .where(...)."
+            )
+        missing = [i for i in indices if not any(s.layer == (i if i >= 0 else last[s.stack] + 1 + i) for s in wanted)]
+        if missing:
+            have = sorted({site.layer for site in self.sites})
+            raise LayoutError(f"no attention in layer {missing[0]}; there is attention in layers {have}.")
+        return replace(self, sites=wanted)
+
+    def kind(self, *kinds: str) -> Heads:
+        """Return the heads of some kinds of attention: "self", "decoder", "cross"."""
+        for kind in kinds:
+            require_choice("kind", kind, ("self", "decoder", "cross"))
+        return self._selected(tuple(site for site in self.sites if site.kind in kinds), f"of kind {', '.join(kinds)}")
+
+    def where(self, pattern: str) -> Heads:
+        """Return the heads whose site name matches a shell pattern, for example "decoder.*"."""
+        kept = tuple(site for site in self.sites if fnmatch.fnmatchcase(site.name, pattern))
+        return self._selected(kept, f"named like {pattern!r}")
+
+    def projection(self, *projections: str) -> Heads:
+        """Return the same sites with fewer projections: what repulsion acts on."""
+        for projection in projections:
+            require_choice("projection", projection, PROJECTIONS)
+        if not projections:
+            raise SettingError("projection() was given nothing; expected some of query, key, value.")
+        return replace(self, projections=tuple(p for p in PROJECTIONS if p in projections))
+
+    def slabs(self) -> tuple[Slab, ...]:
+        """Return the slabs of the selected projections, site by site."""
+        return tuple(slab for site in self.sites for slab in site.slabs if slab.projection in self.projections)
+
+    def _selected(self, sites: tuple[Site, ...], description: str) -> Heads:
+        if not sites:
+            names = ", ".join(f"{site.name or '(model)'} [{site.kind}]" for site in self.sites[:8])
+            raise LayoutError(f"no attention {description} among {len(self.sites)} sites: {names}.")
+        return replace(self, sites=sites)
+
+    def __str__(self) -> str:
+        header = ("site", "kind", "layer", "heads", "size", "layout", "output")
+        rows = [
+            (
+                site.name or "(model)",
+                site.kind,
+                str(site.layer),
+                str(site.num_heads)
+                if site.num_heads == site.key_value_heads
+                else f"{site.num_heads}/{site.key_value_heads}",
+                str(site.head_size),
+                site.layout,
+                "-" if site.seam is None else f"{site.seam.attribute}: {type(site.seam.module).__name__}",
+            )
+            for site in self.sites
+        ]
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
+        ]
+        total = sum(site.num_heads for site in self.sites)
+        lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
+        return "\n".join(lines)
+
+
+def check_slab(slab: Slab) -> None:
+    """Raise `LayoutError` unless the slab lies inside its parameter and its heads do not overlap.
+
+    Raises:
+        LayoutError: The tensor is not a parameter (parametrised, quantised), or the rows do not fit.
+    """
+    tensor = slab.owner._parameters.get(slab.attribute)
+    if tensor is None:
+        raise LayoutError(
+            f"{slab.name} of {type(slab.owner).__name__} is not a plain parameter (parametrised, quantised or absent); "
+            "remove the parametrisation before using headwise on it."
+        )
+    if not torch.is_floating_point(tensor) or tensor.dim() != 2:
+        raise LayoutError(
+            f"{slab.name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}; expected a floating-point matrix."
+        )
+    starts = [slab.start + i * slab.stride for i in range(slab.heads)]
+    ends = starts[-1] + slab.head_size
+    overlap = any(b - a < slab.head_size for a, b in pairwise(starts))
+    if slab.heads < 1 or slab.head_size < 1 or overlap or ends > tensor.shape[slab.axis]:
+        raise LayoutError(
+            f"{slab.name}: {slab.heads} heads of {slab.head_size} {'rows' if slab.axis == 0 else 'columns'} from "
+            f"{slab.start} every {slab.stride} do not fit a parameter of shape {tuple(tensor.shape)}."
+        )

@@ -1,0 +1,223 @@
+"""A differentiable penalty on the similarity of heads, from what they computed in the last forward.
+
+Owns the terms a user adds and multiplies, and `Disagreement`, which taps the model and turns the captures into one
+scalar. The equations are in `disagreement`; the reading of heads is in `taps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headwise import disagreement
+from headwise.checks import NotFired, SettingError, ShapeError, require_choice, require_range
+from headwise.heads import Heads
+from headwise.taps import Capture, Taps
+
+__all__ = ["Disagreement", "Output", "Position", "PositionSquaredDifference", "Similarity", "Subspace", "Sum"]
+
+
+@runtime_checkable
+class Similarity(Protocol):
+    """A single similarity of heads; anything with these two attributes can be added to the built-in ones."""
+
+    reads: ClassVar[str]
+
+    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the similarity at each token, of the capture's field named by `reads`."""
+        ...
+
+
+class _Arithmetic:
+    """`+` between terms and `*` with a number."""
+
+    def __add__(self, other: Similarity | Sum) -> Sum:
+        return Sum((*_parts(self), *_parts(other)))
+
+    def __mul__(self, weight: float) -> Sum:
+        require_range("weight of a term", weight)
+        return Sum(tuple((weight * own, similarity) for own, similarity in _parts(self)))
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Sum(_Arithmetic):
+    """A weighted sum of similarities, made by `+` and `*`: `Output() + 0.5 * Position()`."""
+
+    parts: tuple[tuple[float, Similarity], ...]
+
+    def __str__(self) -> str:
+        return " + ".join(f"{weight:g} * {similarity}" for weight, similarity in self.parts)
+
+
+@dataclass(frozen=True)
+class Output(_Arithmetic):
+    """Similarity of head outputs: (1/H^2) sum_ij cos(O_i, O_j), minus Eq. 7 of Li et al. 2021; per query."""
+
+    reads: ClassVar[str] = "outputs"
+
+    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the similarity at each query."""
+        return disagreement.output_similarity_per_token(tensor, keep)
+
+
+@dataclass(frozen=True)
+class Subspace(_Arithmetic):
+    """Similarity of projected values: (1/H^2) sum_ij cos(V_i, V_j), minus Eq. 5 of Li et al. 2021; per key."""
+
+    reads: ClassVar[str] = "values"
+
+    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the similarity at each key."""
+        return disagreement.subspace_similarity_per_token(tensor, keep)
+
+
+@dataclass(frozen=True)
+class Position(_Arithmetic):
+    """Overlap of attended positions: (1/H^2) sum_ij sum_k A_ik A_jk, minus Eq. 6 of Li et al. 2021; per query.
+
+    Its minimum is not diversity but collapse to uniform attention; look at a normalized similarity beside it.
+    """
+
+    reads: ClassVar[str] = "weights"
+
+    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the similarity at each query."""
+        return disagreement.position_similarity_per_token(tensor, keep)
+
+
+@dataclass(frozen=True)
+class PositionSquaredDifference(_Arithmetic):
+    """Minus the mean squared difference of attention rows, the variant of footnote 3 of Li et al. 2021."""
+
+    reads: ClassVar[str] = "weights"
+
+    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the similarity at each query."""
+        return disagreement.position_squared_difference_per_token(tensor, keep)
+
+
+class Disagreement:
+    """A penalty that makes heads disagree: add it to the loss.
+
+    loss = task loss + lambda * sum_kind w_kind * mean_site s(site), with s the chosen similarity averaged over the
+    valid tokens of all calls since the last reading (Li et al. 2021, section 3.1, where lambda is 1). The similarity
+    counts all H^2 pairs including i = j, so orthogonal heads score 1/H. Attach before `torch.compile`.
+
+    Args:
+        heads: The sites to act on.
+        term: `Output()`, `Subspace()`, `Position()`, or a weighted sum of them.
+        weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
+            are {"decoder": 0.5, "cross": 0.5}.
+
+    Raises:
+        LayoutError: A site cannot be read that way.
+        SettingError: A weight names an unknown kind or a kind that `heads` does not hold.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> penalty = Disagreement(hw.find_heads(model), Output() + 0.5 * Subspace())
+        >>> loss = model(torch.randn(3, 5, 8)).square().mean() + penalty()
+        >>> loss.backward()
+    """
+
+    def __init__(self, heads: Heads, term: Similarity | Sum, *, weights: Mapping[str, float] | None = None) -> None:
+        self._parts = _parts(term)
+        kinds = sorted({site.kind for site in heads.sites})
+        for kind, weight in (weights or {}).items():
+            require_choice("kind of attention", kind, kinds)
+            require_range(f"weight of {kind}", weight)
+        self.heads, self.term = heads, term
+        self.weights = {kind: float((weights or {}).get(kind, 1.0)) for kind in kinds}
+        needed = {similarity.reads for _, similarity in self._parts}
+        self.taps = Taps(heads, outputs="outputs" in needed, values="values" in needed, weights="weights" in needed)
+        self.last: Tensor | None = None
+
+    def __call__(self, keep: Tensor | None = None) -> Tensor:
+        """Return the penalty of the forward passes since the last call, a scalar in the graph.
+
+        Args:
+            keep: True where a token is real, [B, L]; overrides the padding each attention received. Use it where
+                the attention itself received none.
+
+        Raises:
+            NotFired: A site was not called, or the captures carry no gradient while the model trains.
+            ShapeError: `keep` does not fit what a site computed.
+        """
+        captures = self.taps.read()
+        model = self.heads.model
+        if model.training and torch.is_grad_enabled():
+            _require_gradient(captures)
+        total = None
+        for kind, weight in self.weights.items():
+            sites = [site for site in self.heads.sites if site.kind == kind]
+            for scale, similarity in self._parts:
+                for site in sites:
+                    calls = [_token_sum(similarity, c, keep) for c in captures if c.site is site]
+                    value = disagreement.pooled_mean(calls) * (weight * scale / len(sites))
+                    total = value if total is None else total + value.to(total.device)
+        assert total is not None  # every kind has a site and every term a part
+        self.last = total.detach()
+        return total
+
+    def remove(self) -> None:
+        """Detach from the model."""
+        self.taps.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {weight:g}" for kind, weight in self.weights.items())
+        return f"{self.term} on {len(self.heads)} sites ({kinds})"
+
+
+def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
+    if isinstance(term, Sum):
+        return term.parts
+    if isinstance(term, Similarity):
+        return ((1.0, term),)
+    raise SettingError(f"term is {term!r}; expected Output(), Subspace(), Position() or a weighted sum of them.")
+
+
+def _token_sum(similarity: Similarity, capture: Capture, keep: Tensor | None) -> disagreement.TokenSum:
+    name = capture.site.name or "the model"
+    tensor: Tensor | None = getattr(capture, similarity.reads)
+    if tensor is None:
+        raise NotFired(
+            f"{name} was called but its {similarity.reads} were not computed in the call; its output projection may "
+            "have been replaced after the penalty was attached: build the penalty after aggregate()."
+        )
+    if keep is None:
+        keep = capture.key_keep if similarity.reads == "values" else capture.query_keep
+    expected = (tensor.shape[0], tensor.shape[2 if similarity.reads == "weights" else 1])
+    if keep is not None and (keep.dtype != torch.bool or tuple(keep.shape) != expected):
+        raise ShapeError(
+            f"{name}: keep is {keep.dtype} of shape {tuple(keep.shape)}; expected torch.bool of shape {expected}. "
+            "One keep cannot serve calls of different lengths: leave it out where the attention receives its own "
+            "padding mask."
+        )
+    return disagreement.token_sum(similarity.per_token(tensor, keep), keep)
+
+
+def _require_gradient(captures: list[Capture]) -> None:
+    for capture in captures:
+        read = [t for t in (capture.outputs, capture.values, capture.weights) if t is not None]
+        if read and not any(tensor.requires_grad for tensor in read):
+            raise NotFired(
+                f"{capture.site.name or 'the model'}: what its heads computed carries no gradient although the model "
+                "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so does a "
+                "frozen model."
+            )
