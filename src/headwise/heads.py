@@ -37,7 +37,8 @@ class Slab:
         start: First row (or column) of head 0.
         stride: Rows (or columns) from one head's start to the next one's.
         axis: 0 when heads are rows, 1 when they are columns.
-        bias: Attribute name of the bias on `owner`, indexed like the weight's rows; None when there is none.
+        bias: Attribute name of the bias on `owner`; None when there is none.
+        bias_start: First entry of head 0 in the bias; the weight's `start` when negative.
     """
 
     projection: str
@@ -50,10 +51,13 @@ class Slab:
     stride: int = 0
     axis: int = 0
     bias: str | None = None
+    bias_start: int = -1
 
     def __post_init__(self) -> None:
         if self.stride == 0:
             object.__setattr__(self, "stride", self.head_size)
+        if self.bias_start < 0:
+            object.__setattr__(self, "bias_start", self.start)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -91,7 +95,7 @@ class Slab:
         """Return the heads of a bias [rows] as a view [M, e]; only for heads that are rows."""
         (step,) = tensor.stride()
         size, strides = (self.heads, self.head_size), (self.stride * step, step)
-        return tensor.as_strided(size, strides, tensor.storage_offset() + self.start * step)
+        return tensor.as_strided(size, strides, tensor.storage_offset() + self.bias_start * step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +120,7 @@ class Site:
     """One attention module of a model, and how its heads are read.
 
     Attributes:
+        model: The model it was found in.
         name: Dotted name of the module in the model; empty when the model is the attention module.
         module: The attention module.
         kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder) or "cross".
@@ -129,9 +134,10 @@ class Site:
         output: The slab of W_O (columns are heads), or None where W_O was not found.
         seam: The place of the module that plays W_O, or None where it was not found.
         value_module: The module whose output is the projected values; None where no module computes them.
-        prepare: Makes a call of the seam visible (the swap of a stock torch module), given the model.
+        prepare: Makes a call of the seam visible (the swap of a stock torch module), given model and module.
     """
 
+    model: nn.Module
     name: str
     module: nn.Module
     kind: str
@@ -145,7 +151,7 @@ class Site:
     output: Slab | None = None
     seam: Seam | None = None
     value_module: nn.Module | None = None
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[nn.Module, nn.Module], object] | None = None
 
     def expose(self) -> Seam:
         """Make the output projection's call visible and return its seam.
@@ -159,7 +165,7 @@ class Site:
                 "its query, key and value; name it in the layout row (output=...)."
             )
         if self.prepare is not None:
-            self.prepare()
+            self.prepare(self.model, self.module)
         return self.seam
 
     @property

@@ -55,11 +55,13 @@ class TorchMultihead:
                 heads,
                 size,
                 start=index * module.embed_dim if packed else 0,
-                bias=bias if packed else None,
+                bias=bias,
+                bias_start=index * module.embed_dim,
             )
             for index, projection in enumerate(("query", "key", "value"))
         )
         return Site(
+            model=model,
             name=name,
             module=module,
             **_place(model, name),
@@ -70,7 +72,7 @@ class TorchMultihead:
             slabs=slabs,
             output=_output_slab(name, "out_proj", module.out_proj, heads, size),
             seam=Seam(module, "out_proj"),
-            prepare=lambda: _adopt(model, module),
+            prepare=headwise_nn.adopt,
         )
 
 
@@ -136,6 +138,7 @@ class SeparateLinears:
         )
         seam = _find_seam(model, name, module, self.output, counts["query"] * size)
         return Site(
+            model=model,
             name=name,
             module=module,
             **_place(model, name),
@@ -229,10 +232,6 @@ def _place(model: nn.Module, name: str) -> dict:
     else:
         kind = "self"
     return {"kind": kind, "layer": layer, "stack": stack}
-
-
-def _adopt(model: nn.Module, module: nn.Module) -> None:
-    headwise_nn.adopt(model, module)
 
 
 def _output_slab(name: str, attribute: str, module: nn.Module, heads: int, size: int) -> Slab | None:

@@ -14,8 +14,13 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise import disagreement
 from headwise.checks import NotFired, SettingError, ShapeError, require_choice, require_range
+from headwise.disagreement import (
+    output_similarity_sum,
+    position_similarity_sum,
+    position_squared_difference_sum,
+    subspace_similarity_sum,
+)
 from headwise.heads import Heads
 from headwise.taps import Capture, Taps
 
@@ -28,8 +33,8 @@ class Similarity(Protocol):
 
     reads: ClassVar[str]
 
-    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the similarity at each token, of the capture's field named by `reads`."""
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum over valid tokens and their number, for the capture's field named by `reads`."""
         ...
 
 
@@ -62,9 +67,9 @@ class Output(_Arithmetic):
 
     reads: ClassVar[str] = "outputs"
 
-    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the similarity at each query."""
-        return disagreement.output_similarity_per_token(tensor, keep)
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return output_similarity_sum(tensor, keep)
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,9 @@ class Subspace(_Arithmetic):
 
     reads: ClassVar[str] = "values"
 
-    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the similarity at each key."""
-        return disagreement.subspace_similarity_per_token(tensor, keep)
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid keys."""
+        return subspace_similarity_sum(tensor, keep)
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,9 @@ class Position(_Arithmetic):
 
     reads: ClassVar[str] = "weights"
 
-    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the similarity at each query."""
-        return disagreement.position_similarity_per_token(tensor, keep)
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return position_similarity_sum(tensor, keep)
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,9 @@ class PositionSquaredDifference(_Arithmetic):
 
     reads: ClassVar[str] = "weights"
 
-    def per_token(self, tensor: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the similarity at each query."""
-        return disagreement.position_squared_difference_per_token(tensor, keep)
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return position_squared_difference_sum(tensor, keep)
 
 
 class Disagreement:
@@ -160,8 +165,9 @@ class Disagreement:
             sites = [site for site in self.heads.sites if site.kind == kind]
             for scale, similarity in self._parts:
                 for site in sites:
-                    calls = [_token_sum(similarity, c, keep) for c in captures if c.site is site]
-                    value = disagreement.pooled_mean(calls) * (weight * scale / len(sites))
+                    calls = [_sum_and_count(similarity, c, keep) for c in captures if c.site is site]
+                    sums, counts = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
+                    value = sums / counts.clamp_min(1) * (weight * scale / len(sites))
                     total = value if total is None else total + value.to(total.device)
         assert total is not None  # every kind has a site and every term a part
         self.last = total.detach()
@@ -192,7 +198,7 @@ def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
     raise SettingError(f"term is {term!r}; expected Output(), Subspace(), Position() or a weighted sum of them.")
 
 
-def _token_sum(similarity: Similarity, capture: Capture, keep: Tensor | None) -> disagreement.TokenSum:
+def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     name = capture.site.name or "the model"
     tensor: Tensor | None = getattr(capture, similarity.reads)
     if tensor is None:
@@ -209,7 +215,7 @@ def _token_sum(similarity: Similarity, capture: Capture, keep: Tensor | None) ->
             "One keep cannot serve calls of different lengths: leave it out where the attention receives its own "
             "padding mask."
         )
-    return disagreement.token_sum(similarity.per_token(tensor, keep), keep)
+    return similarity.sum_and_count(tensor, keep)
 
 
 def _require_gradient(captures: list[Capture]) -> None:

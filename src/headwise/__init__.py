@@ -1,0 +1,79 @@
+"""headwise: diverse multi-head attention for PyTorch, in your own model and training loop."""
+
+from headwise import nn
+from headwise.ablation import Ablation, Importance, ablate, importance
+from headwise.aggregation import Aggregation, aggregate
+from headwise.bandwidths import Fixed, Median, ReleasedMedian
+from headwise.checks import (
+    DataError,
+    HeadwiseError,
+    LayoutError,
+    MaskError,
+    NotFired,
+    SettingError,
+    ShapeError,
+)
+from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.heads import Heads, Site
+from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
+from headwise.layouts import LAYOUTS, Layout, SeparateLinears, TorchMultihead, find_heads
+from headwise.particles import SGLD, SPOS, SVGD, Relative
+from headwise.penalty import Disagreement, Output, Position, PositionSquaredDifference, Subspace
+from headwise.repulsion import Repulsion, jitter, repel
+from headwise.routing import EMRouting, SimpleRouting, Trunk
+from headwise.taps import Capture, Taps
+from headwise.verify import Verification, verify
+
+__all__ = [
+    "IMQ",
+    "LAYOUTS",
+    "RBF",
+    "SGLD",
+    "SPOS",
+    "SVGD",
+    "Ablation",
+    "Aggregation",
+    "Capture",
+    "Cosine",
+    "CosinePenalty",
+    "CosineRepulsion",
+    "DataError",
+    "Disagreement",
+    "EMRouting",
+    "Fixed",
+    "Heads",
+    "HeadwiseError",
+    "Importance",
+    "Layout",
+    "LayoutError",
+    "MaskError",
+    "Median",
+    "NormalizedRBF",
+    "NotFired",
+    "Output",
+    "Position",
+    "PositionSquaredDifference",
+    "Relative",
+    "ReleasedMedian",
+    "Repulsion",
+    "SeparateLinears",
+    "SettingError",
+    "ShapeError",
+    "SimpleRouting",
+    "Site",
+    "Subspace",
+    "Taps",
+    "TorchMultihead",
+    "Trunk",
+    "Verification",
+    "ablate",
+    "aggregate",
+    "find_heads",
+    "importance",
+    "jitter",
+    "nn",
+    "repel",
+    "verify",
+]
+
+__version__ = "0.1.0"

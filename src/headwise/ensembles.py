@@ -1,0 +1,306 @@
+"""Ensembles of particles inside a model's parameters, and one step of a rule on all of them.
+
+Owns the two passes: every Gram matrix into one small buffer, the rule's algebra on that buffer once, then the mixing of
+gradients and parameters on views of them. Nothing here copies a weight or waits for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from headwise.checks import LayoutError, SettingError
+from headwise.gram import collapsed, geometry_from_grams, plain_gram, shifted_gram
+from headwise.heads import Heads, Slab
+from headwise.mixing import Mixing, repulsion_scale
+from headwise.particles import Rule
+
+__all__ = ["Ensemble", "ForceNorms", "apply_rule", "ensembles_of", "langevin_rate", "noise_key", "spread"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """M particles: the heads of one projection of one site, or of all its projections joined.
+
+    Attributes:
+        name: For example "layers.0.self_attn query".
+        slabs: The parts of parameters that make up the particles; particle i is head i of every slab.
+    """
+
+    name: str
+    slabs: tuple[Slab, ...]
+
+    @property
+    def particles(self) -> int:
+        """Number of particles M."""
+        return self.slabs[0].heads
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """Parameter and projection of each slab."""
+        return [(slab.name, slab.projection) for slab in self.slabs]
+
+    def check(self) -> None:
+        """Raise `LayoutError` unless every parameter is whole on this process and trainable."""
+        for slab in self.slabs:
+            if hasattr(slab.parameter, "device_mesh"):
+                raise LayoutError(f"{slab.name} is sharded (DTensor); repulsion acts on whole parameters.")
+            if not slab.parameter.requires_grad:
+                raise LayoutError(f"{slab.name} does not require a gradient; unfreeze it or select other heads.")
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return the gradient's view of each slab, or None unless every slab has one."""
+        views = []
+        for slab in self.slabs:
+            gradient = slab.parameter.grad
+            if gradient is None:
+                return None
+            if gradient.is_sparse:
+                raise LayoutError(f"{slab.name} has a sparse gradient; repulsion needs a dense one.")
+            views.append(slab.view(gradient))
+        return views
+
+    def add_noise(self, deviation: float | Tensor, *, seed: int, step: int, scale: Tensor | None) -> None:
+        """Add N(0, deviation^2) to the gradients of the heads, the same for the same (seed, step, parameter)."""
+        views = self.gradients()
+        if views is None:
+            return
+        for slab, view in zip(self.slabs, views, strict=True):
+            generator = torch.Generator(view.device)
+            generator.manual_seed(noise_key(seed, step, slab.name, slab.projection))
+            noise = torch.randn(view.shape, generator=generator, device=view.device) * deviation
+            with torch.no_grad():
+                view.add_((noise if scale is None else noise * scale).to(view.dtype))
+
+
+@dataclass(frozen=True)
+class ForceNorms:
+    """What a step did to each ensemble; tensors on the parameters' device, read at leisure.
+
+    Attributes:
+        names: Names of the ensembles acted on.
+        drive_norm: Norm of the drive (loss and prior) handed to the optimizer, [G].
+        repulsion_norm: Norm of the repulsion handed to the optimizer, [G].
+        particle_norm: Mean norm of the particles before the step, [G].
+        finite: False where the gradient was not finite and was left alone, [G].
+        equal: True where all heads are equal, so that they do not repel, [G].
+        skipped: Names of ensembles without a gradient.
+    """
+
+    names: tuple[str, ...]
+    drive_norm: Tensor
+    repulsion_norm: Tensor
+    particle_norm: Tensor
+    finite: Tensor
+    equal: Tensor
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def force_ratio(self) -> Tensor:
+        """Repulsion norm / drive norm of each ensemble, [G]; what the strength of repulsion means in a run."""
+        return self.repulsion_norm / self.drive_norm
+
+    @staticmethod
+    def joined(records: Sequence[ForceNorms]) -> ForceNorms:
+        """Return the records of several optimizers, or of ensembles of several sizes, as one."""
+        device = records[0].drive_norm.device
+
+        def together(name: str) -> Tensor:
+            return torch.cat([getattr(record, name).to(device) for record in records])
+
+        return ForceNorms(
+            tuple(name for record in records for name in record.names),
+            together("drive_norm"),
+            together("repulsion_norm"),
+            together("particle_norm"),
+            together("finite"),
+            together("equal"),
+            tuple(name for record in records for name in record.skipped),
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{'ensemble':<40} {'drive':>9} {'repulsion':>9} {'ratio':>9} {'particle':>9}"]
+        columns = (self.drive_norm, self.repulsion_norm, self.force_ratio, self.particle_norm)
+        for index, name in enumerate(self.names):
+            notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
+            notes += "" if self.finite[index] else "  gradient not finite, left alone"
+            lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
+        lines += [f"{name:<40} no gradient" for name in self.skipped]
+        return "\n".join(lines)
+
+
+def ensembles_of(heads: Heads, *, joint: bool) -> tuple[Ensemble, ...]:
+    """Return one ensemble a projection of each site, or one a site when `joint`.
+
+    Raises:
+        SettingError: `joint` was asked for a site whose key/value heads are fewer than its query heads.
+    """
+    if not joint:
+        return tuple(
+            Ensemble(f"{site.name} {slab.projection}".strip(), (slab,))
+            for site in heads.sites
+            for slab in site.slabs
+            if slab.projection in heads.projections
+        )
+    ensembles = []
+    for site in heads.sites:
+        slabs = tuple(slab for slab in site.slabs if slab.projection in heads.projections)
+        if len({slab.heads for slab in slabs}) > 1:
+            raise SettingError(
+                f"{site.name}: {site.num_heads} query heads and {site.key_value_heads} key/value heads cannot be "
+                "joined into one particle each; use joint=False."
+            )
+        ensembles.append(Ensemble(f"{site.name} {'+'.join(s.projection for s in slabs)}".strip(), slabs))
+    return tuple(ensembles)
+
+
+@torch.no_grad()
+def apply_rule(
+    rule: Rule, ensembles: Sequence[Ensemble], *, strength: float, scale: Tensor | None
+) -> ForceNorms | None:
+    """Replace the gradient of every ensemble by what the rule says, in place; None when none has a gradient.
+
+    Args:
+        rule: The particle rule.
+        ensembles: Ensembles of any sizes; those without a gradient are skipped and named.
+        strength: Multiplies the repulsion.
+        scale: What the gradients are multiplied by (a GradScaler's scale), or None.
+    """
+    batches: dict[tuple[int, torch.device], list[tuple[Ensemble, list[Tensor]]]] = defaultdict(list)
+    skipped = []
+    for ensemble in ensembles:
+        gradients = ensemble.gradients()
+        if gradients is None:
+            skipped.append(ensemble.name)
+        else:
+            batches[ensemble.particles, gradients[0].device].append((ensemble, gradients))
+    if not batches:
+        return None
+    records = [_apply_batch(rule, batch, strength, scale) for batch in batches.values()]
+    forces = ForceNorms.joined(records)
+    return ForceNorms(**{**vars(forces), "skipped": tuple(skipped)})
+
+
+def spread(ensemble: Ensemble) -> float:
+    """Return the largest distance between two particles; waits for the device."""
+    with torch.no_grad():
+        gram = sum((shifted_gram(slab.view(slab.parameter)) for slab in ensemble.slabs), torch.zeros(()))
+        return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
+
+
+def langevin_rate(optimizer: Optimizer, ensemble: Ensemble) -> float | Tensor:
+    """Return what Langevin noise is multiplied by so that its temperature is right under this optimizer.
+
+    theta <- theta - lr (eps grad U - a xi) samples at the asked temperature when a = sqrt(2 eps / beta) / sqrt(lr): the
+    noise is divided by sqrt(lr) under plain SGD. Under any other optimizer there is no such factor, the noise is
+    gradient noise and not Langevin, and it is left as it is.
+    """
+    plain = type(optimizer) is SGD
+    owned = {id(slab.parameter) for slab in ensemble.slabs}
+    for group in optimizer.param_groups:
+        if plain and group["momentum"] == 0 and any(id(parameter) in owned for parameter in group["params"]):
+            rate = group["lr"]
+            # a rate of zero moves nothing, whatever the noise
+            return 1.0 if not isinstance(rate, Tensor) and rate == 0.0 else rate**-0.5
+    return 1.0
+
+
+def noise_key(*parts: object) -> int:
+    """Return a 63-bit seed that depends on the parts alone, the same on every machine and process."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _apply_batch(
+    rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], strength: float, scale: Tensor | None
+) -> ForceNorms:
+    parameters = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in batch]
+    shifted = torch.stack([_summed([shifted_gram(view) for view in views]) for views in parameters])
+    plain = (
+        torch.stack([_summed([plain_gram(view) for view in views]) for views in parameters])
+        if rule.needs_inner
+        else None
+    )
+    geometry = geometry_from_grams(shifted, plain)
+    mixing = rule.mixing(geometry)
+    repulsion_norms = _repulsion_norms(mixing, shifted if plain is None else plain)
+    drive_norms, pushed, workspace = [], [], _Workspace()
+    for index, (views, (_, gradients)) in enumerate(zip(parameters, batch, strict=True)):
+        drives = [workspace.like(slot, gradient) for slot, gradient in enumerate(gradients)]
+        for drive, view, gradient in zip(drives, views, gradients, strict=True):
+            _add_mixed(drive, mixing.drive[index], gradient, beta=0)
+            if mixing.prior is not None:
+                _add_mixed(drive, mixing.prior[index] if scale is None else mixing.prior[index] * scale, view)
+        drive_norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
+        factor = _factor(mixing, drive_norm, repulsion_norms[index], strength, scale)
+        for drive, view, gradient in zip(drives, views, gradients, strict=True):
+            _add_mixed(drive, -factor * mixing.repulsion[index], view)
+            # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
+            torch.where(drive_norm.isfinite(), drive.to(gradient.dtype), gradient, out=gradient)
+        drive_norms.append(drive_norm)
+        pushed.append(factor * repulsion_norms[index])
+    unscale = 1.0 if scale is None else scale.reciprocal()
+    return ForceNorms(
+        tuple(ensemble.name for ensemble, _ in batch),
+        torch.stack(drive_norms) * unscale,
+        torch.stack(pushed).to(drive_norms[0].dtype) * unscale,
+        torch.stack([_mean_norm(views) for views in parameters]),
+        torch.stack(drive_norms).isfinite(),
+        collapsed(geometry),
+    )
+
+
+def _summed(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors)).sum(0)
+
+
+def _mean_norm(views: Sequence[Tensor]) -> Tensor:
+    squares = [torch.linalg.vector_norm(view, dim=(1, 2), dtype=torch.float32).square() for view in views]
+    return _summed(squares).sqrt().mean()
+
+
+def _repulsion_norms(mixing: Mixing, gram: Tensor) -> Tensor:
+    """Return the norm of `mixing.repulsion @ particles` of each group from their Gram matrices, [G]."""
+    squares = (mixing.repulsion @ gram * mixing.repulsion).sum((-2, -1))
+    return squares.clamp_min(0).sqrt()
+
+
+def _factor(mixing: Mixing, drive: Tensor, repulsion: Tensor, strength: float, scale: Tensor | None) -> Tensor:
+    """Return what the repulsion of one group is multiplied by: schedule, gradient scale, relative strength."""
+    factor = strength * repulsion_scale(mixing, drive, repulsion.to(drive.dtype))
+    # a relative strength follows the drive, which carries the gradient scale already
+    return factor if scale is None or mixing.relative is not None else factor * scale
+
+
+class _Workspace:
+    """Buffers for drives, reused from one ensemble to the next: fresh memory costs more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def like(self, slot: int, view: Tensor) -> Tensor:
+        """Return a contiguous buffer of the view's shape, in at least single precision."""
+        key = slot, torch.promote_types(view.dtype, torch.float32)
+        buffer = self._slots.get(key)
+        if buffer is None or buffer.numel() < view.numel():
+            buffer = self._slots[key] = torch.empty(view.numel(), dtype=key[1], device=view.device)
+        return buffer[: view.numel()].view(view.shape)
+
+
+def _add_mixed(buffer: Tensor, coefficients: Tensor, view: Tensor, *, beta: int = 1) -> None:
+    """Set buffer to beta * buffer + sum_j coefficients_ij view_j; view [M, a, b] need not be contiguous."""
+    wide = view.to(buffer.dtype)
+    coefficients = coefficients.to(buffer.dtype)
+    if wide.stride(1) == wide.shape[2] * wide.stride(2) and wide.stride(2) == 1:
+        flat = wide.as_strided((wide.shape[0], wide.shape[1] * wide.shape[2]), (wide.stride(0), 1))
+        buffer.flatten(1).addmm_(coefficients, flat, beta=beta)
+    else:
+        mixed = torch.matmul(coefficients, wide.transpose(0, 1)).transpose(0, 1)
+        buffer.copy_(mixed) if beta == 0 else buffer.add_(mixed)
