@@ -20,7 +20,7 @@ from headwise.layouts import LAYOUTS, Layout, SeparateLinears, TorchMultihead, f
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Output, Position, PositionSquaredDifference, Subspace
 from headwise.repulsion import Repulsion, jitter, repel
-from headwise.routing import EMRouting, SimpleRouting, Trunk
+from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.taps import Capture, Taps
 from headwise.verify import Verification, verify
 
@@ -34,6 +34,7 @@ __all__ = [
     "Ablation",
     "Aggregation",
     "Capture",
+    "Chunks",
     "Cosine",
     "CosinePenalty",
     "CosineRepulsion",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 __all__ = [
@@ -99,6 +98,7 @@ def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
 def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
     """Raise `ShapeError` unless `tensor` has `shape`; None stands for any size along that axis.
 
+    >>> import torch
     >>> require_shape("weights", torch.zeros(2, 3), (None, 3))
     """
     if not isinstance(tensor, Tensor):

@@ -120,7 +120,7 @@ def test_the_gradient_pushes_outputs_apart():
         loss = penalty()
         loss.backward()
         optimizer.step()
-        history.append(float(loss))
+        history.append(loss.item())
     assert history[-1] < 0.2 < history[0]
 
 

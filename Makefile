@@ -1,0 +1,70 @@
+# Needs make and a Python of at least 3.11; everything else goes into .venv.
+#
+#   make demo        install, then train and compare five arms on a small task
+#   make test        install with the development tools, then run the tests
+#   make test-slow   the tests that take minutes
+#   make lint        ruff and pyright
+#   make bench       overhead of every method against plain torch
+#   make api         write docs/api.md anew from the docstrings
+#   make clean       remove .venv and what the tools cached
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Several processes on few cores only slow each other down when each starts threads of its own.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+WORKERS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench api clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.lab
+	$(BIN)/headwise compare logic $(ARGS)
+
+test: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+api: $(VENV)/.dev
+	$(BIN)/python docs/generate_api.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+# The stamps are younger than what was installed: nothing is installed twice.
+$(VENV)/.made:
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "making $(VENV) with $$($$python --version)"; \
+			$$python -m venv $(VENV) && touch $@; exit; \
+		fi; \
+	done; \
+	echo "no Python of at least 3.11 was found; name one: make demo PYTHON=/path/to/python3.11" >&2; exit 1
+
+$(VENV)/.lab: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing headwise and its laboratory into $(VENV) (torch is large: the first time takes minutes)"
+	$(INSTALL) -e '.[lab]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing headwise, its laboratory and the development tools into $(VENV)"
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.lab

@@ -1,0 +1,321 @@
+"""What headwise costs in a training step of Transformer-base, against unmodified torch in the same process.
+
+All variants of a table run interleaved, round after round; medians are compared, and the plain model stands twice in
+every round so that the A/A ratio shows what the machine's noise alone would look like. Run by `make bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.aggregators import build
+from headwise.disagreement import output_similarity
+from headwise.ensembles import apply_rule, ensembles_of
+
+VOCABULARY, WIDTH, HEADS, LAYERS, INNER = 10_000, 512, 8, 6, 2048
+RULE = hw.SVGD(alpha=0.01)
+console = Console()
+
+
+class Translation(nn.Module):
+    """Embeddings, an unmodified `nn.Transformer` of base shape, and the output layer tied to the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, HEADS, LAYERS, LAYERS, INNER, dropout=0.1, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        length = target.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(length, device=target.device)
+        states = self.transformer(self.embedding(source), self.embedding(target), tgt_mask=causal, tgt_is_causal=True)
+        return F.cross_entropy(F.linear(states, self.embedding.weight).flatten(0, 1), target.flatten())
+
+
+class Variant:
+    """One way to train the same model: a step, and the seconds spent inside `repulsion.apply()`."""
+
+    def __init__(self, name: str, device: torch.device, attach: Callable[[Translation], Callable[[], Tensor]]) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.model = Translation().to(device)
+        self.penalty = attach(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, source: Tensor, target: Tensor) -> None:
+        with torch.autocast(source.device.type, torch.bfloat16, enabled=source.is_cuda):
+            loss = self.model(source, target) + self.penalty()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def no_penalty(_model: Translation) -> Callable[[], Tensor]:
+    zero = torch.zeros(())
+    return lambda: zero
+
+
+def with_penalty(term: object) -> Callable[[Translation], Callable[[], Tensor]]:
+    return lambda model: hw.Disagreement(hw.find_heads(model), term)
+
+
+def with_em(layers: int) -> Callable[[Translation], Callable[[], Tensor]]:
+    def attach(model: Translation) -> Callable[[], Tensor]:
+        chunks = hw.Chunks(compile=True)
+        hw.aggregate(hw.find_heads(model).kind("self").layers(*range(layers)), hw.EMRouting(chunks=chunks))
+        return no_penalty(model)
+
+    return attach
+
+
+def naive_output(model: Translation) -> Callable[[], Tensor]:
+    """The double loop over pairs of heads, as a reader of the paper would write it."""
+    taps = hw.Taps(hw.find_heads(model), outputs=True)
+
+    def penalty() -> Tensor:
+        total = torch.zeros(())
+        for capture in taps.read():
+            heads = capture.outputs.unbind(2)
+            pairs = [F.cosine_similarity(a, b, dim=-1).mean() for a in heads for b in heads]
+            total = total + torch.stack(pairs).mean() / 18
+        return total
+
+    return penalty
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device: torch.device, run: Callable[[], object]) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleaved(
+    device: torch.device, runs: dict[str, Callable[[], object]], rounds: int, description: str
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, after one round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in track(range(rounds + 1), description, console=console, transient=True):
+        for name, run in runs.items():
+            elapsed = timed(device, run)
+            if number:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
+    """Median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
+
+
+def naive_svgd(model: nn.Module) -> None:
+    """SVGD by double loops over pairs of heads, one projection at a time."""
+    for slab in hw.find_heads(model).slabs():
+        theta = slab.view(slab.parameter.detach()).flatten(1)
+        gradient = slab.view(slab.parameter.grad)
+        flat, count = gradient.flatten(1).clone(), slab.heads
+        distances = sorted(
+            math.sqrt(float((theta[i] - theta[j]).square().sum())) for i in range(count) for j in range(i)
+        )
+        middle = len(distances) // 2
+        bandwidth = statistics.median([distances[middle], distances[~middle]]) ** 2 / math.log(count)
+        for i in range(count):
+            new = torch.zeros_like(flat[i])
+            for j in range(count):
+                difference = theta[i] - theta[j]
+                kernel = math.exp(-float(difference.square().sum()) / bandwidth)
+                new += kernel * flat[j] - RULE.alpha * 2 / bandwidth * kernel * difference
+            gradient[i].copy_((new * RULE.step_size / count).view_as(gradient[i]))
+
+
+def model_table(device: torch.device, batch: int, length: int, rounds: int, naive: bool) -> dict[str, object]:
+    """Step-time ratios to plain, and the share of a step spent in `apply()`."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(VOCABULARY, (batch, length), generator=generator).to(device) for _ in range(2))
+    attachments = {
+        "plain": no_penalty,
+        "plain again": no_penalty,
+        "output": with_penalty(hw.Output()),
+        "position": with_penalty(hw.Position()),
+        "em in 2 encoder layers": with_em(2),
+        "em in 6 encoder layers": with_em(6),
+    }
+    if naive:
+        attachments["output by double loops"] = naive_output
+    variants = {name: Variant(name, device, attach) for name, attach in attachments.items()}
+    plain = variants["plain"]
+    heads = hw.find_heads(plain.model)
+    everything = ensembles_of(heads, joint=False)
+    first = ensembles_of(heads.kind("self").layer(0), joint=False)
+    runs: dict[str, Callable[[], object]] = {
+        name: (lambda variant=variant: variant.step(source, target)) for name, variant in variants.items()
+    }
+    # inside apply(): on the gradients the plain model's step has just left, interleaved with the steps
+    runs["svgd apply, 54 groups"] = lambda: apply_rule(RULE, everything, strength=1.0, scale=None)
+    runs["svgd apply, first encoder layer"] = lambda: apply_rule(RULE, first, strength=1.0, scale=None)
+    if naive:
+        runs["svgd apply by double loops, 54 groups"] = lambda: naive_svgd(plain.model)
+    seconds = interleaved(device, runs, rounds, f"batch {batch} x {length}")
+    table = {name: ratio(seconds, name, "plain") for name in runs}
+    return {
+        "batch": batch,
+        "length": length,
+        "rounds": rounds,
+        "plain step seconds": statistics.median(seconds["plain"]),
+        "ratio to plain": table,
+    }
+
+
+def module_table(device: torch.device, tokens: int, rounds: int) -> dict[str, object]:
+    """EM and simple routing against the same votes with uniform weights, forward and backward of one module."""
+    settings = {
+        "trunk": hw.Trunk(),
+        "trunk again": hw.Trunk(),
+        "em": hw.EMRouting(chunks=hw.Chunks(compile=True)),
+        "em, not compiled": hw.EMRouting(),
+        "simple": hw.SimpleRouting(chunks=hw.Chunks(compile=True)),
+    }
+    modules: dict[str, nn.Module] = {"output projection": nn.Linear(WIDTH, WIDTH).to(device)}
+    for name, setting in settings.items():
+        modules[name] = build(setting, HEADS, WIDTH // HEADS, WIDTH).to(device)
+    heads = torch.randn(tokens, WIDTH, device=device, requires_grad=True)
+    kept = {}
+    for name, module in modules.items():
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(partial(weigh, sizes), lambda tensor: tensor):
+            module(heads)
+        kept[name] = sum(sizes)
+    runs = {name: (lambda module=module: module(heads).sum().backward()) for name, module in modules.items()}
+    seconds = interleaved(device, runs, rounds, f"one module, {tokens} tokens")
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "trunk milliseconds": 1e3 * statistics.median(seconds["trunk"]),
+        "ratio to trunk": {name: ratio(seconds, name, "trunk") for name in runs},
+        "bytes kept for backward": kept,
+        "bytes of the input": heads.numel() * heads.element_size(),
+    }
+
+
+def weigh(sizes: list[int], tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        sizes.append(tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def scaling_table(device: torch.device, rounds: int) -> list[dict[str, object]]:
+    """SVGD's O(M^2 D) against the output penalty's O(B L M e): milliseconds over batch, length and heads."""
+    rows = []
+    for batch, length, count in [(32, 64, 8), (128, 64, 8), (8, 256, 8), (32, 64, 4), (32, 64, 16)]:
+        attention = hw.nn.MultiheadAttention(WIDTH, count, batch_first=True).to(device)
+        optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
+        heads = hw.find_heads(attention)
+        repulsion = hw.repel(optimizer, heads, RULE)
+        for parameter in attention.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        outputs = torch.randn(batch, length, count, WIDTH // count, device=device, requires_grad=True)
+        x = torch.randn(batch, length, WIDTH, device=device, requires_grad=True)
+        runs = {
+            "attention": partial(attend, attention, x),
+            "svgd": optimizer.step,
+            "output penalty": partial(penalize, outputs),
+        }
+        seconds = interleaved(device, runs, rounds, f"batch {batch} x {length}, {count} heads")
+        milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+        rows.append({"batch": batch, "length": length, "heads": count, "milliseconds": milliseconds})
+        repulsion.remove()
+    return rows
+
+
+def attend(attention: nn.Module, x: Tensor) -> None:
+    attention(x, x, x, need_weights=False)[0].sum().backward()
+
+
+def penalize(outputs: Tensor) -> None:
+    output_similarity(outputs).backward()
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load before": os.getloadavg()[0],
+    }
+
+
+def show(record: dict) -> None:
+    for table in record["models"]:
+        shape = f"batch {table['batch']} x {table['length']}"
+        seconds, rounds = table["plain step seconds"], table["rounds"]
+        console.print(f"\n[bold]Transformer-base, {shape}[/bold]: plain step {seconds:.2f} s, {rounds} rounds")
+        console.print("time / time of a plain step")
+        for name, value in table["ratio to plain"].items():
+            console.print(f"  {name:<42} {value:8.4f}")
+    table = record["module"]
+    console.print(f"\n[bold]One module, {table['tokens']} tokens[/bold], forward and backward; time / time of trunk")
+    for name, value in table["ratio to trunk"].items():
+        kept = table["bytes kept for backward"][name] / 2**20
+        console.print(f"  {name:<42} {value:8.3f}   keeps {kept:6.1f} MiB")
+    console.print("\n[bold]Cost against batch, length and heads[/bold], ms")
+    for row in record["scaling"]:
+        cells = "   ".join(f"{name} {value:.2f}" for name, value in row["milliseconds"].items())
+        console.print(f"  batch {row['batch']:>3} x {row['length']:>3}, {row['heads']:>2} heads   {cells}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default="32x64,4x512", help="batches, for example 32x64")
+    parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    record: dict = {"benchmark": "overhead", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    record["module"] = module_table(device, 2048, 3 * arguments.rounds)
+    record["scaling"] = scaling_table(device, 5 * arguments.rounds)
+    record["models"] = []
+    for shape in arguments.shapes.split(","):
+        batch, length = map(int, shape.split("x"))
+        record["models"].append(model_table(device, batch, length, arguments.rounds, not arguments.skip_naive))
+    record["machine"]["load after"] = os.getloadavg()[0]
+    show(record)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = arguments.out.with_suffix(".part")
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        temporary.replace(arguments.out)
+        console.print(f"\nwritten to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

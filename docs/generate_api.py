@@ -1,0 +1,77 @@
+"""Writes docs/api.md from the docstrings of the public names: `make api`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import headwise
+
+PAGE = Path(__file__).parent / "api.md"
+
+# Modules whose names are imported from them, in the order of the page.
+MODULES = (
+    "headwise.kernels",
+    "headwise.particles",
+    "headwise.cosine_rules",
+    "headwise.disagreement",
+    "headwise.votes",
+    "headwise.routing",
+    "headwise.aggregators",
+    "headwise.metrics",
+    "headwise.nn",
+)
+# What has no docstring of its own.
+CONSTANTS = {
+    "LAYOUTS": "The rows that `find_heads` tries, in order.",
+    "PROJECTIONS": "The projections of a site, in order: query, key, value.",
+    "Routing": "Any routing setting: `SimpleRouting`, `EMRouting` or `Trunk`.",
+}
+
+
+def render() -> str:
+    """Return the page."""
+    public = [name for name in headwise.__all__ if not name.startswith("_")]
+    parts = [
+        "# Every public name",
+        "Written by `make api` from the docstrings. `help(name)` shows each whole: equation, shapes, ranges, example.",
+        "## `import headwise as hw`",
+        _table((name, f"hw.{name}", getattr(headwise, name)) for name in public),
+    ]
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        parts += [
+            f"## `{module_name}`",
+            _first_paragraph(module),
+            _table((name, name, getattr(module, name)) for name in module.__all__),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Iterable[tuple[str, str, object]]) -> str:
+    lines = ["| name | what it is |", "|---|---|"]
+    for name, shown, value in sorted(rows, key=lambda row: row[0].lower()):
+        text = CONSTANTS[name] if name in CONSTANTS else _first_paragraph(value)
+        lines.append(f"| `{shown}` | {_cell(text)} |")
+    return "\n".join(lines)
+
+
+def _first_paragraph(value: object) -> str:
+    written = inspect.getdoc(value) or ""
+    return " ".join(written.partition("\n\n")[0].split())
+
+
+def _cell(text: str) -> str:
+    # a bar would end the cell, and stars or underscores in an equation would turn into emphasis
+    for character in ("\\", "|", "*", "_", "<"):
+        text = text.replace(character, f"\\{character}")
+    # inside backticks nothing needs an escape but the bar
+    pieces = text.split("`")
+    pieces[1::2] = [piece.replace("\\*", "*").replace("\\_", "_").replace("\\<", "<") for piece in pieces[1::2]]
+    return "`".join(pieces)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

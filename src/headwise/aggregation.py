@@ -1,0 +1,122 @@
+"""Aggregation of the heads of a model by routing, in the place of its output projections.
+
+Owns `aggregate`, which puts the modules of `aggregators` into a model, and the handle that takes them out.
+Must not know how sites are found nor how votes are routed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from headwise.aggregators import Aggregator, Residual, Routing, build, require_setting
+from headwise.checks import HeadwiseError, LayoutError
+from headwise.heads import Heads, Seam
+
+__all__ = ["Aggregation", "Replaced", "aggregate"]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One site whose output projection was replaced: its name, place, and both modules."""
+
+    name: str
+    seam: Seam
+    old: nn.Module
+    new: Aggregator
+
+
+class Aggregation:
+    """The aggregators `aggregate` put into a model; printable.
+
+    Attributes:
+        setting: What they were built from.
+        replaced: The sites, in the order of the heads given.
+    """
+
+    def __init__(self, setting: Routing | Residual, replaced: tuple[Replaced, ...]) -> None:
+        self.setting, self.replaced = setting, replaced
+
+    def remove(self) -> None:
+        """Put the old output modules back; the aggregators' parameters leave the model.
+
+        Raises:
+            HeadwiseError: A site no longer holds the aggregator put there, for example after a first removal;
+                nothing is changed then.
+        """
+        for site in self.replaced:
+            if site.seam.module is not site.new:
+                raise HeadwiseError(
+                    f"{site.name}: the output module is now a {type(site.seam.module).__name__}, not the "
+                    f"{type(site.new).__name__} put there by aggregate(); it was removed or replaced before."
+                )
+        for site in self.replaced:
+            setattr(site.seam.owner, site.seam.attribute, site.old)
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {site.name or '(model)'}: {site.seam.attribute} is {type(site.new).__name__}, "
+            f"{_parameter_count(site.new):,} parameters instead of {_parameter_count(site.old):,}"
+            for site in self.replaced
+        ]
+        return "\n".join([f"{self.setting} in {len(self.replaced)} sites", *rows])
+
+    __repr__ = __str__
+
+
+def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
+    """Put an aggregator in the place of the output projection of each site, and return the handle that undoes it.
+
+    Each site gets weights of its own, with the device and dtype of the projection it replaces. Build the
+    optimizer afterwards: one built before does not hold the new parameters and would never train them.
+
+    Args:
+        heads: The sites, from `find_heads`.
+        setting: `SimpleRouting`, `EMRouting`, `Trunk`, or `Residual` of one of them.
+
+    Returns:
+        The handle; printing it lists the sites.
+
+    Raises:
+        SettingError: `setting` is no such setting, or its capsules do not divide a site's width.
+        LayoutError: There is no site, a site's output projection was not found, it is an aggregator already, or
+            two sites share one. Nothing is replaced then.
+    """
+    require_setting(setting)
+    sites = tuple(heads.sites)
+    if not sites:
+        raise LayoutError("aggregate was given no attention site; expected at least one from find_heads.")
+    places: set[tuple[int, str]] = set()
+    replaced = []
+    for site in sites:
+        seam = site.expose()
+        old = seam.module
+        if isinstance(old, Aggregator):
+            raise LayoutError(
+                f"{site.name or 'the model'} already has a {type(old).__name__} as its output; "
+                "call remove() on the handle of the first aggregate() before a second one."
+            )
+        if (id(seam.owner), seam.attribute) in places:
+            raise LayoutError(
+                f"{site.name or 'the model'} shares its output projection with another selected site; aggregators "
+                "are not shared, so select one of them."
+            )
+        places.add((id(seam.owner), seam.attribute))
+        projection = old if isinstance(setting, Residual) else None
+        new = build(setting, site.num_heads, site.head_size, site.width, projection)
+        replaced.append(Replaced(site.name, seam, old, _placed_like(new, old)))
+    for place in replaced:
+        setattr(place.seam.owner, place.seam.attribute, place.new)
+    return Aggregation(setting, tuple(replaced))
+
+
+def _placed_like(new: Aggregator, old: nn.Module) -> Aggregator:
+    parameter = next(old.parameters(), None)
+    if parameter is not None:
+        new = new.to(device=parameter.device, dtype=parameter.dtype)
+    return new.train(old.training)
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

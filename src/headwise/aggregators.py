@@ -1,0 +1,319 @@
+"""Modules that aggregate concatenated heads by routing: [..., H * e] to [..., d].
+
+Owns `SimpleAggregator`, `EMAggregator`, `TrunkAggregator` and `ResidualAggregator`, each built from a frozen
+setting by `build`. The equations are in `routing`, the votes in `votes`. Must not know models or sites.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checks import SettingError, ShapeError
+from headwise.em_routing import em_forward, em_gradient
+from headwise.recompute import Kernel, compiled_kernel, routed_in_chunks
+from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
+from headwise.simple_routing import simple_forward, simple_gradient
+from headwise.votes import Votes
+
+__all__ = [
+    "Aggregator",
+    "EMAggregator",
+    "Residual",
+    "ResidualAggregator",
+    "Routing",
+    "SimpleAggregator",
+    "TrunkAggregator",
+    "build",
+    "require_setting",
+]
+
+Routing = SimpleRouting | EMRouting | Trunk
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Routing added to the projection a model already has: output = W_O O + gamma routed(O), gamma = 0 at first.
+
+    For pretrained models, which a new aggregator would disturb; ours, not in Li et al. 2021.
+
+    Args:
+        routing: What is added.
+    """
+
+    routing: Routing
+
+    def __post_init__(self) -> None:
+        if isinstance(self.routing, Residual):
+            raise SettingError("routing is itself a Residual; expected SimpleRouting, EMRouting or Trunk.")
+        require_setting(self.routing)
+
+
+class SimpleAggregator(nn.Module):
+    """Votes and simple routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 1).
+
+    Only the input is kept for the backward pass; differentiable once.
+
+    Args:
+        setting: The routing.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> SimpleAggregator(SimpleRouting(), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: SimpleRouting, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.votes.reset_parameters()
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        setting = self.setting
+        kernel = _simple_kernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
+        return _aggregated(heads, self.votes, (), kernel, setting.chunks)
+
+
+class EMAggregator(nn.Module):
+    """Votes and EM routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 2).
+
+    Only the input is kept for the backward pass; differentiable once. `beta_a` and `beta_mu` [N] are learned
+    and start as N(0, 1/d); they are None without activations.
+
+    Args:
+        setting: The routing.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> EMAggregator(EMRouting(capsules=4), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: EMRouting, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+        learned = self.votes.capsules if setting.activation else None
+        self.beta_a = None if learned is None else nn.Parameter(torch.empty(learned))
+        self.beta_mu = None if learned is None else nn.Parameter(torch.empty(learned))
+        self._reset_betas()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights and the betas anew."""
+        self.votes.reset_parameters()
+        self._reset_betas()
+
+    def _reset_betas(self) -> None:
+        for beta in (self.beta_a, self.beta_mu):
+            if beta is not None:
+                nn.init.normal_(beta, std=self.votes.width**-0.5)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        kernel = _em_kernel(self.setting.schedule, self.setting.floor)
+        betas = () if self.beta_a is None or self.beta_mu is None else (self.beta_a, self.beta_mu)
+        return _aggregated(heads, self.votes, betas, kernel, self.setting.chunks)
+
+
+class TrunkAggregator(nn.Module):
+    """The votes of the routing aggregators with uniform weights: heads [..., H * e] to [..., d]; the control.
+
+    Args:
+        setting: The votes and their capsules.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> TrunkAggregator(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: Trunk, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.votes.reset_parameters()
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        return _aggregated(heads, self.votes, (), _UNIFORM, self.setting.chunks)
+
+
+class ResidualAggregator(nn.Module):
+    """The old projection plus gamma times an aggregator; equal to the old projection while gamma is 0.
+
+    Args:
+        projection: The module that played W_O; kept, with its weights.
+        aggregator: The module whose output is added.
+    """
+
+    def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
+        super().__init__()
+        self.projection, self.aggregator = projection, aggregator
+        self.gamma = nn.Parameter(torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        """Set gamma to 0 and draw the aggregator anew; the old projection stays."""
+        nn.init.zeros_(self.gamma)
+        _reset(self.aggregator)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return W_O O + gamma routed(O), [..., d], of concatenated heads [..., H * e]."""
+        return self.projection(heads) + self.gamma * self.aggregator(heads)
+
+
+Aggregator = SimpleAggregator | EMAggregator | TrunkAggregator | ResidualAggregator
+
+
+def build(
+    setting: Routing | Residual,
+    num_heads: int,
+    head_size: int,
+    width: int,
+    projection: nn.Module | None = None,
+) -> Aggregator:
+    """Return a new aggregator with its own weights, in float32 on the default device.
+
+    Args:
+        setting: The routing, or `Residual` of one.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output.
+        projection: The projection `Residual` keeps; None for the others, which replace it.
+
+    Raises:
+        SettingError: `setting` is no such setting; the number of capsules does not divide `width`; or a
+            projection is missing or not wanted.
+
+    Example:
+        >>> build(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(5, 8)).shape
+        torch.Size([5, 8])
+    """
+    if isinstance(setting, Residual) != (projection is not None):
+        wanted = "the projection it keeps" if projection is None else "no projection: it is replaced"
+        raise SettingError(
+            f"{type(setting).__name__} was given projection={type(projection).__name__}; expected {wanted}."
+        )
+    if isinstance(setting, Residual) and projection is not None:
+        return ResidualAggregator(projection, build(setting.routing, num_heads, head_size, width))
+    if isinstance(setting, SimpleRouting):
+        return SimpleAggregator(setting, num_heads, head_size, width)
+    if isinstance(setting, EMRouting):
+        return EMAggregator(setting, num_heads, head_size, width)
+    if isinstance(setting, Trunk):
+        return TrunkAggregator(setting, num_heads, head_size, width)
+    raise _unknown_setting(setting)
+
+
+def _aggregated(
+    heads: Tensor, votes: Votes, routing_weights: tuple[Tensor, ...], kernel: Kernel, chunks: Chunks
+) -> Tensor:
+    joined = votes.num_heads * votes.head_size
+    if heads.shape[-1:] != (joined,):
+        raise ShapeError(
+            f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
+            f"{joined} on the last axis."
+        )
+    if chunks.compile and kernel is not _UNIFORM:
+        kernel = compiled_kernel(kernel)
+    sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
+    rows = heads.reshape(-1, joined)
+    flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=chunks.compile)
+    return flat.unflatten(0, heads.shape[:-1])
+
+
+def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:
+    capsules = width if setting.capsules is None else setting.capsules
+    return Votes(setting.votes, num_heads, head_size, width, capsules)
+
+
+@functools.cache
+def _simple_kernel(iterations: int, over_capsules: bool, floor: float) -> Kernel:
+    def forward(votes: Tensor) -> Tensor:
+        return simple_forward(votes, iterations, over_capsules, floor)[0]
+
+    def gradient(votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return (simple_gradient(votes, grad, iterations, over_capsules, floor),)
+
+    return Kernel(forward, gradient)
+
+
+@functools.cache
+def _em_kernel(schedule: tuple[float, ...], floor: float) -> Kernel:
+    def forward(votes: Tensor, beta_a: Tensor | None = None, beta_mu: Tensor | None = None) -> Tensor:
+        return em_forward(votes, beta_a, beta_mu, schedule, floor)[0]
+
+    def gradient(
+        votes: Tensor, grad: Tensor, beta_a: Tensor | None = None, beta_mu: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        gradients = em_gradient(votes, beta_a, beta_mu, grad, schedule, floor)
+        return tuple(part for part in gradients if part is not None)
+
+    return Kernel(forward, gradient)
+
+
+def _mean_of_heads(votes: Tensor) -> Tensor:
+    return votes.mean(1)
+
+
+def _mean_of_heads_gradient(votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return ((grad / votes.shape[1]).unsqueeze(1).expand_as(votes),)
+
+
+_UNIFORM = Kernel(_mean_of_heads, _mean_of_heads_gradient)
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def require_setting(setting: Routing | Residual) -> None:
+    """Raise `SettingError` unless `setting` is one `build` takes."""
+    if not isinstance(setting, Routing | Residual):
+        raise _unknown_setting(setting)
+
+
+def _unknown_setting(setting: object) -> SettingError:
+    return SettingError(
+        f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, or Residual of one "
+        "of them."
+    )

@@ -1,0 +1,191 @@
+"""A comparison: arms x seeds on one task, each run in its own folder, then the table, the figures and the page.
+
+Owns the folder of a comparison, the order of its runs and what happens when it is run again: finished runs are kept,
+interrupted ones go on, nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from headwise.checks import DataError, HeadwiseError, SettingError, require_choice, require_integer
+from headwise.lab import runs
+from headwise.lab.arms import Arm
+from headwise.lab.baseline import BASELINES, BaselineSettings
+from headwise.lab.grids import terminal, write_record
+from headwise.lab.jobs import do_job
+from headwise.lab.methods import Methods
+from headwise.lab.models.pair import PairClassifier
+from headwise.lab.progress import watch_for
+from headwise.lab.results import COMPARISON, TEST
+from headwise.lab.settings import RunSettings
+from headwise.lab.table import read_table
+from headwise.lab.tasks.logic import LogicData, LogicTask, Scale
+from headwise.lab.workers import Failure, Job, run_jobs
+
+__all__ = ["Comparison", "compare", "default_workers", "do_jobs", "publish", "require_fits", "run_folder"]
+
+RESULTS = "results.json"
+CACHE = "data"
+PRIMARY = "accuracy pooled over all test bins"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, on what, and where the results go.
+
+    Attributes:
+        task: Name of the task; "logic".
+        arms: The arms; each is run with every seed.
+        seeds: The seeds.
+        scale: Sizes of data, model and training.
+        out: Folder of the comparison.
+        data: Folder of the data; None generates it.
+        workers: Runs side by side, each on one thread.
+    """
+
+    task: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    scale: Scale
+    out: Path
+    data: Path | None = None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("task", self.task, ["logic"])
+        require_integer("workers", self.workers, low=1)
+        if not self.arms or not self.seeds:
+            raise SettingError(
+                f"{len(self.arms)} arms and {len(self.seeds)} seeds were given; expected at least one of each."
+            )
+        for seed in self.seeds:
+            require_integer("seed", seed, low=0, high=2**32 - 1)
+
+
+def compare(comparison: Comparison, console: Console) -> list[Failure]:
+    """Do every run of a comparison that is not finished, then write its table, figures and page.
+
+    Args:
+        comparison: What to compare.
+        console: Where progress and table are shown.
+
+    Returns:
+        The runs that failed; the table is made from the others.
+
+    Raises:
+        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        DataError: The data cannot be read.
+        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+    """
+    out = comparison.out
+    runs.prepare_folder(out)
+    data = LogicTask.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
+    _claim(comparison, data)
+    jobs = _jobs(comparison, data)
+    for job in jobs:
+        runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
+    for arm in comparison.arms:
+        require_fits(arm, data, comparison.scale)
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    if any(runs.is_finished(job.folder) for job in jobs):
+        publish(out, console)
+    return failures
+
+
+def publish(out: Path, console: Console) -> None:
+    """Show the table of what is finished in a folder, and write its JSON form, figures and page.
+
+    Raises:
+        DataError: A file of a run is damaged.
+        NotFired: An arm did the same as plain.
+    """
+    table = read_table(out)
+    write_record(table, out / RESULTS)
+    console.print(terminal(table))
+
+
+def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) -> list[Failure]:
+    """Run jobs on a pool with progress on the console; `finished` others are counted as done."""
+    if not jobs:
+        return []
+    with watch_for(console, jobs, finished) as watch:
+        return run_jobs(do_job, jobs, workers, watch)
+
+
+def default_workers() -> int:
+    """Return how many one-thread runs this machine does side by side: the cores this process may use.
+
+    With a GPU it is at most four: more of them only wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4) if torch.cuda.is_available() else cores
+
+
+def run_folder(out: Path, arm: str, seed: int) -> Path:
+    """Return the folder of one run of a comparison; `arm` is an arm's folder name or a baseline's name."""
+    return out / arm / f"seed-{seed}"
+
+
+def require_fits(arm: Arm, data: LogicData, scale: Scale) -> None:
+    """Make sure that an arm can be put on the model of a scale, before any run starts.
+
+    Raises:
+        SettingError: It cannot; the message says why.
+    """
+    model = PairClassifier(len(data.vocabulary), len(data.labels), scale)
+    try:
+        Methods(arm, model, model.encoder, seed=0).repel(torch.optim.Adam(model.parameters()))
+    except HeadwiseError as error:
+        raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
+
+
+def _claim(comparison: Comparison, data: LogicData) -> None:
+    """Write what the comparison is, adding to the arms and seeds of an earlier one in the same folder."""
+    path = comparison.out / COMPARISON
+    fixed: dict[str, Any] = {
+        "task": comparison.task,
+        "scale": comparison.scale.name,
+        "sizes": runs.as_record(comparison.scale),
+        "data": data.fingerprint,
+        "primary": PRIMARY,
+    }
+    arms, seeds = [arm.name for arm in comparison.arms], list(comparison.seeds)
+    if path.exists():
+        old = runs.read_json(path)
+        if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
+            raise DataError(f"{path} is not the record of a comparison; choose another --out.")
+        runs.require_same(path, fixed | {"arms": old["arms"], "seeds": old["seeds"]})
+        arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
+        seeds = sorted({*old["seeds"], *seeds})
+    runs.write_json(path, fixed | {"arms": arms, "seeds": seeds})
+    if not (comparison.out / TEST).exists():
+        runs.write_arrays(comparison.out / TEST, bins=data.test.bins, labels=data.test.labels)
+
+
+def _jobs(comparison: Comparison, data: LogicData) -> list[Job]:
+    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms."""
+    shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
+    places = {"data": comparison.data, "cache": comparison.out / CACHE}
+    rows = [
+        Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places))
+        for name in BASELINES
+    ]
+    rows += [
+        Job(
+            f"{arm.name} seed {seed}",
+            run_folder(comparison.out, arm.folder, seed),
+            RunSettings(arm=arm, seed=seed, **shared, **places),
+        )
+        for seed in comparison.seeds
+        for arm in comparison.arms
+    ]
+    return rows

@@ -1,0 +1,156 @@
+"""The figures of a comparison, as PNG bytes: accuracy by difficulty, by diversity and by strength of repulsion.
+
+Owns what is plotted against what, and the words beside it; how it looks is `drawing`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from headwise.lab.drawing import (
+    GRAY_DASHED,
+    draw_differences,
+    draw_line,
+    draw_means,
+    draw_reference,
+    drawing,
+    name_ends,
+    styles,
+    to_png,
+)
+from headwise.lab.grids import MINUS
+from headwise.lab.table import PLAIN, Table
+from headwise.page import write_whole
+
+__all__ = ["Picture", "accuracy_by_bin", "accuracy_by_force", "accuracy_by_similarity", "pictures", "write_pictures"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure ready to be shown.
+
+    Attributes:
+        name: Name of its file, without the ending.
+        png: The bytes of the PNG file.
+        caption: What to see in it.
+        alt: What it shows, for a reader who cannot see it.
+    """
+
+    name: str
+    png: bytes
+    caption: str
+    alt: str
+
+
+def pictures(table: Table) -> tuple[Picture, ...]:
+    """Return the figures that the table has data for."""
+    drawn = (accuracy_by_bin(table), accuracy_by_similarity(table), accuracy_by_force(table))
+    return tuple(picture for picture in drawn if picture is not None)
+
+
+def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
+    """Write each figure to `folder` under its name, whole files only, and return them.
+
+    Raises:
+        DataError: A file cannot be written.
+    """
+    drawn = pictures(table)
+    for picture in drawn:
+        write_whole(folder / f"{picture.name}.png", picture.png)
+    return drawn
+
+
+def accuracy_by_bin(table: Table) -> Picture | None:
+    """Return accuracy by number of operators, and the difference to plain below it; None with a single bin."""
+    if len(table.bins) < 2:
+        return None
+    style, plain = styles(table), table.row(PLAIN)
+    compared = [row for row in table.arms if row.bins_to_plain] if plain is not None else []
+    with drawing(7.6, 7.4 if compared else 4.4) as figure:
+        if compared:
+            upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
+        else:
+            upper, lower = figure.subplots(), None
+        for row in table.rows:
+            if row.baseline:
+                draw_line(upper, table.bins, row.bins, GRAY_DASHED, width=1.2)
+            else:
+                draw_line(upper, table.bins, row.bins, style[row.arm], label=row.arm)
+        upper.set_ylabel("accuracy, %")
+        if lower is not None:
+            lower.axhline(0, color=style[PLAIN].color, linewidth=1.4)
+            width = 0.55 * min(b - a for a, b in zip(table.bins, table.bins[1:], strict=False))
+            for place, row in enumerate(compared):
+                shift = width * ((place + 0.5) / len(compared) - 0.5)
+                draw_differences(lower, [number + shift for number in table.bins], row.bins_to_plain, style[row.arm])
+            lower.set_ylabel("difference to plain, points")
+            lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", MINUS) if value else "0")
+        bottom = lower or upper
+        bottom.set_xlabel("number of operators")
+        bottom.set_xticks(list(table.bins))
+        figure.legend(loc="outside right upper", frameon=False)
+        name_ends(figure, upper, {row.arm: 100 * row.bins[-1].value for row in table.rows if row.baseline})
+        png = to_png(figure)
+    caption = "Accuracy by number of operators with 95 % intervals over seeds and test items"
+    caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
+    ends = f"from {table.bins[0]} to {table.bins[-1]} operators"
+    alt = f"Accuracy {ends}: " + "; ".join(
+        f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f} %" for row in table.rows
+    )
+    return Picture("accuracy-by-operators", png, caption, alt)
+
+
+def accuracy_by_similarity(table: Table) -> Picture | None:
+    """Return pooled accuracy against how alike the outputs of the heads are, or None when nothing was measured."""
+    dots = {
+        row.arm: [
+            (point.output_cosine, 100 * point.accuracy) for point in row.points if point.output_cosine is not None
+        ]
+        for row in table.arms
+    }
+    dots = {arm: found for arm, found in dots.items() if found}
+    if not dots:
+        return None
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        axes.set_xlabel("mean cosine between the outputs of two heads (further left: heads differ more)")
+        axes.set_ylabel("accuracy pooled over bins, %")
+        draw_means(figure, axes, dots, styles(table))
+        png = to_png(figure)
+    caption = "Diversity against accuracy: each small dot a seed, each large one the mean of an arm."
+    alt = "Output cosine and accuracy: " + "; ".join(
+        f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f} %" for arm, found in dots.items()
+    )
+    return Picture("diversity-against-accuracy", png, caption, alt)
+
+
+def accuracy_by_force(table: Table) -> Picture | None:
+    """Return pooled accuracy against the force ratio, or None with fewer than two strengths of repulsion."""
+    dots = {
+        row.arm: [(point.force_ratio, 100 * point.accuracy) for point in row.points if point.force_ratio]
+        for row in table.arms
+    }
+    dots = {arm: found for arm, found in dots.items() if found}
+    if len(dots) < 2:
+        return None
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        plain = table.row(PLAIN)
+        if plain is not None:
+            draw_reference(axes, plain.accuracy)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
+        axes.set_ylabel("accuracy pooled over bins, %")
+        draw_means(figure, axes, dots, styles(table))
+        png = to_png(figure)
+    caption = (
+        "Accuracy against the strength of repulsion: each small dot a seed, each large one the mean of an arm; "
+        "the band is plain with its 95 % interval."
+    )
+    alt = "Force ratio and accuracy: " + "; ".join(
+        f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f} %" for arm, found in dots.items()
+    )
+    return Picture("accuracy-against-force-ratio", png, caption, alt)

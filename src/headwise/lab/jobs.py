@@ -1,0 +1,28 @@
+"""What a worker process is given to do; imports what a kind of job needs once it is asked for one.
+
+Owns the dispatch from a job's settings to the function that does it, so that a worker starts quickly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headwise.lab.baseline import BaselineSettings, baseline_run
+from headwise.lab.settings import RunSettings
+from headwise.lab.workers import Heartbeat
+
+__all__ = ["do_job"]
+
+
+def do_job(settings: RunSettings | BaselineSettings, folder: Path, heartbeat: Heartbeat) -> None:
+    """Do one run on one thread in its folder; see `train_run` and `baseline_run`."""
+    torch.set_num_threads(1)
+    if isinstance(settings, BaselineSettings):
+        baseline_run(settings, folder)
+        return
+    # Hugging Face's Trainer takes seconds to import, and only arms need it
+    from headwise.lab.train import train_run
+
+    train_run(settings, folder, heartbeat)

@@ -1,0 +1,109 @@
+"""An arm on a model: aggregators, penalty, repulsion and DropHead, attached in the order they need.
+
+Owns that order: aggregators before the parameters are drawn, the penalty after them, repulsion once there is an
+optimizer. Must not know tasks or training loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.aggregation import aggregate
+from headwise.heads import Heads
+from headwise.lab.arms import Arm
+from headwise.lab.drophead import DropHead
+from headwise.lab.protocol import initialise, key
+from headwise.layouts import find_heads
+from headwise.penalty import Disagreement
+from headwise.repulsion import Repulsion, repel
+
+__all__ = ["Methods"]
+
+
+class Methods:
+    """The methods of one arm, attached to one model whose parameters they draw.
+
+    Args:
+        arm: The arm.
+        model: The model; its aggregators are put in place and every parameter is drawn anew.
+        part: The part of the model whose heads the arm acts on.
+        seed: Seed of the run; each thing that draws has a stream of its own.
+    """
+
+    def __init__(self, arm: Arm, model: nn.Module, part: nn.Module, *, seed: int) -> None:
+        self.arm, self.seed = arm, seed
+        self.heads = find_heads(part)
+        if arm.aggregation is not None:
+            aggregate(_chosen(self.heads, arm.aggregation_layers), arm.aggregation)
+        initialise(model, seed)
+        self.penalty: Disagreement | None = None
+        if arm.term is not None:
+            self.penalty = Disagreement(_chosen(self.heads, arm.layers), arm.term)
+        self.drophead: DropHead | None = None
+        if arm.drophead:
+            self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
+        self.repulsion: Repulsion | None = None
+
+    def repel(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
+        if self.arm.rule is not None:
+            heads = _chosen(self.heads, self.arm.layers)
+            noise_seed = key(self.seed, "noise")
+            self.repulsion = repel(optimizer, heads, self.arm.rule, when="manual", seed=noise_seed)
+
+    def penalized(self, loss: Tensor) -> Tensor:
+        """Return the loss with the arm's penalty added."""
+        if self.penalty is None:
+            return loss
+        return loss + self.arm.penalty_weight * self.penalty()
+
+    def apply_repulsion(self) -> Tensor | None:
+        """Apply the rule to the gradients and return its force ratio; None without a rule.
+
+        The norm of all repulsion over the norm of all drive: a group that the loss hardly moves, as queries and keys
+        are at the start, would dominate a mean of the groups' ratios.
+        """
+        if self.repulsion is None:
+            return None
+        self.repulsion.apply()
+        last = self.repulsion.last
+        return last.repulsion_norm.norm() / last.drive_norm.norm()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Evaluation mode without gradients, nothing captured for the penalty, and the old mode afterwards."""
+        training = model.training
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.penalty is not None:
+                stack.enter_context(self.penalty.taps.paused())
+            model.eval()
+            try:
+                yield
+            finally:
+                model.train(training)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the methods draw from, for a checkpoint."""
+        state: dict[str, Any] = {}
+        if self.drophead is not None:
+            state["drophead"] = self.drophead.generator.get_state()
+        if self.repulsion is not None:
+            state["repulsion"] = self.repulsion.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if self.drophead is not None:
+            self.drophead.generator.set_state(state["drophead"])
+        if self.repulsion is not None:
+            self.repulsion.load_state_dict(state["repulsion"])
+
+
+def _chosen(heads: Heads, layers: tuple[int, ...] | None) -> Heads:
+    return heads if layers is None else heads.layers(*layers)

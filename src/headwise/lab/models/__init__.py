@@ -1,0 +1,5 @@
+"""The models the laboratory trains, and the baselines they have to beat."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

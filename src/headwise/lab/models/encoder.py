@@ -1,0 +1,141 @@
+"""The transformer encoder of the logical inference task (Tran et al. 2018), pre- or post-norm.
+
+Owns `Encoder` and its layers. Their attention is `headwise.nn.MultiheadAttention`, so that every method of the
+library reaches it. Must not know the task.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checks import SettingError, require_integer, require_range
+from headwise.nn import MultiheadAttention
+
+__all__ = ["Encoder", "EncoderLayer", "sinusoids"]
+
+MAX_TIMESCALE = 1000.0
+
+
+class EncoderLayer(nn.Module):
+    """Returns one transformer layer's states.
+
+    Post-norm (Tran et al. 2018): y = LN(x + MHA(x)), z = LN(y + drop(FFN(y))). Pre-norm (ours, learns far
+    faster): y = x + MHA(LN(x)), z = y + drop(FFN(LN(y))). FFN(x) = W_2 ReLU(W_1 x + b_1) + b_2 with 2d hidden
+    units; the attention has neither biases nor dropout.
+
+    Args:
+        width: Model width d.
+        heads: Number of attention heads H; must divide `width`.
+        norm_first: Whether the layer is pre-norm.
+        dropout: Probability of dropping an output of the FFN while training, in [0, 1).
+
+    Example:
+        >>> layer = EncoderLayer(8, heads=2, norm_first=True, dropout=0.0)
+        >>> layer(torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, width: int, *, heads: int, norm_first: bool, dropout: float) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.attention = MultiheadAttention(width, heads, bias=False, batch_first=True)
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
+        )
+        self.feed_forward_norm = nn.LayerNorm(width)
+
+    def forward(self, states: Tensor, padding: Tensor) -> Tensor:
+        """Return the new states, [B, L, d].
+
+        Args:
+            states: [B, L, d].
+            padding: True where a token is padding, bool [B, L].
+        """
+        if self.norm_first:
+            states = states + self._attend(self.attention_norm(states), padding)
+            return states + self.feed_forward(self.feed_forward_norm(states))
+        states = self.attention_norm(states + self._attend(states, padding))
+        return self.feed_forward_norm(states + self.feed_forward(states))
+
+    def _attend(self, states: Tensor, padding: Tensor) -> Tensor:
+        return self.attention(states, states, states, key_padding_mask=padding, need_weights=False)[0]
+
+
+class Encoder(nn.Module):
+    """Returns contextual states of token sequences: embeddings plus sinusoids, then transformer layers.
+
+    Embeddings are drawn from N(0, 1) and not rescaled. After pre-norm layers comes a last layer normalization.
+
+    Args:
+        vocabulary_size: Number of token ids; id 0 is padding.
+        width: Model width d, even.
+        layers: Number of layers.
+        heads: Number of attention heads H of a layer; must divide `width`.
+        norm_first: Whether the layers are pre-norm.
+        dropout: As in `EncoderLayer`.
+
+    Raises:
+        SettingError: A size is below 1, the width odd or not a multiple of `heads`, or dropout outside [0, 1).
+
+    Example:
+        >>> encoder = Encoder(9, width=8, layers=2, heads=2, norm_first=True, dropout=0.0)
+        >>> tokens = torch.tensor([[4, 5, 6], [7, 0, 0]])
+        >>> encoder(tokens, tokens == 0).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self, vocabulary_size: int, *, width: int, layers: int, heads: int, norm_first: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("vocabulary_size", vocabulary_size),
+            ("width", width),
+            ("layers", layers),
+            ("heads", heads),
+        ):
+            require_integer(name, size, low=1)
+        require_range("dropout", dropout, low=0.0, high=0.999)
+        if width % 2 or width % heads:
+            raise SettingError(
+                f"width is {width} with {heads} heads; expected an even multiple of the number of heads."
+            )
+        self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=0)
+        self.layers = nn.ModuleList(
+            EncoderLayer(width, heads=heads, norm_first=norm_first, dropout=dropout) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the states of the last layer, [B, L, d].
+
+        Args:
+            tokens: Token ids, int64 [B, L].
+            padding: True where a token is padding, bool [B, L].
+        """
+        states = self.embedding(tokens)
+        states = states + sinusoids(tokens.shape[1], states.shape[2], like=states)
+        for layer in self.layers:
+            states = layer(states, padding)
+        return self.norm(states)
+
+
+def sinusoids(length: int, width: int, *, like: Tensor) -> Tensor:
+    """Return the positional encodings, [L, d], in the dtype and on the device of `like`.
+
+    p[t, 2i] = sin(t / s^(2i/d)), p[t, 2i+1] = cos(t / s^(2i/d)) (Vaswani et al. 2017, with longest timescale
+    s = 1000 instead of 10000 as formulas are short).
+
+    >>> sinusoids(2, 4, like=torch.zeros(()))[0].tolist()
+    [0.0, 1.0, 0.0, 1.0]
+    """
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    rates = torch.exp(
+        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-math.log(MAX_TIMESCALE) / width)
+    )
+    angles = positions[:, None] * rates
+    return torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1).to(like.dtype)

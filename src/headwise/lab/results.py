@@ -1,0 +1,184 @@
+"""What the finished runs of a comparison left on disk, read and checked as a whole.
+
+Owns the reading of `comparison.json`, `test.npz` and the folders of runs. A file that cannot be what it should be is
+refused by its name; runs that are not finished are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.checks import DataError
+from headwise.lab.runs import PREDICTIONS, RESULT, read_json
+
+__all__ = ["MEASURES", "Results", "Run", "read_results"]
+
+COMPARISON = "comparison.json"
+TEST = "test.npz"
+MEASURES = (
+    "distance",
+    "output_cosine",
+    "output_cka",
+    "position_js",
+    "parameter_cosine",
+    "particle_norm",
+    "force_ratio",
+)
+AGAIN = "delete the folder {} and give the same command again, which redoes this run alone."
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run.
+
+    Attributes:
+        arm: Name of the arm, or of the baseline.
+        seed: Its seed.
+        control: Name of the arm it is judged against; None for plain and for baselines.
+        baseline: Whether it is a row to compare with rather than an arm.
+        correct: Which test items it answered correctly, bool [N].
+        predicted: Its answers, int [N].
+        measures: `MEASURES` by name; None where one does not apply.
+        parameters: Number of parameters, or None for a baseline.
+        step_seconds: Median time of a training step, or None.
+        settings: What determined the run, as JSON data.
+        versions: Package to version.
+    """
+
+    arm: str
+    seed: int
+    control: str | None
+    baseline: bool
+    correct: NDArray[np.bool_]
+    predicted: NDArray[np.int64]
+    measures: Mapping[str, float | None]
+    parameters: int | None
+    step_seconds: float | None
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A comparison as it lies on disk.
+
+    Attributes:
+        task: Name of the task.
+        scale: Name of the scale.
+        primary: The metric that verdicts are about, named before the first run.
+        data: Fingerprint of the data.
+        arms: Names of the arms asked for, in their order.
+        seeds: The seeds asked for.
+        bins: Number of operators (or another difficulty) of each test item, int [N].
+        runs: The finished runs.
+    """
+
+    task: str
+    scale: str
+    primary: str
+    data: str
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    bins: NDArray[np.int64]
+    runs: tuple[Run, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The runs that were asked for and are not finished."""
+        finished = {(run.arm, run.seed) for run in self.runs}
+        return tuple(f"{arm} seed {seed}" for arm in self.arms for seed in self.seeds if (arm, seed) not in finished)
+
+
+def read_results(out: Path) -> Results:
+    """Return what the comparison in folder `out` has finished.
+
+    Raises:
+        DataError: `out` holds no comparison or no finished run, or one of its files is damaged or belongs to
+            something else; the message names the file and what to do.
+    """
+    path = out / COMPARISON
+    if not path.exists():
+        raise DataError(f"{out} holds no {COMPARISON}; expected the --out folder of a comparison.")
+    record = read_json(path)
+    try:
+        names = {name: str(record[name]) for name in ("task", "scale", "primary", "data")}
+        arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
+    test = _arrays(out / TEST, ("bins", "labels"), f"delete {out / TEST} and give the same command again.")
+    places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
+    runs = tuple(_read_run(place, test["labels"]) for place in places)
+    if not runs:
+        raise DataError(f"{out} holds no finished run; give the comparison's command again to go on with it.")
+    for index, run in enumerate(runs):
+        if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
+            raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
+    return Results(**names, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
+
+
+def _read_run(path: Path, labels: NDArray[np.int64]) -> Run:
+    again = AGAIN.format(path.parent)
+    try:
+        record = read_json(path)
+    except DataError:
+        raise DataError(f"{path} is not readable as JSON; {again}") from None
+    answers = _arrays(path.with_name(PREDICTIONS), ("correct", "predicted"), again)
+    predicted, correct = answers["predicted"].astype(np.int64), answers["correct"].astype(bool)
+    if not np.array_equal(predicted == labels, correct):
+        raise DataError(
+            f"{path.with_name(PREDICTIONS)} does not answer the {len(labels)} items of "
+            f"{path.parents[2] / TEST}; {again}"
+        )
+    try:
+        settings = dict(record["settings"])
+        run = Run(
+            arm=str(record["arm"]),
+            seed=int(record["seed"]),
+            control=None if record["control"] is None else str(record["control"]),
+            baseline="baseline" in settings,
+            correct=correct,
+            predicted=predicted,
+            measures={name: _float(record[name]) for name in MEASURES},
+            parameters=None if record["parameters"] is None else int(record["parameters"]),
+            step_seconds=_float(record["step_seconds"]),
+            settings=settings,
+            versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
+        )
+        accuracy = float(record["accuracy"]["pooled"])
+    except KeyError as error:
+        raise DataError(f"{path} has no {error}; {again}") from None
+    except (TypeError, ValueError):
+        raise DataError(f"{path} is not the result of a run; {again}") from None
+    if abs(accuracy - correct.mean()) > 1e-6:
+        raise DataError(f"{path} says accuracy {accuracy:.6f}, its predictions say {correct.mean():.6f}; {again}")
+    return run
+
+
+def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in names}
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; {remedy}") from None
+    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile):
+        raise DataError(f"{path} is damaged; {remedy}") from None
+    if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
+        raise DataError(f"{path} holds arrays of different lengths; {remedy}")
+    return arrays
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _number(place: Path) -> int:
+    number = place.parent.name.removeprefix("seed-")
+    return int(number) if number.isdigit() else -1

@@ -1,0 +1,60 @@
+"""What determines a run, as a value that travels to the process that does it.
+
+Owns `RunSettings` and its record. Imports nothing slow, so that a parent process can make many of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.lab.arms import Arm
+from headwise.lab.runs import as_record
+from headwise.lab.tasks.logic import Scale
+
+__all__ = ["CLIP_NORM", "SAVE_SECONDS", "RunSettings"]
+
+# Time between two checkpoints inside an epoch; one is written after each epoch anyway.
+SAVE_SECONDS = 60.0
+# The clip norm of Tran et al. 2018; repulsion is applied before it.
+CLIP_NORM = 5.0
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything one run is made from.
+
+    Attributes:
+        task: Name of the task.
+        scale: Sizes of data, model and training.
+        arm: What is done to the heads.
+        seed: Seed of parameters, order of the data, dropout and noise, each with a stream of its own.
+        data: Folder of the data, or None for generated data.
+        cache: Folder where prepared data is kept.
+        fingerprint: Digest of the data, so that a run is never continued on other data.
+        test: Whether the test split is scored at the end; tuning never does.
+        save_seconds: Time between two checkpoints inside an epoch.
+    """
+
+    task: str
+    scale: Scale
+    arm: Arm
+    seed: int
+    data: Path | None = None
+    cache: Path | None = None
+    fingerprint: str = ""
+    test: bool = True
+    save_seconds: float = SAVE_SECONDS
+
+    def record(self) -> dict[str, Any]:
+        """Return what determines the run's numbers, as JSON data; where data lies on disk is not part of it."""
+        return {
+            "task": self.task,
+            "data": self.fingerprint,
+            "seed": self.seed,
+            "test": self.test,
+            "clip_norm": CLIP_NORM,
+            "arm": as_record(self.arm),
+            "scale": as_record(self.scale),
+        }

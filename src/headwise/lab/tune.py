@@ -1,0 +1,201 @@
+"""Tuning an arm: the same number of random draws for every arm, scored on dev, and the best as an arm.
+
+Owns the ranges of the settings and the drawing. The test split is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headwise.checks import HeadwiseError, require_choice, require_integer
+from headwise.lab import runs
+from headwise.lab.arm_text import parse_arm, settings_of
+from headwise.lab.arms import Arm, named_arms
+from headwise.lab.compare import CACHE, do_jobs, require_fits
+from headwise.lab.protocol import key
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.logic import LogicTask, Scale
+from headwise.lab.workers import Failure, Job
+
+__all__ = ["RANGES", "Choice", "LogUniform", "Tuned", "Tuning", "Uniform", "drawn_arm", "tune"]
+
+TUNING = "tuning.json"
+TUNED = "tuned.json"
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """Numbers whose logarithm is uniform between those of `low` and `high`."""
+
+    low: float
+    high: float
+
+    def draw(self, source: random.Random) -> str:
+        """Return a number, to three digits."""
+        return f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.3g}"
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Numbers uniform between `low` and `high`."""
+
+    low: float
+    high: float
+
+    def draw(self, source: random.Random) -> str:
+        """Return a number, to three digits."""
+        return f"{source.uniform(self.low, self.high):.3g}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values, each as likely."""
+
+    values: tuple[str, ...]
+
+    def draw(self, source: random.Random) -> str:
+        """Return one of the values."""
+        return source.choice(self.values)
+
+
+# The settings that are tuned where an arm has them. Step sizes are not: under Adam they hardly matter.
+RANGES: dict[str, LogUniform | Uniform | Choice] = {
+    "alpha": LogUniform(1e-3, 1e2),
+    "ratio": LogUniform(1e-2, 1.0),
+    "weight": LogUniform(1e-2, 1e1),
+    "rate": Uniform(0.02, 0.3),
+    "iterations": Choice(("1", "2", "3", "4", "5")),
+}
+# Every arm, plain included, is tuned over the learning rate: this much below and above that of the scale.
+RATE_FACTOR = LogUniform(1 / 3, 3.0)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is tuned, on what, and where the draws go.
+
+    Attributes:
+        task: Name of the task; "logic".
+        arm: The arm as text; settings given in it are kept and not drawn.
+        draws: Number of draws, at least 1. The arm as it is given is the first; every arm tuned into one folder
+            has the same number.
+        seed: Seed of the draws and of every run.
+        scale: Sizes of data, model and training.
+        out: Folder of the tuning.
+        data: Folder of the data; None generates it.
+        workers: Runs side by side, each on one thread.
+    """
+
+    task: str
+    arm: str
+    draws: int
+    seed: int
+    scale: Scale
+    out: Path
+    data: Path | None = None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("task", self.task, ["logic"])
+        require_integer("draws", self.draws, low=1)
+        require_integer("seed", self.seed, low=0, high=2**32 - 1)
+        require_integer("workers", self.workers, low=1)
+        parse_arm(self.arm)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best draw: its arm, its accuracy on dev, and the draws that failed."""
+
+    arm: Arm
+    dev_accuracy: float
+    failures: tuple[Failure, ...] = ()
+
+
+def tune(tuning: Tuning, console: Console) -> Tuned:
+    """Do the draws that are not finished and return the best; `tuned.json` in the arm's folder keeps all of them.
+
+    Raises:
+        SettingError: The folder cannot be written or was tuned differently, or a draw does not fit the model.
+        DataError: The data cannot be read.
+        HeadwiseError: Every draw failed.
+        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+    """
+    runs.prepare_folder(tuning.out)
+    data = LogicTask.load(tuning.data, tuning.scale, tuning.out / CACHE, progress=console.is_terminal)
+    record: dict[str, Any] = {
+        "task": tuning.task,
+        "scale": tuning.scale.name,
+        "sizes": runs.as_record(tuning.scale),
+        "data": data.fingerprint,
+        "draws": tuning.draws,
+        "seed": tuning.seed,
+    }
+    runs.require_same(tuning.out / TUNING, record)
+    arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
+    for arm in arms:
+        require_fits(arm, data, tuning.scale)
+    runs.write_json(tuning.out / TUNING, record)
+    home = tuning.out / parse_arm(tuning.arm).folder
+    jobs = [_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
+    scored = [
+        (float(runs.read_json(job.folder / runs.RESULT)["dev_accuracy"]), arm)
+        for job, arm in zip(jobs, arms, strict=True)
+        if runs.is_finished(job.folder)
+    ]
+    if not scored:
+        raise HeadwiseError(f"every draw of {tuning.arm} failed; the first: {failures[0]}")
+    # of equals the first, which is nearest to the arm as given
+    accuracy, best = max(scored, key=lambda item: item[0])
+    draws = [{"arm": arm.name, "dev_accuracy": score} for score, arm in scored]
+    runs.write_json(home / TUNED, {"arm": best.name, "dev_accuracy": accuracy, **record, "tried": draws})
+    return Tuned(best, accuracy, tuple(failures))
+
+
+def drawn_arm(tuning: Tuning, index: int) -> Arm:
+    """Return one draw of an arm; draw 0 is the arm as it is given.
+
+    A draw depends on the seed, its number and the setting alone, so that all arms see the same learning rates and
+    more draws add to the earlier ones.
+    """
+    if index == 0:
+        return parse_arm(tuning.arm)
+    parts = []
+    rate = tuning.scale.learning_rate * float(_draw(RATE_FACTOR, tuning.seed, index, "learning_rate"))
+    given = parse_arm(tuning.arm).learning_rate is not None
+    for number, part in enumerate(parse_arm(tuning.arm).name.split("+")):
+        name, _, rest = part.partition(":")
+        settings = dict(piece.split("=") for piece in rest.split(",") if piece)
+        for setting in settings_of(named_arms()[name]):
+            if setting in RANGES and setting not in settings:
+                settings[setting] = _draw(RANGES[setting], tuning.seed, index, f"{name} {setting}")
+        if number == 0 and not given:
+            settings["learning_rate"] = f"{rate:.3g}"
+        parts.append(name + (":" if settings else "") + ",".join(f"{s}={value}" for s, value in settings.items()))
+    return parse_arm("+".join(parts))
+
+
+def _draw(where: LogUniform | Uniform | Choice, seed: int, index: int, name: str) -> str:
+    return where.draw(random.Random(key(seed, "tune", index, name)))
+
+
+def _job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int) -> Job:
+    settings = RunSettings(
+        tuning.task,
+        tuning.scale,
+        arm,
+        tuning.seed,
+        data=tuning.data,
+        cache=tuning.out / CACHE,
+        fingerprint=fingerprint,
+        test=False,
+    )
+    return Job(f"draw {index} {arm.name}", home / f"draw-{index}", settings)

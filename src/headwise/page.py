@@ -1,0 +1,205 @@
+"""The one writer of self-contained HTML pages: everything escaped, images inside, no scripts, nothing fetched.
+
+Owns the markup and its style. Must not know what a page is about. A page is one file that can be mailed, opened
+from disk and printed; a content policy in its head forbids the browser to load anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from headwise.checks import DataError, SettingError, require_integer
+
+__all__ = ["Page", "write_whole"]
+
+ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Page:
+    """A page that is built from top to bottom and written once.
+
+    Args:
+        title: Its title, also shown as the first heading.
+
+    Example:
+        >>> page = Page("Heads <of> a model")
+        >>> page.table(["layer", "similarity"], [["0", "0.91"]], align="lr")
+        >>> "Heads &lt;of&gt; a model" in page.render()
+        True
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._parts: list[str] = []
+
+    def heading(self, text: str, *, level: int = 2) -> None:
+        """Add a heading; level 1 is the title's."""
+        require_integer("level", level, low=2, high=4)
+        self._parts.append(f"<h{level}>{_text(text)}</h{level}>")
+
+    def paragraph(self, text: str, *, kind: str = "") -> None:
+        """Add a paragraph.
+
+        Args:
+            text: Its text.
+            kind: "" for the body, "lead" for the sentence a reader should take away, "note" for small print.
+        """
+        if kind not in ("", "lead", "note"):
+            raise SettingError(f"kind is {kind!r}; expected '', 'lead' or 'note'.")
+        self._parts.append(f'<p class="{kind}">{_text(text)}</p>' if kind else f"<p>{_text(text)}</p>")
+
+    def code(self, text: str) -> None:
+        """Add lines to be read or copied as they are."""
+        self._parts.append(f'<pre tabindex="0"><code>{_text(text)}</code></pre>')
+
+    def table(
+        self, header: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "", caption: str = ""
+    ) -> None:
+        """Add a table whose first column names its rows; where it is too wide it scrolls in a box of its own.
+
+        Args:
+            header: One text a column.
+            rows: Rows of one text a column.
+            align: One letter a column: l, r or c; "" is a left first column and right others.
+            caption: What the table shows.
+
+        Raises:
+            SettingError: A row or `align` does not have as many columns as the header.
+        """
+        align = align or "l" + "r" * (len(header) - 1)
+        if not header or len(align) != len(header) or set(align) - ALIGNMENTS.keys():
+            raise SettingError(f"align is {align!r}; expected one of l, r, c for each of {len(header)} columns.")
+        classes = [ALIGNMENTS[letter] for letter in align]
+        body = []
+        for row in rows:
+            if len(row) != len(header):
+                raise SettingError(f"a row has {len(row)} cells; expected {len(header)}, one a column.")
+            first, *others = zip(classes, row, strict=True)
+            body.append("<tr>" + _cell("th", *first, scope="row") + "".join(_cell("td", *cell) for cell in others))
+        head = "".join(_cell("th", kind, text, scope="col") for kind, text in zip(classes, header, strict=True))
+        title = f"<caption>{_text(caption)}</caption>" if caption else ""
+        self._parts.append(
+            f'<div class="scroll" role="region" aria-label="{_text(caption or self.title)}" tabindex="0">'
+            f"<table>{title}<thead><tr>{head}</tr></thead>\n<tbody>"
+            + "</tr>\n".join([*body, ""])
+            + "</tbody></table></div>"
+        )
+
+    def figure(self, png: bytes, *, caption: str, alt: str) -> None:
+        """Add a picture.
+
+        Args:
+            png: The bytes of a PNG file.
+            caption: What to see in it.
+            alt: What it shows, for a reader who cannot see it.
+
+        Raises:
+            SettingError: The bytes are not a PNG's, or `alt` is empty.
+        """
+        if not png.startswith(PNG):
+            raise SettingError(f"the picture begins with {png[:8]!r}; expected the bytes of a PNG file.")
+        if not alt.strip():
+            raise SettingError("alt is empty; expected what the picture shows, in words.")
+        data = base64.b64encode(png).decode("ascii")
+        self._parts.append(
+            f'<figure><div class="scroll" tabindex="0"><img alt="{_text(alt)}" src="data:image/png;base64,{data}">'
+            f"</div><figcaption>{_text(caption)}</figcaption></figure>"
+        )
+
+    def render(self) -> str:
+        """Return the page as HTML."""
+        title = _text(self.title)
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            '<meta name="color-scheme" content="light dark">\n'
+            '<meta http-equiv="Content-Security-Policy" '
+            "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">\n"
+            f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
+            + "\n".join(self._parts)
+            + "\n</main>\n</body>\n</html>\n"
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the page so that a reader sees the old file or the new one, never a part.
+
+        Raises:
+            DataError: The file cannot be written.
+        """
+        # half a surrogate pair has no bytes in UTF-8
+        write_whole(path, self.render().encode("utf-8", errors="replace"))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file by rename, so that a reader sees the old file or the new one, never a part.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise DataError(f"{path} cannot be written ({reason}); choose a folder that can.") from None
+
+
+def _cell(tag: str, kind: str, text: str, *, scope: str = "") -> str:
+    scoped = f' scope="{scope}"' if scope else ""
+    return f'<{tag}{scoped} class="{kind}">{_text(text)}</{tag}>'
+
+
+def _text(text: str) -> str:
+    """Return text that means itself anywhere in HTML; control characters, which HTML has no form for, are shown."""
+    shown = "".join("\ufffd" if ord(letter) < 32 and letter not in "\t\n" else letter for letter in text)
+    return escape(shown, quote=True)
+
+
+STYLE = """
+:root { --paper: #fdfdfc; --ink: #1c1d1f; --soft: #5d6168; --line: #dcdde0; --tint: #f3f3f1; --accent: #0b5fa5; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181b; --ink: #e4e5e7; --soft: #a0a5ad; --line: #34383e; --tint: #1f2226; --accent: #7ab8f5; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.55; -webkit-text-size-adjust: 100%;
+  font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; font-size: 16px; }
+main { max-width: 64rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 1rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.75rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.75rem 0 .4rem; }
+h4 { font-size: 1rem; font-weight: 500; color: var(--soft); margin: 1.25rem 0 .3rem; }
+p { max-width: 44rem; margin: 0 0 .9rem; overflow-wrap: break-word; }
+p.lead { font-size: 1.125rem; }
+p.note { font-size: .875rem; color: var(--soft); }
+.scroll { overflow-x: auto; margin: .9rem 0 1.1rem; }
+table { border-collapse: separate; border-spacing: 0; font-size: .9rem; line-height: 1.25rem;
+  font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--soft); font-size: .875rem; padding: 0 0 .4rem; }
+th, td { padding: .375rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
+td:last-child { white-space: normal; min-width: 15rem; overflow-wrap: anywhere; }
+td.right:last-child { white-space: nowrap; min-width: 0; }
+thead th { border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; vertical-align: bottom;
+  white-space: normal; }
+tbody th { font-weight: 600; position: sticky; left: 0; background: var(--paper); }
+tbody tr:hover > * { background: var(--tint); }
+.left { text-align: left; } .right { text-align: right; } .center { text-align: center; }
+th:first-child { padding-left: 0; }
+figure { margin: 1.2rem 0 1.6rem; }
+figure img { display: block; width: 100%; min-width: 32rem; max-width: 46rem; height: auto; background: #fff;
+  border: 1px solid var(--line); border-radius: 6px; }
+figure .scroll { margin: 0; }
+figcaption { max-width: 44rem; margin-top: .5rem; font-size: .875rem; color: var(--soft); }
+pre { background: var(--tint); border-radius: 6px; padding: .75rem 1rem; overflow-x: auto; font-size: .85rem;
+  line-height: 1.5; }
+code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
+a { color: var(--accent); }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+@media print { body { font-size: 11pt; } .scroll { overflow: visible; } h2 { break-after: avoid; } }
+"""

@@ -1,0 +1,211 @@
+"""Votes and routing over chunks of tokens, computed again in the backward pass.
+
+Votes are H times as large as the heads they come from, and routing makes several tensors of that size. Here
+they exist for one chunk of tokens at a time, and only the concatenated heads are kept for the backward pass.
+Must not know modules or which routing it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Routing of one chunk of votes, and its gradient.
+
+    Attributes:
+        forward: (votes [t, H, N, c], *weights) -> capsules [t, N, c].
+        gradient: (votes, gradient of the capsules, *weights) -> (gradient of the votes, *of the weights).
+    """
+
+    forward: Callable[..., Tensor]
+    gradient: Callable[..., tuple[Tensor, ...]]
+
+
+def routed_in_chunks(
+    heads: Tensor,
+    vote_weights: Sequence[Tensor],
+    routing_weights: Sequence[Tensor],
+    votes: Callable[..., Tensor],
+    kernel: Kernel,
+    sizes: tuple[int, int],
+    *,
+    pad: bool,
+) -> Tensor:
+    """Return the routed capsules, concatenated, keeping only `heads` for the backward pass.
+
+    Differentiable once, with respect to `heads` and all weights; more is refused in the backward pass. Routing runs in float32, or in float64 when
+    the votes are float64; under autocast the votes are computed as autocast has it, in both passes.
+
+    Args:
+        heads: Concatenated heads, [T, H * e].
+        vote_weights: Weights handed to `votes`.
+        routing_weights: Weights handed to `kernel`.
+        votes: (heads [t, H * e], *vote_weights) -> votes [t, H, N, c].
+        kernel: The routing.
+        sizes: How many tokens have votes at once, and how many of them are routed at once.
+        pad: Whether the last chunk is padded to full size, so that a compiled kernel sees one shape.
+
+    Returns:
+        Capsules [T, N * c], in the dtype of the votes.
+    """
+    plan = _Plan(votes, kernel, sizes, pad, len(vote_weights))
+    return _Chunked.apply(plan, heads, *vote_weights, *routing_weights)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    votes: Callable[..., Tensor]
+    kernel: Kernel
+    sizes: tuple[int, int]
+    pad: bool
+    vote_weights: int
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, heads: Tensor, *weights: Tensor) -> Tensor:
+        ctx.plan, ctx.autocast = plan, _autocast_state(heads)
+        ctx.save_for_backward(heads, *weights)
+        vote_weights, routing_weights = weights[: plan.vote_weights], weights[plan.vote_weights :]
+        outputs = []
+        for rows in heads.split(plan.sizes[0]):
+            with _autocast(heads, ctx.autocast):
+                votes = plan.votes(rows, *vote_weights)
+            routing_dtype = _routing_dtype(votes)
+            routing = [weight.to(routing_dtype) for weight in routing_weights]
+            output = votes.new_empty(votes.shape[0], votes.shape[2] * votes.shape[3])
+            with _autocast(heads, None):
+                for part in _parts(len(votes), plan.sizes[1]):
+                    chunk = _padded(votes[part].to(routing_dtype), plan)
+                    capsules = plan.kernel.forward(chunk, *routing).flatten(1)
+                    output[part] = capsules[: part.stop - part.start]
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise HeadwiseError(
+                "a gradient through an aggregator was asked for with create_graph=True; aggregators are "
+                "differentiable once."
+            )
+        return _backward(ctx, *grad_outputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    plan: _Plan = ctx.plan
+    heads, *weights = ctx.saved_tensors
+    need_heads, *need_weights = ctx.needs_input_grad[1:]
+    leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, need_weights, strict=True)]
+    vote_leaves, routing_weights = leaves[: plan.vote_weights], leaves[plan.vote_weights :]
+    wanted_weights = [weight for weight in vote_leaves if weight.requires_grad]
+    head_gradients: list[Tensor] = []
+    vote_sums: list[Tensor] = []
+    routing_sums: list[Tensor] = []
+    for rows, row_grad in zip(heads.split(plan.sizes[0]), grad.split(plan.sizes[0]), strict=True):
+        leaf = rows.detach().requires_grad_(need_heads)
+        with torch.enable_grad(), _autocast(heads, ctx.autocast):
+            votes = plan.votes(leaf, *vote_leaves)
+        d_votes, d_routing = _routing_gradient(votes.detach(), row_grad, routing_weights, plan)
+        routing_sums = _accumulated(routing_sums, d_routing)
+        wanted = [leaf, *wanted_weights] if need_heads else wanted_weights
+        if wanted:
+            gradients = list(torch.autograd.grad(votes, wanted, d_votes))
+            if need_heads:
+                head_gradients.append(gradients.pop(0))
+            vote_sums = _accumulated(vote_sums, gradients)
+    votes_iterator = iter(vote_sums)
+    results = [next(votes_iterator).to(w.dtype) if w.requires_grad else None for w in vote_leaves]
+    results += [
+        total.to(weight.dtype) if weight.requires_grad else None
+        for weight, total in zip(routing_weights, routing_sums, strict=True)
+    ]
+    return None, torch.cat(head_gradients) if need_heads else None, *results
+
+
+def _routing_gradient(
+    votes: Tensor, grad: Tensor, routing_weights: Sequence[Tensor], plan: _Plan
+) -> tuple[Tensor, list[Tensor]]:
+    dtype = _routing_dtype(votes)
+    routing = [weight.detach().to(dtype) for weight in routing_weights]
+    d_votes = torch.empty_like(votes)
+    sums: list[Tensor] = []
+    with _autocast(votes, None):
+        for part in _parts(len(votes), plan.sizes[1]):
+            chunk = _padded(votes[part].to(dtype), plan)
+            chunk_grad = _padded(grad[part].to(dtype).unflatten(1, votes.shape[2:]), plan)
+            d_chunk, *d_routing = plan.kernel.gradient(chunk, chunk_grad, *routing)
+            d_votes[part] = d_chunk[: part.stop - part.start]
+            sums = _accumulated(sums, d_routing)
+    return d_votes, sums
+
+
+def _accumulated(sums: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
+    # gradients of many chunks are summed in float32 at least; the copy, because autograd may hand out one tensor twice
+    if not sums:
+        return [term.to(_routing_dtype(term), copy=True) for term in terms]
+    return [total.add_(term) for total, term in zip(sums, terms, strict=True)]
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _padded(tensor: Tensor, plan: _Plan) -> Tensor:
+    """Return `tensor` with zero tokens appended up to the chunk size, so that a compiled kernel sees one shape."""
+    missing = plan.sizes[1] - len(tensor) if plan.pad else 0
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing > 0 else tensor
+
+
+def _routing_dtype(votes: Tensor) -> torch.dtype:
+    return torch.float64 if votes.dtype == torch.float64 else torch.float32
+
+
+def _autocast_state(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    # no cache: a weight cast here without a graph must not be found by a later operation that needs one
+    return torch.autocast(tensor.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+@functools.cache
+def compiled_kernel(kernel: Kernel) -> Kernel:
+    """Return `kernel` compiled by `torch.compile`, falling back to itself, with a log line, where that fails."""
+    return Kernel(_Compiled(kernel.forward), _Compiled(kernel.gradient))
+
+
+class _Compiled:
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self._plain = plain
+        self._current = torch.compile(plain, dynamic=False, fullgraph=True)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._current is self._plain:
+            return self._plain(*tensors)
+        try:
+            return self._current(*tensors)
+        except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
+            reason = str(error).strip().splitlines()[:1]
+            _logger.warning(
+                "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, *reason or [""]
+            )
+            self._current = self._plain
+            return self._plain(*tensors)

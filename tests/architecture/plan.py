@@ -1,0 +1,119 @@
+"""The plan of the house as data: which file stands on which floor, in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "headwise"
+
+# A file imports from floors below its own, and from files above it in the list of its own floor. Paths are relative
+# to src/headwise; a folder's files may stand on any floor.
+FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("F0 checks", ("checks.py",)),
+    (
+        "F1 tensors",
+        (
+            "gram.py",
+            "bandwidths.py",
+            "kernels.py",
+            "mixing.py",
+            "cosine_rules.py",
+            "particles.py",
+            "disagreement.py",
+            "metrics.py",
+            "votes.py",
+            "simple_routing.py",
+            "em_routing.py",
+            "routing.py",
+            "recompute.py",
+            "reference/__init__.py",
+            "reference/particles.py",
+            "reference/disagreement.py",
+            "reference/metrics.py",
+            "reference/routing.py",
+        ),
+    ),
+    ("F2 models", ("nn.py", "heads.py", "layouts.py", "taps.py", "verify.py")),
+    (
+        "F3 methods",
+        ("ensembles.py", "repulsion.py", "penalty.py", "aggregators.py", "aggregation.py", "ablation.py"),
+    ),
+    ("F4 reports", ("page.py",)),
+    ("public names", ("__init__.py",)),
+    (
+        "laboratory",
+        (
+            "lab/__init__.py",
+            "lab/versions.py",
+            "lab/statistics.py",
+            "lab/data.py",
+            "lab/tasks/__init__.py",
+            "lab/tasks/logic_formulas.py",
+            "lab/tasks/logic_files.py",
+            "lab/tasks/logic_generator.py",
+            "lab/tasks/logic_scales.py",
+            "lab/tasks/logic.py",
+            "lab/models/__init__.py",
+            "lab/models/encoder.py",
+            "lab/models/pair.py",
+            "lab/models/baselines.py",
+            "lab/protocol.py",
+            "lab/arms.py",
+            "lab/arm_text.py",
+            "lab/runs.py",
+            "lab/results.py",
+            "lab/settings.py",
+            "lab/drophead.py",
+            "lab/methods.py",
+            "lab/batches.py",
+            "lab/evaluation.py",
+            "lab/checkpoints.py",
+            "lab/workers.py",
+            "lab/session.py",
+            "lab/baseline.py",
+            "lab/train.py",
+            "lab/jobs.py",
+            "lab/progress.py",
+            "lab/table.py",
+            "lab/grids.py",
+            "lab/labels.py",
+            "lab/drawing.py",
+            "lab/figures.py",
+            "lab/report.py",
+            "lab/compare.py",
+            "lab/tune.py",
+            "lab/cli.py",
+        ),
+    ),
+)
+
+# Files above this many lines need a reason to be one file.
+LONGEST = 300
+LONG: dict[str, str] = {
+    "aggregators.py": "four aggregators and the one autograd function they share",
+    "disagreement.py": "five terms and their sums over tokens, each a few lines under its equation",
+    "ensembles.py": "the two passes of a step read as one text",
+    "heads.py": "Slab, Site and Heads are one idea; half of it is docstrings",
+    "metrics.py": "eight measures, each a few lines under its equation",
+    "repulsion.py": "repel and its handle: every guard of the optimizer hook stands beside the hook",
+}
+
+
+def position(path: str) -> tuple[int, int] | None:
+    """The floor of a file and its place there; None when the plan does not have it."""
+    for floor, (_, files) in enumerate(FLOORS):
+        if path in files:
+            return floor, files.index(path)
+    return None
+
+
+def source_files() -> list[str]:
+    """All source files, relative to src/headwise."""
+    return sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+def module_name(path: str) -> str:
+    """The dotted name of a source file."""
+    parts = ["headwise", *Path(path).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

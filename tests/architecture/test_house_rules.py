@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import headwise
+from architecture.plan import LONG, LONGEST, ROOT, SOURCE, module_name, source_files
+
+SHAPELESS = {"base", "common", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
+MACHINE = re.compile(r"(?<![\w.:/-])/(?:work|home|root|Users|tmp|opt)/|\.\./shared\b")
+PUBLIC = [name for name in getattr(headwise, "__all__", dir(headwise)) if not name.startswith("_")]
+
+
+def tracked_files() -> list[Path]:
+    """Files that git holds or would add; every file but hidden folders' where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    else:
+        paths = [
+            path for path in ROOT.rglob("*") if not any(p.startswith(".venv") for p in path.relative_to(ROOT).parts)
+        ]
+    return [path for path in paths if path.is_file()]
+
+
+def lines(path: str) -> int:
+    return len((SOURCE / path).read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("path", source_files())
+def test_no_file_or_folder_has_a_name_that_says_nothing(path: str):
+    assert not SHAPELESS & set(Path(path).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", source_files())
+def test_a_long_file_has_a_reason(path: str):
+    assert lines(path) <= LONGEST or path in LONG, (
+        f"{path} has {lines(path)} lines; divide it, or give the reason in LONG of tests/architecture/plan.py."
+    )
+
+
+@pytest.mark.parametrize("path", LONG)
+def test_a_reason_for_a_long_file_is_still_needed(path: str):
+    assert lines(path) > LONGEST, f"{path} has {lines(path)} lines; remove it from LONG in tests/architecture/plan.py."
+
+
+@pytest.mark.parametrize("path", source_files())
+def test_every_module_says_what_is_public(path: str):
+    tree = ast.parse((SOURCE / path).read_text(encoding="utf-8"))
+    if not tree.body[1:]:
+        return  # a package that holds a docstring alone
+    module = importlib.import_module(module_name(path))
+    assert hasattr(module, "__all__"), f"{path} has no __all__."
+    absent = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not absent, f"{path}: __all__ names {absent}, which do not exist."
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_explained_where_it_is_written(name: str):
+    public = getattr(headwise, name)
+    if not (inspect.isclass(public) or inspect.isfunction(public) or inspect.ismodule(public)):
+        return  # a constant has no docstring; docs/api.md explains it
+    written = public.__doc__ or ""
+    # a dataclass without a docstring is given its signature for one
+    assert written, f"headwise.{name} has no docstring."
+    assert not written.startswith(f"{name}("), f"headwise.{name} has no docstring."
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{number}"
+            for number, line in enumerate(text.splitlines(), start=1)
+            if MACHINE.search(line)
+        ]
+    assert not found, f"{found}: name a relative path, an option or HEADWISE_DATA."

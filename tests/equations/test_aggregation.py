@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+
+import headwise.recompute as recompute
+import pytest
+import torch
+from headwise.aggregation import aggregate
+from headwise.aggregators import EMAggregator, Residual, SimpleAggregator, TrunkAggregator, build
+from headwise.checks import HeadwiseError, LayoutError, SettingError, ShapeError
+from headwise.layouts import find_heads
+from headwise.routing import (
+    Chunks,
+    EMRouting,
+    SimpleRouting,
+    Trunk,
+    em_routing,
+    simple_routing,
+    uniform_routing,
+)
+from headwise.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+H, E, D = 2, 4, 8
+vote_settings = st.sampled_from([SharedTrunk(), SharedTrunk(relu=False), PerHead(), DistinctCapsules()])
+chunk_settings = st.builds(Chunks, tokens=st.integers(1, 9), routed=st.integers(1, 9))
+capsule_counts = st.sampled_from([None, 1, 2, 4, 8])
+routings = (
+    st.builds(
+        SimpleRouting,
+        iterations=st.integers(1, 4),
+        capsules=capsule_counts,
+        softmax_over=st.sampled_from(["capsules", "heads"]),
+        votes=vote_settings,
+        chunks=chunk_settings,
+    )
+    | st.builds(
+        EMRouting,
+        iterations=st.integers(1, 4),
+        capsules=capsule_counts,
+        activation=st.booleans(),
+        votes=vote_settings,
+        chunks=chunk_settings,
+    )
+    | st.builds(Trunk, capsules=capsule_counts, votes=vote_settings, chunks=chunk_settings)
+)
+EVERY = [SimpleRouting(), EMRouting(), EMRouting(activation=False, votes=PerHead()), Trunk(votes=DistinctCapsules())]
+
+
+def seeded(setting, seed: int = 0, heads: int = H, size: int = E, width: int = D) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(setting, heads, size, width)
+
+
+def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def plainly(module, heads: Tensor) -> Tensor:
+    """The same aggregation by autograd over the public functions, all tokens at once."""
+    votes = module.votes(heads)
+    if isinstance(module, SimpleAggregator):
+        return simple_routing(votes, module.setting).capsules.flatten(1)
+    if isinstance(module, EMAggregator):
+        return em_routing(votes, module.setting, module.beta_a, module.beta_mu).capsules.flatten(1)
+    return uniform_routing(votes).capsules.flatten(1)
+
+
+def gradients(output: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(output, inputs, random(*output.shape, seed=7, dtype=output.dtype))
+
+
+@given(routings, st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16]), st.integers(0, 11))
+@settings(max_examples=40, deadline=None)
+def test_chunks_change_neither_values_nor_gradients(setting, heads, size, width, tokens):
+    module = seeded(setting, heads=heads, size=size, width=width).double()
+    given_heads = random(tokens, heads * size).requires_grad_()
+    inputs = [given_heads, *module.parameters()]
+    output, expected = module(given_heads), plainly(module, given_heads)
+    torch.testing.assert_close(output, expected)
+    if tokens > 0:
+        pairs = zip(gradients(output, inputs), gradients(expected, inputs), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("setting", [*EVERY, EMRouting(capsules=2), SimpleRouting(capsules=2)], ids=str)
+def test_gradcheck_accepts_every_aggregator(setting):
+    module = seeded(setting).double()
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(heads: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (heads,))
+
+    assert torch.autograd.gradcheck(function, (random(3, 8).requires_grad_(), *module.parameters()))
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+def test_only_the_input_is_kept_for_the_backward_pass(setting):
+    module = seeded(setting)
+    heads = random(40, 8, dtype=torch.float32).requires_grad_()
+    known = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(heads)
+    assert sum(kept.values()) <= heads.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+def test_frozen_weights_and_inputs_without_gradient_are_left_alone(setting):
+    module = seeded(setting)
+    heads = random(5, 8, dtype=torch.float32)
+    full = {name: p for name, p in module.named_parameters()}
+    expected = dict(zip(full, gradients(module(heads), list(full.values())), strict=True))
+    for name, parameter in full.items():
+        module.requires_grad_(False)
+        parameter.requires_grad_(True)
+        module(heads).backward(random(5, 8, seed=7, dtype=torch.float32))
+        assert [n for n, p in module.named_parameters() if p.grad is not None] == [name]
+        torch.testing.assert_close(parameter.grad, expected[name])
+        parameter.grad = None
+    module.requires_grad_(False)
+    heads.requires_grad_()
+    module(heads).sum().backward()
+    assert heads.grad is not None
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+def test_evaluation_and_inference_give_the_training_values(setting):
+    module, heads = seeded(setting), random(2, 3, 8, dtype=torch.float32)
+    trained = module(heads)
+    with torch.no_grad():
+        torch.testing.assert_close(module(heads), trained, rtol=0, atol=0)
+    with torch.inference_mode():
+        assert module.eval()(heads).shape == (2, 3, 8)
+    assert trained.shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+def test_autocast_computes_votes_in_bfloat16_in_both_passes(setting):
+    module, heads = seeded(setting), random(6, 8, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, expected = module(heads), plainly(module, heads)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected.bfloat16())
+    inputs = [heads, *module.parameters()]
+    grad = random(6, 8, seed=7, dtype=torch.float32).bfloat16()
+    ours = torch.autograd.grad(output, inputs, grad)
+    theirs = torch.autograd.grad(expected, inputs, grad.to(expected.dtype))
+    for parameter, a, b in zip(inputs, ours, theirs, strict=True):
+        assert a.dtype == parameter.dtype
+        torch.testing.assert_close(a, b, rtol=torch.finfo(torch.bfloat16).eps * 8, atol=5e-2)
+
+
+def test_a_bfloat16_module_sums_its_gradients_in_float32():
+    rough = seeded(Trunk(chunks=Chunks(tokens=1))).bfloat16()
+    exact = copy.deepcopy(rough).float()
+    heads = random(2048, 8, dtype=torch.float32).bfloat16()
+    rough(heads).sum().backward()
+    exact(heads.float()).sum().backward()
+    ours, theirs = rough.votes.vote_bias.grad, exact.votes.vote_bias.grad
+    assert ours is not None
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.float(), theirs, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+
+
+def test_a_second_derivative_is_refused():
+    heads = random(3, 8, dtype=torch.float32).requires_grad_()
+    with pytest.raises(HeadwiseError, match="differentiable once"):
+        torch.autograd.grad(seeded(EMRouting())(heads).sum(), heads, create_graph=True)
+
+
+@pytest.mark.parametrize("setting", [EMRouting(chunks=Chunks(4, 2)), SimpleRouting(chunks=Chunks(4, 2))], ids=str)
+def test_gradient_checkpointing_of_both_kinds_changes_nothing(setting):
+    module, heads = seeded(setting), random(5, 8, dtype=torch.float32).requires_grad_()
+    expected = gradients(module(heads), [heads])
+    for reentrant in (True, False):
+        output = torch.utils.checkpoint.checkpoint(module, heads, use_reentrant=reentrant)
+        heads.grad = None
+        output.backward(random(5, 8, seed=7, dtype=torch.float32))
+        torch.testing.assert_close((heads.grad,), expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "added"),
+    [
+        (SimpleRouting(votes=SharedTrunk(relu=False)), 2_102_272),
+        (EMRouting(activation=False), 2_102_272),
+        (EMRouting(), 2_103_296),
+        (Trunk(), 2_102_272),
+        (EMRouting(activation=False, votes=PerHead()), 2_104_832),
+        (EMRouting(activation=False, votes=DistinctCapsules()), 262_144),
+    ],
+    ids=str,
+)
+def test_the_parameters_added_in_the_place_of_an_output_projection_are_the_papers(setting, added: int):
+    with torch.device("meta"):
+        new = sum(p.numel() for p in build(setting, 8, 64, 512).parameters())
+        old = sum(p.numel() for p in nn.Linear(512, 512).parameters())
+    assert new - old == added
+
+
+@given(vote_settings, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=25, deadline=None)
+def test_votes_have_the_shape_of_their_setting_whatever_the_sizes(setting, heads, size, capsules, capsule):
+    votes = Votes(setting, heads, size, capsules * capsule, capsules)
+    assert votes(torch.randn(5, heads * size)).shape == (5, heads, capsules, capsule)
+
+
+def test_votes_of_the_shared_trunk_follow_their_equation():
+    votes = Votes(SharedTrunk(), H, E, D, 4).double()
+    with torch.no_grad():
+        for parameter in votes.parameters():
+            parameter.copy_(random(*parameter.shape, seed=parameter.numel()))
+    o = random(1, 8)[0]
+    normed = (o - o.mean()) / (o.var(unbiased=False) + 1e-5).sqrt() * votes.norm_weight + votes.norm_bias
+    hidden = (votes.trunk_weight @ normed + votes.trunk_bias).clamp_min(0)
+    for h in range(H):
+        rows = slice(h * D, (h + 1) * D)
+        expected = votes.vote_weight[rows] @ hidden + votes.vote_bias[rows]
+        torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
+
+
+@pytest.mark.parametrize("setting", [PerHead(), DistinctCapsules()])
+def test_votes_of_their_own_heads_follow_their_equation(setting):
+    votes = Votes(setting, H, E, D, 4).double()
+    o = random(1, 8)[0]
+    for h in range(H):
+        rows = slice(h * E, (h + 1) * E)
+        if isinstance(setting, PerHead):
+            hidden = (votes.hidden_weight[h] @ o[rows] + votes.hidden_bias[h]).clamp_min(0)
+            expected = votes.vote_weight[h] @ hidden + votes.vote_bias[h]
+        else:
+            expected = votes.vote_weight[h] @ (votes.capsule_weight[rows] @ o + votes.capsule_bias[rows]).clamp_min(0)
+        torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
+
+
+def test_trunk_and_routing_start_from_the_same_votes():
+    trunk, routed = seeded(Trunk(), seed=3), seeded(EMRouting(), seed=3)
+    for name, parameter in trunk.named_parameters():
+        assert torch.equal(parameter, routed.get_parameter(name))
+
+
+@pytest.mark.parametrize("setting", [*EVERY, Residual(EMRouting())], ids=str)
+def test_reset_parameters_draws_every_weight_as_the_constructor_did(setting):
+    projection = nn.Linear(8, 8) if isinstance(setting, Residual) else None
+    torch.manual_seed(5)
+    module = build(setting, H, E, D, projection)
+    started = copy.deepcopy(module.state_dict())
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not name.startswith("projection"):
+                parameter.fill_(9.0)
+    torch.manual_seed(5)
+    module.reset_parameters()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, started[name]), name
+
+
+def test_a_residual_starts_as_the_projection_and_learns_gamma_first():
+    projection = nn.Linear(8, 8)
+    module = build(Residual(EMRouting(capsules=4)), H, E, D, projection)
+    heads = random(3, 8, dtype=torch.float32)
+    assert torch.equal(module(heads), projection(heads))
+    module(heads).square().sum().backward()
+    assert module.gamma.grad is not None
+    assert module.gamma.grad.abs() > 0
+    with torch.no_grad():
+        module.gamma.fill_(0.5)
+    torch.testing.assert_close(module(heads), projection(heads) + 0.5 * module.aggregator(heads))
+
+
+def test_settings_that_cannot_be_built_are_refused():
+    with pytest.raises(SettingError, match="divisor of the width"):
+        build(EMRouting(capsules=3), H, E, D)
+    with pytest.raises(SettingError, match="num_heads is 0"):
+        build(Trunk(), 0, E, D)
+    with pytest.raises(SettingError, match="a str"):
+        build("em", H, E, D)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SettingError, match="projection it keeps"):
+        build(Residual(Trunk()), H, E, D)
+    with pytest.raises(SettingError, match="no projection"):
+        build(Trunk(), H, E, D, nn.Linear(8, 8))
+    with pytest.raises(SettingError, match="itself a Residual"):
+        Residual(Residual(Trunk()))  # pyright: ignore[reportArgumentType]
+
+
+def test_heads_of_another_width_are_refused():
+    with pytest.raises(ShapeError, match="2 heads of 4"):
+        seeded(Trunk())(torch.zeros(3, 7))
+
+
+@pytest.mark.parametrize("setting", [EMRouting(capsules=4), SimpleRouting(capsules=4)], ids=str)
+def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting, monkeypatch, caplog):
+    def broken(function, **options):
+        def fail(*tensors):
+            raise RuntimeError("no compiler here")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    recompute.compiled_kernel.cache_clear()
+    plain, wanted = (seeded(replace(setting, chunks=Chunks(4, 2, compile=c))) for c in (False, True))
+    heads = random(5, 8, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, logger="headwise"):
+        for _ in range(2):
+            assert torch.equal(wanted(heads), plain(heads))
+    recompute.compiled_kernel.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "torch.compile failed for routing (RuntimeError: no compiler here); going on without it."
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [EMRouting(capsules=4), EMRouting(activation=False), SimpleRouting(), SimpleRouting(softmax_over="heads")],
+    ids=str,
+)
+def test_a_compiled_chunk_gives_the_plain_values_and_gradients(setting, caplog):
+    plain, compiled = (seeded(replace(setting, chunks=Chunks(4, 3, compile=c))) for c in (False, True))
+    heads = random(9, 8, dtype=torch.float32).requires_grad_()
+    ours = gradients(compiled(heads), [heads, *compiled.parameters()])
+    theirs = gradients(plain(heads), [heads, *plain.parameters()])
+    assert not caplog.records
+    torch.testing.assert_close(compiled(heads), plain(heads))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def encoder(layers: int = 2) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("setting", [SimpleRouting(), EMRouting(capsules=4), Trunk(), Residual(EMRouting())], ids=str)
+def test_aggregate_puts_one_aggregator_of_its_own_into_each_site(setting):
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    before = model(x)
+    aggregation = aggregate(find_heads(model), setting)
+    modules = [layer.self_attn.out_proj for layer in model.layers]
+    assert [place.new for place in aggregation.replaced] == modules
+    assert not {id(p) for p in modules[0].parameters()} & {id(p) for p in modules[1].parameters()}
+    after = model(x)
+    assert torch.equal(before, after) == isinstance(setting, Residual)
+    after.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), after)
+
+
+def test_the_handle_lists_its_sites_and_puts_the_old_projections_back():
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    before, keys = model(x), set(model.state_dict())
+    aggregation = aggregate(find_heads(model).layer(1), EMRouting())
+    text = str(aggregation)
+    assert "layers.1.self_attn: out_proj is EMAggregator" in text
+    assert "layers.0" not in text
+    aggregation.remove()
+    assert set(model.state_dict()) == keys
+    torch.testing.assert_close(model(x), before)
+    with pytest.raises(HeadwiseError, match="removed or replaced before"):
+        aggregation.remove()
+
+
+def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
+    model = encoder()
+    first = aggregate(find_heads(model).layer(1), Trunk())
+    before = model.layers[0].self_attn.out_proj
+    with pytest.raises(LayoutError, match="already has a TrunkAggregator"):
+        aggregate(find_heads(model), EMRouting())
+    assert model.layers[0].self_attn.out_proj is before
+    first.remove()
+    aggregate(find_heads(model), EMRouting())
+
+
+def test_a_setting_that_does_not_fit_a_site_changes_nothing():
+    model = encoder()
+    before = model.layers[0].self_attn.out_proj
+    with pytest.raises(SettingError, match="divisor"):
+        aggregate(find_heads(model), EMRouting(capsules=3))
+    with pytest.raises(SettingError, match="a str"):
+        aggregate(find_heads(model), "em")  # pyright: ignore[reportArgumentType]
+    assert model.layers[0].self_attn.out_proj is before
+
+
+def test_aggregators_take_dtype_and_mode_of_the_projection_they_replace():
+    model = encoder().double().eval()
+    aggregate(find_heads(model), EMRouting())
+    module = model.layers[0].self_attn.out_proj
+    assert isinstance(module, EMAggregator)
+    assert not module.training
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+def test_a_model_with_aggregators_can_be_copied_and_its_state_loaded():
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    aggregate(find_heads(model), EMRouting(capsules=4))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), model(x))
+    other = encoder()
+    aggregate(find_heads(other), EMRouting(capsules=4))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
+    assert isinstance(copied.layers[0].self_attn.out_proj, EMAggregator)
+    assert not isinstance(copied.layers[0].self_attn.out_proj, TrunkAggregator)

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headwise.bandwidths import Bandwidth
+from headwise.checks import SettingError, ShapeError
+from headwise.gram import (
+    CPU_CHUNK,
+    collapsed,
+    geometry,
+    geometry_from_grams,
+    plain_gram,
+    require_nonzero,
+    shifted_gram,
+    zero_particles,
+)
+from headwise.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian, cosine_gradient
+from headwise.reference import particles as reference
+
+EPS = torch.finfo(torch.float64).eps
+TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+BANDWIDTHS = [Median(), ReleasedMedian(), Fixed(2.3)]
+KERNELS = [kernel(bandwidth) for kernel in (RBF, IMQ, NormalizedRBF) for bandwidth in BANDWIDTHS] + [Cosine()]
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def exact_distances(particles: Tensor) -> Tensor:
+    wide = particles.double()
+    return (wide[..., :, None, :] - wide[..., None, :, :]).square().sum(-1)
+
+
+def expected_bandwidth(bandwidth: Bandwidth, theta: Tensor) -> float:
+    if isinstance(bandwidth, Fixed):
+        return bandwidth.value
+    rule = reference.median_bandwidth if isinstance(bandwidth, Median) else reference.released_bandwidth
+    return rule(theta)
+
+
+def expected(kernel: Kernel, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and repulsion by loops."""
+    match kernel:
+        case RBF(bandwidth=bandwidth):
+            kappa = reference.rbf(expected_bandwidth(bandwidth, theta))
+        case IMQ(bandwidth=bandwidth):
+            kappa = reference.imq(expected_bandwidth(bandwidth, theta))
+        case NormalizedRBF(bandwidth=bandwidth):
+            units = theta / theta.norm(dim=1, keepdim=True)
+            kappa = reference.directions(reference.rbf(expected_bandwidth(bandwidth, units)))
+        case _:
+            kappa = reference.cosine
+    values = torch.stack([torch.stack([kappa(x, y) for y in theta]) for x in theta])
+    if isinstance(kernel, NormalizedRBF):
+        return values, reference.tangential_repulsion(theta, kappa)
+    return values, reference.repulsion(theta, kappa)
+
+
+def close(actual: Tensor, wanted: Tensor, *, terms: float = 256) -> None:
+    scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=terms * EPS * scale)
+
+
+def test_the_median_bandwidth_of_three_particles_is_four_over_log_three():
+    h = Median().resolve(exact_distances(TRIANGLE))
+    assert h.item() == pytest.approx(3.64095691, abs=1e-8)
+
+
+def test_an_even_number_of_distances_averages_the_two_middle_distances_before_squaring():
+    theta = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [4.0, 1.0]], dtype=torch.float64)
+    h = Median().resolve(exact_distances(theta)).item()
+    assert h == pytest.approx(5.2554, abs=5e-5)
+    assert h == pytest.approx(((5**0.5 + 10**0.5) / 2) ** 2 / math.log(4), abs=1e-12)
+
+
+def test_kernel_values_of_three_particles_are_the_golden_ones():
+    triangle = geometry(TRIANGLE, inner=False)
+    paper = RBF(Median()).matrices(triangle).values
+    released = RBF(ReleasedMedian()).matrices(triangle).values
+    assert [paper[0, 1], paper[0, 2], paper[1, 2]] == pytest.approx([0.75983569, 0.33333333, 0.25327856], abs=1e-8)
+    assert [released[0, 1], released[0, 2], released[1, 2]] == pytest.approx([0.25, 0.00390625, 0.00097656], abs=1e-8)
+
+
+def test_repulsion_of_three_particles_under_the_released_bandwidth_is_the_golden_one():
+    repulsion = RBF(ReleasedMedian()).matrices(geometry(TRIANGLE, inner=False)).repulsion @ TRIANGLE
+    wanted = [[-0.69314718, -0.02166085], [0.69585479, -0.00541521], [-0.00270761, 0.02707606]]
+    torch.testing.assert_close(repulsion, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_two_particles_under_the_released_bandwidth_see_each_other_by_one_ninth():
+    values = RBF(ReleasedMedian()).matrices(geometry(draw(2, 7), inner=False)).values
+    assert values[0, 1].item() == pytest.approx(1 / 9, abs=1e-14)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@settings(max_examples=10, deadline=None)
+@given(count=st.integers(1, 6), width=st.integers(1, 4), seed=st.integers(0, 99), scale=st.sampled_from([0.2, 1.7]))
+def test_values_and_repulsion_equal_the_loops(kernel: Kernel, count: int, width: int, seed: int, scale: float):
+    theta = scale * (draw(count, width, seed=seed) + 0.5)
+    matrices = kernel.matrices(geometry(theta, inner=kernel.needs_inner))
+    values, repulsion = expected(kernel, theta)
+    # One-dimensional directions coincide, where only the matrix form is exact; elsewhere cosines near 1 cost digits.
+    terms = 1e6 if kernel.needs_inner else 256
+    close(matrices.values, values, terms=terms)
+    close(matrices.repulsion @ theta, repulsion, terms=terms)
+
+
+def test_the_gradient_of_the_cosine_in_the_particle_itself_equals_the_loop():
+    theta = draw(4, 3) + 0.5
+    matrix = cosine_gradient(geometry(theta, inner=True))
+    close(matrix @ theta, -reference.tangential_repulsion(theta, reference.cosine))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_many_groups_at_once_equal_each_group_alone(kernel: Kernel):
+    theta = draw(2, 3, 4, 5)
+    together = kernel.matrices(geometry(theta, inner=kernel.needs_inner))
+    for i in range(2):
+        for j in range(3):
+            alone = kernel.matrices(geometry(theta[i, j], inner=kernel.needs_inner))
+            close(together.values[i, j], alone.values)
+            close(together.repulsion[i, j], alone.repulsion)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_single_particle_sees_itself_and_nothing_else(kernel: Kernel):
+    matrices = kernel.matrices(geometry(draw(1, 5), inner=kernel.needs_inner))
+    assert matrices.values.tolist() == [[1.0]]
+    assert matrices.repulsion.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_equal_particles_repel_each_other_by_exactly_zero(kernel: Kernel, count: int):
+    theta = draw(1, 999, dtype=torch.float32).expand(count, -1)
+    matrices = kernel.matrices(geometry(theta, inner=kernel.needs_inner))
+    close(matrices.values, torch.ones(count, count, dtype=torch.float64))
+    assert not matrices.repulsion.any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_differences_too_small_to_square_leave_everything_finite(kernel: Kernel):
+    theta = draw(4, 16) * 1e-20
+    matrices = kernel.matrices(geometry(theta, inner=kernel.needs_inner))
+    assert matrices.values.float().isfinite().all()
+    assert matrices.repulsion.float().isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("far", range(8))
+def test_one_far_and_seven_near_particles_keep_their_distances_in_single_precision(far: int, spread: float):
+    near = draw(1, 2048) + spread * draw(8, 2048, seed=1)
+    near[far] = 100 * draw(2048, seed=2)
+    particles = near.float()
+    wanted = exact_distances(particles)
+    measured = geometry_from_grams(shifted_gram(particles.view(8, 32, 64)), None).squared_distances
+    # Float64 sums of the far head's squared norm against the near pairs' squared distance.
+    bound = 64 * EPS * 100**2 / spread**2
+    torch.testing.assert_close(measured, wanted, rtol=bound, atol=0)
+    torch.testing.assert_close(geometry(particles, inner=False).squared_distances, wanted, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("first", [[0, 1, 2, 3], [1, 4, 6, 7], [0]])
+def test_two_collapsed_groups_keep_their_distances_in_single_precision(first: list[int], spread: float):
+    centers = draw(2, 2048)
+    group = torch.ones(8, dtype=torch.long).index_fill(0, torch.tensor(first), 0)
+    particles = (centers[group] + spread * draw(8, 2048, seed=1)).float()
+    measured = geometry_from_grams(shifted_gram(particles), None).squared_distances
+    torch.testing.assert_close(measured, exact_distances(particles), rtol=64 * EPS / spread**2, atol=0)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-4, 1e-6])
+def test_nearly_equal_particles_far_from_the_origin_keep_all_digits_of_their_distances(spread: float):
+    particles = (10 + draw(1, 4096) + spread * draw(8, 4096, seed=1)).double()
+    measured = geometry_from_grams(shifted_gram(particles), None).squared_distances
+    torch.testing.assert_close(measured, exact_distances(particles), rtol=64 * EPS, atol=0)
+    pure = geometry(particles, inner=False).squared_distances
+    torch.testing.assert_close(pure, exact_distances(particles), rtol=64 * EPS, atol=0)
+
+
+@pytest.mark.parametrize("rounding", [-8 * EPS, -EPS, EPS, 8 * EPS])
+def test_distances_made_of_rounding_alone_are_zero(rounding: float):
+    shifted = torch.tensor([[0, 0, 0], [0, 1, 1 + rounding], [0, 1 + rounding, 1]], dtype=torch.float64)
+    assert geometry_from_grams(shifted, None).squared_distances.tolist() == [[0, 1, 1], [1, 0, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("far", range(8))
+def test_seven_equal_particles_and_a_far_one_get_bandwidth_one_and_finite_repulsion(far: int):
+    particles = draw(1, 4096, dtype=torch.float32).repeat(8, 1)
+    particles[far] = draw(4096, seed=1, dtype=torch.float32)
+    shape = geometry(particles, inner=False)
+    near = [i for i in range(8) if i != far]
+    assert not shape.squared_distances[near][:, near].any()
+    assert Median().resolve(shape.squared_distances).item() == 1.0
+    assert RBF().matrices(shape).repulsion.float().isfinite().all()
+
+
+def test_grams_of_slabs_add_up_to_the_joint_particles():
+    first, second = draw(4, 3, 5), draw(4, 2, 7, seed=1)
+    joint = geometry(torch.cat([first.flatten(1), second.flatten(1)], dim=1), inner=True)
+    summed = geometry_from_grams(shifted_gram(first) + shifted_gram(second), plain_gram(first) + plain_gram(second))
+    close(summed.squared_distances, joint.squared_distances)
+    assert joint.inner is not None
+    assert summed.inner is not None
+    close(summed.inner, joint.inner)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_grams_accumulate_over_more_columns_than_one_chunk(count: int):
+    view = draw(count, CPU_CHUNK + 3)
+    shifted = view - view[:1]
+    for actual, wanted in ((plain_gram(view), view @ view.T), (shifted_gram(view), shifted @ shifted.T)):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=64 * EPS * view.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_grams_read_strided_views_and_change_nothing(dtype: torch.dtype):
+    weight = draw(6, 20, dtype=dtype).requires_grad_()
+    before = weight.detach().clone()
+    view = weight.view(6, 4, 5).transpose(0, 1)
+    rows = before.view(6, 4, 5).transpose(0, 1).flatten(1).double()
+    close(plain_gram(view), rows @ rows.T)
+    close(shifted_gram(view), (rows - rows[:1]) @ (rows - rows[:1]).T)
+    assert torch.equal(weight.detach(), before)
+    assert not shifted_gram(view).requires_grad
+    assert not geometry(view.flatten(1), inner=False).squared_distances.requires_grad
+
+
+def test_zero_particles_are_refused_by_name():
+    particles = draw(4, 3)
+    require_nonzero(particles)
+    particles[[1, 3]] = 0
+    with pytest.raises(ShapeError, match=r"particles \[1, 3\] of 4 are zero"):
+        require_nonzero(particles)
+
+
+@pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF()], ids=str)
+def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_nor_is_pushed(kernel: Kernel):
+    theta = draw(4, 3)
+    theta[2] = 0
+    shape = geometry(theta, inner=True)
+    matrices = kernel.matrices(shape)
+    assert zero_particles(shape).tolist() == [False, False, True, False]
+    assert matrices.values.isfinite().all()
+    assert matrices.values[2, 2] == 1
+    assert not matrices.repulsion[2].any()
+    assert not matrices.repulsion[:, 2].any()
+    orthogonal = torch.cat([theta, torch.zeros(4, 1, dtype=torch.float64)], dim=1)
+    orthogonal[2, 3] = 1
+    close(matrices.values, kernel.matrices(geometry(orthogonal, inner=True)).values)
+    if isinstance(kernel, Cosine):
+        others = kernel.matrices(geometry(theta[[0, 1, 3]], inner=True))
+        close(matrices.repulsion[[0, 1, 3]][:, [0, 1, 3]], others.repulsion)
+
+
+def test_without_inner_products_no_particle_is_called_zero():
+    assert zero_particles(geometry(draw(2, 4, 3), inner=False)).tolist() == [[False] * 4] * 2
+
+
+def test_collapsed_groups_are_named():
+    theta = draw(2, 4, 3)
+    theta[1] = theta[1, 0]
+    assert collapsed(geometry(theta, inner=False)).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF()], ids=str)
+def test_a_kernel_on_directions_asks_for_inner_products(kernel: Kernel):
+    with pytest.raises(SettingError, match="inner=True"):
+        kernel.matrices(geometry(TRIANGLE + 1, inner=False))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, True, "1"])
+def test_a_fixed_bandwidth_is_a_positive_number(value: float):
+    with pytest.raises(SettingError, match=r"Fixed\.value"):
+        Fixed(value)
+
+
+@pytest.mark.parametrize("kernel", [RBF, IMQ, NormalizedRBF])
+@pytest.mark.parametrize("bandwidth", [Median, 2.0, None])
+def test_a_bandwidth_is_an_instance_of_a_rule(kernel: type[RBF], bandwidth: Bandwidth):
+    with pytest.raises(SettingError, match=f"{kernel.__name__}.bandwidth"):
+        kernel(bandwidth)
+
+
+def test_printing_a_kernel_is_its_record():
+    assert repr(RBF()) == "RBF(bandwidth=Median())"
+    assert repr(NormalizedRBF(Fixed(0.5))) == "NormalizedRBF(bandwidth=Fixed(value=0.5))"

@@ -1,0 +1,223 @@
+"""Each metric against the loop over pairs of heads, numbers by hand, padding, precision and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headwise import metrics
+from headwise.checks import MaskError, ShapeError
+from headwise.reference import metrics as loops
+
+torch.set_num_threads(1)
+
+EXACT = 1e3 * torch.finfo(torch.float64).eps
+
+
+def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
+    scale = torch.rand(batch, length, heads, 1, dtype=torch.float64) * 3 + 0.1
+    return torch.randn(batch, length, heads, width, dtype=torch.float64) * scale
+
+
+def rows(batch: int, length: int, heads: int, width: int) -> Tensor:
+    return (1.7 * torch.randn(batch, heads, length, width, dtype=torch.float64)).softmax(-1)
+
+
+class Metric(NamedTuple):
+    fast: Callable[..., Tensor]
+    loop: Callable[[Tensor, Tensor], float | list[float]]
+    draw: Callable[[int, int, int, int], Tensor]
+
+    @property
+    def token_axis(self) -> int:
+        return 1 if self.draw is vectors else 2
+
+
+METRICS = {
+    "head_distance": Metric(metrics.head_distance, loops.head_distance, vectors),
+    "output_cosine": Metric(metrics.output_cosine, loops.output_cosine, vectors),
+    "linear_cka": Metric(metrics.linear_cka, loops.linear_cka, vectors),
+    "attention_jensen_shannon": Metric(metrics.attention_jensen_shannon, loops.attention_jensen_shannon, rows),
+    "generalized_jensen_shannon": Metric(metrics.generalized_jensen_shannon, loops.generalized_jensen_shannon, rows),
+    "attention_entropy": Metric(metrics.attention_entropy, loops.attention_entropy, rows),
+}
+each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
+
+
+@each_metric
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(2, 5), st.integers(1, 6)),
+    padded=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_value_equals_that_of_the_loop(
+    metric: Metric, sizes: tuple[int, int, int, int], padded: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tensor = metric.draw(*sizes)
+    keep = torch.rand(sizes[:2]) > 0.4 if padded else torch.ones(sizes[:2], dtype=torch.bool)
+    keep[0, :2] = True
+    value = metric.fast(tensor, keep if padded else None)
+    assert value.tolist() == pytest.approx(metric.loop(tensor, keep), rel=EXACT, abs=EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(particles=st.integers(2, 6), length=st.integers(1, 20), seed=st.integers(0, 2**31))
+def test_parameter_cosine_and_norms_equal_those_of_the_loop(particles: int, length: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    theta = torch.randn(particles, length, dtype=torch.float64) * 2.3 + 0.4
+    assert [x.item() for x in metrics.parameter_cosine(theta)] == pytest.approx(
+        loops.parameter_cosine(theta), rel=EXACT, abs=EXACT
+    )
+    assert metrics.particle_norms(theta).tolist() == pytest.approx(loops.particle_norms(theta))
+
+
+def test_parameter_metrics_take_any_leading_axes() -> None:
+    torch.manual_seed(1)
+    theta = torch.randn(2, 3, 4, 7)
+    mean, mean_absolute = metrics.parameter_cosine(theta)
+    assert mean.shape == mean_absolute.shape == (2, 3)
+    assert metrics.particle_norms(theta).shape == (2, 3, 4)
+    assert mean[1, 2].item() == pytest.approx(loops.parameter_cosine(theta[1, 2])[0])
+    assert mean_absolute[0, 1].item() == pytest.approx(loops.parameter_cosine(theta[0, 1])[1])
+
+
+@each_metric
+def test_padding_of_any_content_equals_cropping(metric: Metric) -> None:
+    torch.manual_seed(2)
+    clean = metric.draw(3, 5, 4, 6)
+    keep = torch.zeros(3, 5, dtype=torch.bool)
+    keep[:2, :3] = True
+    shape = [3, 1, 1, 1]
+    shape[metric.token_axis] = 5
+    dirty = clean.masked_fill(~keep.reshape(shape), math.nan)
+    torch.testing.assert_close(metric.fast(dirty, keep), metric.fast(clean[:2].narrow(metric.token_axis, 0, 3)))
+
+
+@each_metric
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lower_precision_is_accumulated_in_float32_or_better_also_under_autocast(
+    metric: Metric, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    tensor = metric.draw(3, 4, 5, 16).to(dtype)
+    expected = metric.fast(tensor.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = metric.fast(tensor)
+    assert value.dtype in (torch.float32, torch.float64)
+    limit = 4 * torch.finfo(torch.float32).eps * math.sqrt(tensor.numel())
+    torch.testing.assert_close(value.double(), expected, rtol=limit, atol=limit)
+
+
+@each_metric
+def test_no_gradient_flows(metric: Metric) -> None:
+    assert not metric.fast(metric.draw(2, 3, 4, 5).requires_grad_()).requires_grad
+
+
+def test_golden_distance_cosine_and_cosines_of_parameters() -> None:
+    tokens = torch.tensor([[[1, 0], [0, 2]], [[1, 1], [3, 4]]], dtype=torch.float64)
+    assert metrics.head_distance(tokens).item() == pytest.approx((math.sqrt(5) + math.sqrt(13)) / 2)
+    # Twice the golden similarity over all four pairs, less one for the heads with themselves.
+    assert metrics.output_cosine(tokens).item() == pytest.approx(2 * 0.74748737 - 1, abs=1e-6)
+    theta = torch.tensor([[1.0, 0], [1, 1], [-1, 1]])
+    mean, mean_absolute = metrics.parameter_cosine(theta)
+    assert mean.item() == pytest.approx(0, abs=1e-12)
+    assert mean_absolute.item() == pytest.approx(math.sqrt(2) / 3)
+    assert metrics.particle_norms(theta).tolist() == pytest.approx([1, math.sqrt(2), math.sqrt(2)])
+
+
+def test_attention_metrics_by_hand() -> None:
+    weights = torch.tensor([[[0.5, 0.5, 0]], [[0.2, 0.3, 0.5]]], dtype=torch.float64)
+    entropy = [math.log(2), -0.2 * math.log(0.2) - 0.3 * math.log(0.3) - 0.5 * math.log(0.5)]
+    middle = -sum(p * math.log(p) for p in (0.35, 0.4, 0.25))
+    assert metrics.attention_entropy(weights).tolist() == pytest.approx(entropy)
+    by_hand = middle - sum(entropy) / 2
+    assert metrics.attention_jensen_shannon(weights).item() == pytest.approx(by_hand)
+    assert metrics.generalized_jensen_shannon(weights).item() == pytest.approx(by_hand)
+
+
+def test_cka_of_two_one_dimensional_heads_is_their_squared_correlation() -> None:
+    x, y = torch.tensor([1.0, 2, 4, 7]).double(), torch.tensor([3.0, 1, 5, 6]).double()
+    correlation = torch.corrcoef(torch.stack([x, y]))[0, 1].item()
+    outputs = torch.stack([x, y], dim=-1).unsqueeze(-1)
+    assert metrics.linear_cka(outputs).item() == pytest.approx(correlation**2)
+
+
+def test_cka_matrix_has_ones_on_the_diagonal_and_zeros_for_a_constant_head() -> None:
+    torch.manual_seed(4)
+    outputs = torch.randn(20, 4, 3)
+    outputs[:, 1] = 0.1
+    matrix = metrics.output_moments(outputs).linear_cka_matrix()
+    assert matrix.diagonal().tolist() == pytest.approx([1, 0, 1, 1])
+    assert matrix[1].tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(matrix, matrix.mT)
+
+
+def test_cka_of_many_tokens_tells_independent_heads_from_dependent_ones() -> None:
+    torch.manual_seed(5)
+    independent = torch.randn(4000, 2, 4)
+    assert metrics.linear_cka(independent) < 0.01
+    independent[:, 1] = independent[:, 0].flip(-1)
+    assert metrics.linear_cka(independent) > 0.99
+
+
+def test_distance_of_nearly_equal_heads_is_not_lost_to_rounding() -> None:
+    outputs = torch.full((50, 2, 64), 30.0)
+    outputs[:, 1, 0] += 1e-3
+    expected = (outputs[0, 1, 0].double() - 30.0).item()
+    assert metrics.head_distance(outputs).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_zero_vectors_and_particles_have_cosine_zero() -> None:
+    outputs = torch.tensor([[[0.0, 0.0], [1.0, 2.0], [2.0, 4.0]]])
+    assert metrics.output_cosine(outputs).item() == pytest.approx(1 / 3)
+    assert metrics.parameter_cosine(outputs[0]).mean.item() == pytest.approx(1 / 3)
+
+
+@each_metric
+def test_wrong_input_is_refused_with_shape_and_expectation(metric: Metric) -> None:
+    tensor = metric.draw(2, 3, 4, 5)
+    with pytest.raises(ShapeError, match=r"has shape \(5,\); expected"):
+        metric.fast(torch.rand(5))
+    with pytest.raises(ShapeError, match=r"expected a floating dtype"):
+        metric.fast(tensor.long())
+    with pytest.raises(ShapeError, match=r"no valid token is left"):
+        metric.fast(tensor[:0])
+    with pytest.raises(MaskError, match=r"no valid token is left"):
+        metric.fast(tensor, torch.zeros(2, 3, dtype=torch.bool))
+    with pytest.raises(MaskError, match=r"keep is torch.int64; expected a bool tensor"):
+        metric.fast(tensor, torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(MaskError, match=r"keep has shape \(2, 4\); expected \(2, 3\)"):
+        metric.fast(tensor, torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", [name for name in METRICS if name != "attention_entropy"])
+def test_one_head_has_no_pairs_and_is_refused(name: str) -> None:
+    with pytest.raises(ShapeError, match="has 1 head; expected at least two"):
+        METRICS[name].fast(METRICS[name].draw(2, 3, 1, 5))
+
+
+def test_parameter_metrics_refuse_what_has_no_pairs_or_no_rows() -> None:
+    with pytest.raises(ShapeError, match="particles has 1 head; expected at least two"):
+        metrics.parameter_cosine(torch.rand(1, 5))
+    with pytest.raises(ShapeError, match=r"particles has shape \(5,\)"):
+        metrics.particle_norms(torch.rand(5))
+
+
+def test_moments_refuse_one_token_and_heads_of_other_shapes() -> None:
+    with pytest.raises(ShapeError, match="the moments are of 1 token"):
+        metrics.linear_cka(torch.rand(1, 3, 4))
+    with pytest.raises(ShapeError, match=r"\(3, 4\) and \(2, 4\) were added"):
+        metrics.output_moments(torch.rand(5, 3, 4)) + metrics.output_moments(torch.rand(5, 2, 4))
+
+
+def test_every_metric_has_a_loop() -> None:
+    assert set(loops.__all__) == set(metrics.__all__) - {"OutputMoments", "ParameterCosine", "output_moments"}

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from torch import nn
+
+import headwise.lab.arms as arms_module
+from headwise.checks import SettingError
+from headwise.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
+from headwise.lab.arm_text import parse_arm, parse_arms, settings_of
+from headwise.lab.arms import Arm, combine, named_arms
+from headwise.lab.drophead import DropHead
+from headwise.layouts import find_heads
+from headwise.nn import MultiheadAttention
+from headwise.particles import SPOS, SVGD, Relative
+from headwise.penalty import Output, Subspace, Sum
+from headwise.routing import EMRouting, Trunk
+
+
+def test_the_named_arms_hold_the_papers_settings():
+    arms = named_arms()
+    assert arms["plain"] == Arm("plain", control=None)
+    assert arms["svgd"].rule == SVGD(alpha=0.01, step_size=0.1, kernel=RBF())
+    assert arms["smooth"].rule == SVGD(alpha=0.0, step_size=0.1, kernel=RBF())
+    assert arms["scaled"].rule == SVGD(alpha=0.0, step_size=0.1, smoothing=False)
+    assert isinstance(arms["svgd-relative"].rule.alpha, Relative)
+    assert arms["svgd-normalised"].rule.kernel == NormalizedRBF()
+    assert (arms["output"].term, arms["output"].penalty_weight) == (Output(), 1.0)
+    assert arms["em"].aggregation == EMRouting(iterations=3, capsules=None)
+
+
+def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
+    controls = {name: arm.control for name, arm in named_arms().items()}
+    assert controls == {
+        "plain": None,
+        "scaled": "plain",
+        "smooth": "scaled",
+        "svgd": "smooth",
+        "svgd-relative": "smooth",
+        "svgd-normalised": "smooth",
+        "spos": "smooth",
+        "sgld": "scaled",
+        "drophead": "plain",
+        "subspace": "plain",
+        "position": "plain",
+        "output": "plain",
+        "trunk": "plain",
+        "simple": "trunk",
+        "em": "trunk",
+    }
+    assert parse_arm("output+em").control == "trunk"
+    assert parse_arm("svgd+em").control == "smooth+trunk"
+    assert parse_arm("svgd:smoothing=false").control == "scaled"
+
+
+def test_combining_arms_does_what_each_does():
+    arm = parse_arm("em:iterations=2,layers=0+svgd:alpha=0.5,layers=1+output:weight=0.25,layers=1")
+    assert arm.name == "svgd:alpha=0.5,layers=1+output:weight=0.25,layers=1+em:iterations=2,layers=0"
+    assert arm.rule == SVGD(alpha=0.5)
+    assert arm.aggregation == EMRouting(iterations=2)
+    assert (arm.term, arm.penalty_weight) == (Output(), 0.25)
+    assert (arm.layers, arm.aggregation_layers) == ((1,), (0,))
+
+
+def test_penalties_of_combined_arms_are_added_with_their_weights():
+    arm = parse_arm("output:weight=0.5+subspace:weight=2")
+    assert arm.term == Sum(((2.0, Subspace()), (0.5, Output())))
+    assert arm.penalty_weight == 1.0
+
+
+def test_arms_combine_in_python_as_on_the_command_line():
+    arms = named_arms()
+    assert arms["svgd"] + arms["em"] == parse_arm("svgd+em")
+    assert combine([arms["plain"], arms["em"]]) == arms["em"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("svgd:alpha=0.5", "alpha", 0.5),
+        ("svgd:alpha=1e+2", "alpha", 100.0),
+        ("svgd:step_size=0.3", "step_size", 0.3),
+        ("svgd:smoothing=false", "smoothing", False),
+        ("svgd:kernel=imq", "kernel", IMQ()),
+        ("svgd:kernel=imq,bandwidth=0.5", "kernel", IMQ(bandwidth=Fixed(0.5))),
+        ("svgd:bandwidth=released", "kernel", RBF(bandwidth=ReleasedMedian())),
+        ("svgd-relative:ratio=0.3", "alpha", Relative(0.3)),
+        ("spos:inverse_temperature=1e6", "inverse_temperature", 1e6),
+    ],
+)
+def test_a_setting_goes_into_its_field_with_its_type(text, field, value):
+    assert getattr(parse_arm(text).rule, field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("em:capsules=8,activation=false", {"capsules": 8, "activation": False}),
+        ("em:capsules=none", {}),
+        ("em:inverse_temperature=0.5/2", {"inverse_temperature": (0.5, 2.0)}),
+    ],
+)
+def test_a_setting_of_routing_goes_into_its_field_with_its_type(text, changed):
+    assert parse_arm(text).aggregation == EMRouting(**changed)
+
+
+def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
+    assert parse_arm("svgd:alpha=0.01,step_size=0.1").name == "svgd"
+    assert parse_arm("svgd:step_size=0.2,alpha=0.010").name == "svgd:step_size=0.2"
+    assert parse_arm("trunk:capsules=4").aggregation == Trunk(capsules=4)
+    assert parse_arm("svgd:alpha=2").folder == "svgd@alpha=2.0"
+
+
+NUMBERS = st.floats(min_value=1e-6, max_value=0.9)
+VALUES = {
+    "kernel": st.sampled_from(["rbf", "imq", "cosine", "normalized-rbf"]),
+    "bandwidth": st.sampled_from(["median", "released", "0.25"]),
+    "votes": st.sampled_from(["shared-trunk", "per-head", "distinct-capsules"]),
+    "layers": st.sampled_from(["all", "0", "0/1"]),
+    "smoothing": st.sampled_from(["true", "false"]),
+    "activation": st.sampled_from(["true", "false"]),
+    "relu": st.sampled_from(["true", "false"]),
+    "iterations": st.integers(1, 5).map(str),
+    "capsules": st.sampled_from(["none", "4"]),
+    "softmax_over": st.sampled_from(["capsules", "heads"]),
+    "floor": st.just("1e-05"),
+}
+
+
+@given(st.data())
+@limits(max_examples=60, deadline=None)
+def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
+    name = data.draw(st.sampled_from(list(named_arms())))
+    drawn = {}
+    for setting in settings_of(named_arms()[name]):
+        value = VALUES.get(setting, NUMBERS.map(repr))
+        if setting == "inverse_temperature" and name == "em":
+            value = st.just("0.5/2.5")
+        if data.draw(st.booleans()):
+            drawn[setting] = data.draw(value)
+    if drawn.get("kernel") == "cosine":
+        drawn.pop("bandwidth", None)
+    if drawn.get("votes") in ("per-head", "distinct-capsules"):
+        drawn.pop("relu", None)
+    shuffled = data.draw(st.permutations(list(drawn)))
+    text = name + (":" + ",".join(f"{s}={drawn[s]}" for s in shuffled) if drawn else "")
+    arm = parse_arm(text)
+    assert parse_arm(str(arm)) == arm
+    assert parse_arms(f"svgd+em,{arm},drophead+simple")[1] == arm
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("svdg", r"there is no arm 'svdg'; did you mean svgd"),
+        ("nothing-like-it", r"there is no arm 'nothing-like-it'; choose \(all: plain, "),
+        (
+            "svgd:alfa=1",
+            r"arm svgd has no setting 'alfa'; it has alpha, step_size, smoothing, .*kernel, .*learning_rate\.",
+        ),
+        ("svgd:alpha=big", r"svgd:alpha is 'big'; expected a number\."),
+        ("svgd:alpha=-1", r"alpha"),
+        ("em:iterations=2.5", r"em:iterations is '2\.5'; expected an integer\."),
+        ("em:activation=maybe", r"em:activation is 'maybe'; expected true or false\."),
+        ("svgd:kernel=laplace", r"svgd:kernel is 'laplace'; expected one of rbf, imq, cosine, normalized-rbf\."),
+        ("svgd:layers=first", r"svgd:layers is 'first'; expected an integer\."),
+        ("svgd:alpha", r"'alpha' in arm 'svgd:alpha' is not of the form setting=value\."),
+        ("svgd+spos", r"svgd\+spos: both set rule; an arm has one\."),
+        ("simple+em", r"simple\+em: both set aggregation; an arm has one\."),
+        ("em:learning_rate=0.1+svgd:learning_rate=0.2", r"both set learning rate; an arm has one\."),
+        ("smooth:alpha=1", r"arm smooth has no setting 'alpha'"),
+        ("plain:learning_rate=0", r"learning_rate is 0\.0; expected"),
+    ],
+)
+def test_a_wrong_arm_is_refused_in_one_sentence(text, message):
+    with pytest.raises(SettingError, match=message) as caught:
+        parse_arm(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_arm_named_twice_is_refused():
+    with pytest.raises(SettingError, match="arm svgd is given twice"):
+        parse_arms("svgd,plain,svgd:alpha=0.01")
+
+
+def test_spos_and_sgld_say_their_temperature():
+    assert isinstance(named_arms()["spos"].rule, SPOS)
+    assert "inverse_temperature=" in repr(named_arms()["spos"])
+
+
+def attention(num_heads: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, num_heads, 16, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadAttention(8, num_heads, batch_first=True)
+    return layer
+
+
+def test_drophead_zeroes_whole_heads_of_an_example_and_rescales_the_rest():
+    layer = attention()
+    seen: list[torch.Tensor] = []
+    DropHead(find_heads(layer), 0.5, seed=1)
+    layer.self_attn.out_proj.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0]))
+    inputs = torch.randn(64, 5, 8)
+    layer(inputs)
+    layer.eval()
+    layer(inputs)
+    dropped, whole = (outputs.unflatten(-1, (4, 2)) for outputs in seen)
+    scale = dropped / whole
+    # one number a head and example, the same for all its tokens and features
+    assert torch.allclose(scale, scale[:, :1, :, :1].expand_as(scale), atol=1e-5)
+    factors = scale[:, 0, :, 0]
+    kept = factors > 0
+    assert torch.allclose(factors.sum(-1), torch.full((64,), 4.0))
+    assert 0.35 < 1 - kept.float().mean() < 0.65
+    assert len({tuple(row) for row in kept.tolist()}) > 4
+
+
+def test_drophead_draws_from_a_generator_of_its_own():
+    layer = attention()
+    handle = DropHead(find_heads(layer), 0.5, seed=1)
+    before = torch.get_rng_state()
+    state = handle.generator.get_state()
+    first = layer(torch.ones(3, 2, 8))
+    assert torch.equal(torch.get_rng_state(), before)
+    handle.generator.set_state(state)
+    assert torch.equal(layer(torch.ones(3, 2, 8)), first)
+    handle.remove()
+    assert torch.equal(layer(torch.ones(3, 2, 8)), layer(torch.ones(3, 2, 8)))
+
+
+def test_an_arm_is_a_frozen_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        arms_module.named_arms()["plain"].name = "other"
+    with pytest.raises(SettingError, match="drophead is 1"):
+        Arm("x", drophead=1.0)

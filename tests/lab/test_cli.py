@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import headwise
+from headwise.lab import cli
+from headwise.lab import compare as compare_module
+from headwise.lab.tasks import logic
+from headwise.lab.workers import Failure
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Make the demo a toy, do jobs in this process, and work in an empty folder."""
+    small = dataclasses.replace(
+        logic.SCALES["demo"],
+        width=8,
+        heads=2,
+        classifier_width=16,
+        epochs=1,
+        warmup_steps=3,
+        generated_draws=1500,
+        train_examples=96,
+        dev_examples=40,
+    )
+    monkeypatch.setattr(logic, "SCALES", {**logic.SCALES, "demo": small})
+    monkeypatch.chdir(tmp_path)
+
+    def run(target, jobs, workers, watch):
+        assert workers >= 1
+        for job in jobs:
+            watch.started(job)
+            target(job.settings, job.folder, lambda: False)
+            watch.ended(job, None)
+        return []
+
+    monkeypatch.setattr(compare_module, "run_jobs", run)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr of a call that must end with code 2."""
+    assert call(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headwise: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    return error
+
+
+def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):
+    assert call("compare", "logic", "--arms", "plain,smooth", "--seeds", "1", "--workers", "1") == 0
+    shown = capsys.readouterr().out
+    assert "smooth seed 0 is done" in shown
+    assert "no verdict" in shown
+    assert Path("runs/logic-demo/results.json").exists()
+    assert Path("runs/logic-demo/smooth/seed-0/result.json").exists()
+
+
+def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
+    assert call("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1") == 0
+    arm = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"output(:weight=[\d.]+,learning_rate=[\d.e-]+)?", arm)
+    assert call("compare", "logic", "--arms", f"plain,{arm}", "--seeds", "1", "--workers", "1") == 0
+
+
+def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(capsys, monkeypatch):
+    def fail(refused):
+        return lambda _target, jobs, _workers, _watch: [Failure(jobs[0], "because.", refused=refused)]
+
+    arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "o")
+    monkeypatch.setattr(compare_module, "run_jobs", fail(True))
+    assert "majority failed: because. (log: o/majority/seed-0/log.txt)" in refused(capsys, *arguments)
+    monkeypatch.setattr(compare_module, "run_jobs", fail(False))
+    assert call(*arguments) == 1
+
+
+def test_what_is_unknown_is_refused_with_what_is_near(capsys):
+    assert "there is no task 'logik'; did you mean logic? (all: logic)." in refused(capsys, "compare", "logik")
+    assert "there is no arm 'svdg'; did you mean svgd" in refused(capsys, "compare", "logic", "--arms", "plain,svdg")
+    assert "did you mean demo?" in refused(capsys, "compare", "logic", "--scale", "dem")
+    assert "arm svgd has no setting 'alfa'" in refused(capsys, "tune", "logic", "svgd:alfa=1")
+    refused(capsys, "compare", "logic", "--sedes", "3")
+    refused(capsys, "compare")
+    refused(capsys, "campare", "logic")
+    refused(capsys, "compare", "logic", "--seeds", "many")
+    assert "--seeds is 0; expected at least 1" in refused(capsys, "compare", "logic", "--seeds", "0")
+    assert "workers is 0" in refused(capsys, "compare", "logic", "--workers", "0")
+    assert "draws is 0" in refused(capsys, "tune", "logic", "svgd", "--draws", "0")
+    assert not Path("runs").exists()
+
+
+def test_a_folder_of_data_that_is_not_there_is_refused(capsys):
+    assert "missing does not exist" in refused(capsys, "compare", "logic", "--data", "missing")
+
+
+def test_an_output_that_cannot_be_written_is_refused(capsys):
+    Path("file").write_text("")
+    assert "cannot write to file/out" in refused(capsys, "compare", "logic", "--out", "file/out")
+
+
+def test_a_corrupt_checkpoint_is_refused(capsys, monkeypatch):
+    arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "out")
+
+    def interrupted(target, jobs, _workers, _watch):
+        beats = iter(range(1))
+        target(jobs[-1].settings, jobs[-1].folder, lambda: next(beats, None) is None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "run_jobs", interrupted)
+        assert call(*arguments) == 130
+    (checkpoint,) = Path("out/plain/seed-0").glob("checkpoint-*")
+    (checkpoint / "optimizer.pt").write_bytes(b"not what was written")
+    capsys.readouterr()
+    assert f"{checkpoint}/optimizer.pt is corrupt" in refused(capsys, *arguments)
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_module, "run_jobs", interrupted)
+    assert call("compare", "logic", "--arms", "plain", "--seeds", "1") == 130
+    error = capsys.readouterr().err.strip()
+    assert error == "headwise: stopped; every run has saved where it is, give the same command again to go on."
+
+
+def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
+    def broken(*_arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(compare_module, "run_jobs", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
+
+
+def test_version_and_help(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"headwise {headwise.__version__}\n"
+    assert call() == 0
+    assert "compare" in capsys.readouterr().out
+    assert call("compare", "--help") == 0
+    assert "--arms" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_slow_beyond_torch():
+    slow = "{'transformers', 'sklearn', 'scipy', 'matplotlib'}"
+    code = f"import sys, headwise.lab.cli; print(list({slow} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    pairs = {k: [p for p in logic.generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
+    for bins, chosen in pairs.items():
+        for split, part in (("train", chosen[::2]), ("test", chosen[1::2])):
+            lines = "".join(f"{p.relation}\t{p.premise}\t{p.hypothesis}\n" for p in part)
+            (data / f"{split}{bins}").write_text(lines)
+
+    def start(out: str) -> subprocess.Popen[str]:
+        arguments = ["compare", "logic", "--arms", "plain,spos", "--seeds", "1", "--data", str(data), "--out", out]
+        return subprocess.Popen(
+            [sys.executable, "-m", "headwise.lab.cli", *arguments],
+            env={**os.environ, "PYTHONPATH": SOURCE},
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    assert start("whole").wait(300) == 0
+    process = start("parts")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = Path("parts/spos/seed-0/progress.json")
+        if found.exists() and '"step": 0' not in found.read_text():
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip().endswith("give the same command again to go on.")
+    assert "Traceback" not in error
+    assert not Path("parts/spos/seed-0/result.json").exists()
+    assert list(Path("parts/spos/seed-0").glob("checkpoint-*"))
+    assert start("parts").wait(300) == 0
+    for arm in ("plain", "spos"):
+        name = f"{arm}/seed-0/model.safetensors"
+        assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pool_target import jobs, work
+from rich.console import Console
+
+from headwise.checks import SettingError
+from headwise.lab import compare as compare_module
+from headwise.lab.arm_text import parse_arms
+from headwise.lab.compare import Comparison, compare, default_workers
+from headwise.lab.jobs import do_job
+from headwise.lab.progress import Bars, Lines, watch_for
+from headwise.lab.runs import first_difference, read_progress, write_json
+from headwise.lab.tasks.logic import SCALES
+from headwise.lab.workers import Failure, Watch, run_jobs
+
+TOY = dataclasses.replace(
+    SCALES["demo"],
+    name="toy",
+    width=8,
+    heads=2,
+    classifier_width=16,
+    epochs=1,
+    warmup_steps=3,
+    generated_draws=1500,
+    train_examples=128,
+    dev_examples=40,
+)
+
+
+# ---- the pool, with jobs that take no model ----
+
+
+class Recorded(Watch):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def started(self, job):
+        self.events.append(("started", job.name))
+
+    def ended(self, job, failure):
+        self.events.append(("failed" if failure else "done", job.name))
+
+
+def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
+    watch = Recorded()
+    failures = run_jobs(work, jobs(tmp_path, "fail", "die", "refuse", "fine", "fine"), 2, watch)
+    assert sorted((f.job.name, f.refused) for f in failures) == [
+        ("die 1", False),
+        ("fail 0", False),
+        ("refuse 2", True),
+    ]
+    assert [name for event, name in watch.events if event == "started"] == [
+        *("fail 0", "die 1", "refuse 2", "fine 3", "fine 4")
+    ]
+    by_name = {failure.job.name: str(failure) for failure in failures}
+    assert by_name["fail 0"] == f"fail 0 failed: ValueError: the first line (log: {tmp_path}/0/log.txt)"
+    assert "ended by signal 9" in by_name["die 1"]
+    assert by_name["refuse 2"].startswith("refuse 2 failed: this file is missing; make it. (log:")
+    assert {("done", "fine 3"), ("done", "fine 4")} <= set(watch.events)
+    log = (tmp_path / "0" / "log.txt").read_text()
+    assert "to the log" in log
+    assert "Traceback" in log
+    assert (tmp_path / "3" / "threads").read_text() == "1"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from headwise.lab.workers import Watch, run_jobs
+from pool_target import jobs, work
+
+class Told(Watch):
+    def started(self, job):
+        job.folder.mkdir()
+        (job.folder / "started").touch()
+
+if __name__ == "__main__":
+    try:
+        run_jobs(work, jobs(Path({folder!r}), *{kinds!r}), 2, Told())
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def interrupted(folder: Path, *kinds: str, once: str) -> tuple[int, float, str]:
+    """Send Ctrl-C to a pool's process group once each job left the file `once`: exit code, seconds, stderr."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder), kinds=kinds))
+    source = str(Path(__file__).parents[2] / "src")
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(f"*/{once}"))) < len(kinds) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (folder / "interrupted").touch()
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, time.monotonic() - began, errors
+
+
+def test_ctrl_c_lets_runs_save_ends_those_that_do_not_listen_and_shows_no_traceback(tmp_path):
+    code, seconds, errors = interrupted(tmp_path, "wait", "deaf", once="waiting")
+    assert (code, errors) == (130, "")
+    assert (tmp_path / "0" / "saved").exists()
+    assert (tmp_path / "0" / "saved").stat().st_mtime - (tmp_path / "interrupted").stat().st_mtime < 1.0
+    assert seconds < 10
+
+
+def test_ctrl_c_while_workers_start_shows_no_traceback(tmp_path):
+    code, seconds, errors = interrupted(tmp_path, "fine", "fine", once="started")
+    assert (code, errors) == (130, "")
+    assert seconds < 10
+
+
+# ---- progress ----
+
+
+def console(terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=200)
+
+
+def shown(on: Console) -> str:
+    assert isinstance(on.file, io.StringIO)
+    return on.file.getvalue()
+
+
+def test_without_a_terminal_each_run_is_a_line(tmp_path):
+    on, (one, two) = console(), jobs(tmp_path, "a", "b")
+    with watch_for(on, [one, two], finished=3) as watch:
+        assert isinstance(watch, Lines)
+        watch.started(one)
+        write_json(_made(one.folder) / "progress.json", {"step": 10, "steps": 10, "note": "dev 87.1 %"})
+        watch.ended(one, None)
+        watch.ended(two, Failure(two, "no.", refused=True))
+    lines = shown(on).splitlines()
+    assert lines[0] == "a 0 starts"
+    assert lines[1].startswith("a 0 is done (dev 87.1 %); 4 of 5 runs, about 10 s left")
+    assert lines[2] == f"b 1 failed: no. (log: {two.folder}/log.txt)"
+
+
+def test_on_a_terminal_there_is_a_bar_a_run_and_one_for_all(tmp_path):
+    on, (one, two) = console(terminal=True), jobs(tmp_path, "a", "b")
+    with watch_for(on, [one, two], finished=2) as watch:
+        assert isinstance(watch, Bars)
+        watch.started(one)
+        write_json(_made(one.folder) / "progress.json", {"step": 5, "steps": 10, "note": "dev 50.0 %"})
+        watch.tick()
+        (overall, running) = watch._progress.tasks
+        assert overall.completed == pytest.approx(2.5 / 4)
+        assert (running.description, running.completed, running.fields["note"]) == ("a 0", 0.5, "dev 50.0 %")
+        assert "about" in overall.fields["note"]
+        watch.ended(one, None)
+        assert "3 of 4 runs" in watch._progress.tasks[0].description
+
+
+def test_a_progress_file_that_cannot_be_read_is_no_progress(tmp_path):
+    assert read_progress(tmp_path) is None
+    (tmp_path / "progress.json").write_text('{"step": 1')
+    assert read_progress(tmp_path) is None
+
+
+def test_the_first_setting_that_differs_is_named():
+    assert first_difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2]}}) == ("b.c", [1], [2])
+    assert first_difference({"a": 1}, {"a": 1, "new": 2}) == ("new", None, 2)
+    assert first_difference({"a": 1}, {"a": 1}) is None
+
+
+# ---- a comparison ----
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Do jobs in this process, and list those that were done."""
+    done: list[str] = []
+
+    def run(target, jobs, workers, watch):
+        assert workers >= 1
+        for job in jobs:
+            watch.started(job)
+            target(job.settings, job.folder, lambda: False)
+            watch.ended(job, None)
+            done.append(job.name)
+        return []
+
+    monkeypatch.setattr(compare_module, "run_jobs", run)
+    return done
+
+
+def toy(out: Path, arms: str = "plain,svgd:alpha=1", seeds: int = 2, **changes) -> Comparison:
+    scale = dataclasses.replace(TOY, **changes)
+    return Comparison("logic", tuple(parse_arms(arms)), tuple(range(seeds)), scale, out)
+
+
+def test_a_comparison_goes_seed_by_seed_and_ends_with_its_table(inline, tmp_path):
+    on = console()
+    assert compare(toy(tmp_path), on) == []
+    assert inline == [
+        *("majority", "counts"),
+        *("plain seed 0", "svgd:alpha=1.0 seed 0"),
+        *("plain seed 1", "svgd:alpha=1.0 seed 1"),
+    ]
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert (record["arms"], record["seeds"], record["scale"]) == (["plain", "svgd:alpha=1.0"], [0, 1], "toy")
+    assert set(np.load(tmp_path / "test.npz").files) == {"bins", "labels"}
+    assert {row["arm"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]} == {
+        *("majority", "counts", "plain", "svgd:alpha=1.0")
+    }
+    assert "svgd:alpha=1.0" in shown(on)
+    assert (tmp_path / "svgd@alpha=1.0" / "seed-1" / "result.json").exists()
+
+
+def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_added(inline, tmp_path):
+    compare(toy(tmp_path, "plain", 1), console())
+    before = (tmp_path / "plain" / "seed-0" / "result.json").stat().st_mtime_ns
+    del inline[:]
+    compare(toy(tmp_path, "plain,smooth", 2), console())
+    assert inline == ["smooth seed 0", "plain seed 1", "smooth seed 1"]
+    assert (tmp_path / "plain" / "seed-0" / "result.json").stat().st_mtime_ns == before
+    compare(toy(tmp_path, "plain", 1), console())
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert (record["arms"], record["seeds"]) == (["plain", "smooth"], [0, 1])
+
+
+def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline, tmp_path):
+    compare(toy(tmp_path, "plain", 1), console())
+    del inline[:]
+    with pytest.raises(
+        SettingError, match=r"comparison\.json has sizes\.width 8 but 16 is asked for; choose another --out"
+    ):
+        compare(toy(tmp_path, "plain", 1, width=16), console())
+    # the comparison agrees, one of its runs does not
+    path = tmp_path / "plain" / "seed-1" / "settings.json"
+    record = json.loads((tmp_path / "plain" / "seed-0" / "settings.json").read_text())
+    path.parent.mkdir()
+    path.write_text(json.dumps({**record, "seed": 1, "clip_norm": 7.0}))
+    with pytest.raises(SettingError, match=r"seed-1/settings\.json has clip_norm 7\.0 but 5\.0 is asked for"):
+        compare(toy(tmp_path, "plain,smooth", 2), console())
+    assert inline == []
+
+
+def test_an_arm_that_does_not_fit_the_model_is_refused_before_anything_runs(inline, tmp_path):
+    with pytest.raises(SettingError, match=r"arm em:capsules=3 does not fit the model of scale toy: .*3"):
+        compare(toy(tmp_path, "plain,em:capsules=3"), console())
+    with pytest.raises(SettingError, match=r"arm svgd:layers=7 does not fit the model of scale toy: .*7"):
+        compare(toy(tmp_path, "plain,svgd:layers=7"), console())
+    assert inline == []
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(
+        SettingError, match=rf"cannot write to {blocked}/out \(Not a directory\); choose another --out\."
+    ):
+        compare(toy(blocked / "out"), console())
+
+
+def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
+    here = tmp_path / "here"
+    comparison = dataclasses.replace(toy(tmp_path / "pool", "plain", 2), workers=2)
+    assert compare(comparison, console()) == []
+    for job in compare_module._jobs(comparison, compare_module.LogicTask.load(None, TOY, None)):
+        if job.name == "plain seed 1":
+            do_job(job.settings, here, lambda: False)
+    name = "model.safetensors"
+    assert (here / name).read_bytes() == (tmp_path / "pool" / "plain" / "seed-1" / name).read_bytes()
+
+
+def test_workers_are_the_cores_of_this_process():
+    assert 1 <= default_workers() <= (os.cpu_count() or 1)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_comparison import PAPER, Drawn, write_comparison
+
+from headwise.checks import DataError
+from headwise.lab.drawing import styles
+from headwise.lab.figures import accuracy_by_bin, accuracy_by_force, accuracy_by_similarity, pictures, write_pictures
+from headwise.lab.labels import overlap, place_labels
+from headwise.lab.table import Table, read_table
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Table:
+    return read_table(write_comparison(tmp_path_factory.mktemp("comparison"), items=30))
+
+
+def small(folder: Path, arms: list[Drawn], **changed) -> Table:
+    return read_table(write_comparison(folder, arms, items=10, **{"seeds": (0, 1), **changed}))
+
+
+def test_each_figure_is_a_png_with_words(table):
+    drawn = pictures(table)
+    names = ["accuracy-by-operators", "diversity-against-accuracy", "accuracy-against-force-ratio"]
+    assert [picture.name for picture in drawn] == names
+    for picture in drawn:
+        assert picture.png.startswith(b"\x89PNG")
+        assert "svgd:alpha=30" in picture.alt
+        assert picture.caption.endswith(".")
+
+
+def test_the_same_table_gives_the_same_bytes(table):
+    assert [picture.png for picture in pictures(table)] == [picture.png for picture in pictures(table)]
+
+
+def test_files_are_written_whole_and_a_folder_that_refuses_is_named(table, tmp_path):
+    drawn = write_pictures(table, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        f"{picture.name}.png": picture.png for picture in drawn
+    }
+    with pytest.raises(DataError, match="cannot be written"):
+        write_pictures(table, tmp_path / "missing")
+
+
+def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
+    before = dict(mpl.rcParams)
+    pictures(table)
+    assert dict(mpl.rcParams) == before
+    code = "import sys, headwise.lab.figures; print([name for name in sys.modules if name.startswith('matplotlib')])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_names_with_mathematics_and_markup_are_drawn_as_text(tmp_path):
+    table = small(tmp_path, [PAPER[2], Drawn("$\\frac{$ <b>_x^", "plain", 0.4, force=0.1), Drawn("_hidden", force=0.2)])
+    assert len(pictures(table)) == 3
+
+
+def test_a_figure_without_data_is_left_out(tmp_path):
+    plain_only = small(tmp_path / "one", [PAPER[0], PAPER[2]], bins=(4,))
+    assert accuracy_by_bin(plain_only) is None
+    assert accuracy_by_force(plain_only) is None
+    assert accuracy_by_similarity(plain_only) is not None
+    baselines = small(tmp_path / "two", [PAPER[0], PAPER[1]])
+    assert accuracy_by_similarity(baselines) is None
+    assert accuracy_by_bin(baselines) is not None
+    one_strength = small(tmp_path / "three", [PAPER[2], PAPER[3], PAPER[4]])
+    assert accuracy_by_force(one_strength) is None
+
+
+def test_every_arm_looks_different_and_plain_is_black(tmp_path):
+    arms = [PAPER[2], *(Drawn(f"arm-{index}") for index in range(30))]
+    found = styles(small(tmp_path, arms, seeds=(0,), bins=(1,)))
+    assert len({(style.color, style.marker, str(style.dash)) for style in found.values()}) == 31
+    assert found["plain"].color == "#000000"
+
+
+def test_arms_keep_their_look_in_every_figure(table):
+    assert styles(table) == styles(table)
+    assert list(styles(table)) == [row.arm for row in table.arms]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.floats(40, 460), st.floats(40, 300)), min_size=1, max_size=12))
+def test_labels_stay_in_the_frame_and_beside_their_dots(anchors):
+    sizes = [(60.0, 12.0)] * len(anchors)
+    frame = (0.0, 0.0, 500.0, 340.0)
+    for (x, y), box in zip(anchors, place_labels(anchors, sizes, [], frame), strict=True):
+        assert overlap(box, frame) == pytest.approx(60 * 12)
+        nearest = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
+        assert 5 < math.dist(nearest, (x, y)) < 60
+
+
+def test_labels_of_crowded_dots_cover_neither_each_other_nor_a_dot():
+    anchors = [(200.0 + 7 * index, 150.0 + 5 * (index % 3)) for index in range(8)]
+    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in anchors]
+    boxes = place_labels(anchors, [(50.0, 11.0)] * 8, dots, (0.0, 0.0, 500.0, 300.0))
+    for index, box in enumerate(boxes):
+        assert all(overlap(box, other) == 0 for other in boxes[:index])
+        assert all(overlap(box, dot) == 0 for dot in dots)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+from synthetic_comparison import PAPER, Drawn, write_comparison
+
+from headwise.lab.grids import (
+    bins_grid,
+    diversity_grid,
+    grids,
+    markdown,
+    plain_grid,
+    terminal,
+    verdict_grid,
+    write_record,
+)
+from headwise.lab.table import Table, read_table
+
+HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Table:
+    return read_table(write_comparison(tmp_path_factory.mktemp("comparison"), items=40))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Table:
+    folder = tmp_path_factory.mktemp("wide")
+    return read_table(write_comparison(folder, PAPER[:5], items=10, bins=range(1, 13), seeds=(0, 1)))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> Table:
+    arms = [PAPER[2], Drawn(HOSTILE, "plain", 0.3)]
+    return read_table(write_comparison(tmp_path_factory.mktemp("hostile"), arms, items=10, seeds=(0, 1)))
+
+
+def printed(table: Table, width: int) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal(table))
+    return capture.get()
+
+
+def test_each_grid_has_a_row_an_arm_and_as_many_cells_as_columns(table):
+    for grid in grids(table):
+        assert all(len(row) == len(grid.header) == len(grid.align) for row in grid.rows)
+    assert [row[0] for row in verdict_grid(table).rows] == [row.arm for row in table.rows]
+    assert [row[0] for row in bins_grid(table).rows] == [row.arm for row in table.rows]
+    assert [row[0] for row in diversity_grid(table).rows] == [row.arm for row in table.arms]
+    assert "output" not in [row[0] for row in plain_grid(table).rows]
+
+
+def test_cells_say_what_the_table_says(table):
+    row = next(row for row in table.rows if row.arm == "svgd:alpha=30")
+    cells = next(cells for cells in verdict_grid(table).rows if cells[0] == row.arm)
+    half = 100 * (row.accuracy.high - row.accuracy.value)
+    assert row.to_control is not None
+    assert cells[2] == f"{100 * row.accuracy.value:.1f} ±{half:.1f}"
+    assert cells[3:] == ("smooth", cells[4], row.verdict)
+    assert cells[4].startswith(f"−{abs(100 * row.to_control.estimate.value):.1f} ±")  # noqa: RUF001
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_form_fits_and_breaks_no_name_or_number(table, wide, width):
+    for shown in (table, wide):
+        lines = printed(shown, width).splitlines()
+        assert max(map(len, lines)) <= width
+        for row in shown.rows:
+            starts = sum(line.strip().startswith(f"{row.arm} ") for line in lines)
+            assert starts >= 2 + (not row.baseline), row.arm
+    assert "181,319" in printed(table, width)
+
+
+def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):
+    section = printed(wide, 80).split("number of operators")[1].split("how alike")[0]
+    assert "±" not in section
+    assert "±" in bins_grid(wide).rows[0][1]
+
+
+def test_markup_in_an_arms_name_is_text_everywhere(hostile):
+    assert "[red]a|b[/red]" in printed(hostile, 200)
+    lines = [line for line in markdown(hostile).splitlines() if "script" in line]
+    assert lines
+    for line in lines:
+        assert "<script>" not in line
+        assert r"\[red\]a\|b" in line
+        assert line.replace(r"\|", "").count("|") in (5, 7, 11)
+
+
+def test_markdown_tables_are_rectangular(table):
+    for block in markdown(table).split("\n\n"):
+        lines = [line.replace(r"\|", "") for line in block.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_unfinished_runs_are_named(tmp_path):
+    out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
+    (out / "svgd" / "seed-1" / "result.json").unlink()
+    assert "not finished: svgd seed 1" in printed(read_table(out), 80)
+
+
+def test_the_record_is_strict_json_with_a_stable_order(table, tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    write_record(table, one)
+    write_record(table, other)
+    assert one.read_bytes() == other.read_bytes()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads(one.read_text(), parse_constant=refuse)
+    assert list(record)[:5] == ["task", "scale", "primary", "data", "seeds"]
+    svgd = next(row for row in record["rows"] if row["arm"] == "svgd")
+    assert svgd["to_control"]["against"] == "smooth"
+    assert svgd["to_control"]["p"] <= svgd["to_control"]["p_holm"] <= 1
+    assert len(svgd["runs"]) == 5
+    assert [found.name for found in tmp_path.iterdir()] == ["one.json", "other.json"] or len(
+        list(tmp_path.iterdir())
+    ) == 2

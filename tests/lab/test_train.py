@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from headwise.checks import DataError, HeadwiseError, SettingError
+from headwise.lab import train
+from headwise.lab.arm_text import parse_arm
+from headwise.lab.batches import LengthBatches
+from headwise.lab.session import Session
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.logic import SCALES, LogicTask, Scale
+from headwise.lab.train import train_run
+
+TOY = dataclasses.replace(
+    SCALES["demo"],
+    name="toy",
+    width=8,
+    heads=2,
+    classifier_width=16,
+    dropout=0.1,
+    epochs=2,
+    batch_size=16,
+    warmup_steps=3,
+    generated_draws=2000,
+    train_examples=160,
+    dev_examples=60,
+)
+STEPS = 10  # an epoch
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an uninterrupted run of an arm, made once."""
+    made: dict[str, Path] = {}
+
+    def run(arm: str) -> Path:
+        if arm not in made:
+            made[arm] = tmp_path_factory.mktemp("whole") / "run"
+            train_run(settings(arm, cache), made[arm])
+        return made[arm]
+
+    return run
+
+
+def settings(arm: str, cache: Path, scale: Scale = TOY, **changes) -> RunSettings:
+    return RunSettings("logic", scale, parse_arm(arm), seed=3, cache=cache, **changes)
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    left = iter(range(steps))
+    return lambda: next(left, None) is None
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_leaves_everything_the_table_needs(whole, cache):
+    folder = whole("svgd")
+    found = result(folder)
+    test = LogicTask.load(None, TOY, cache).test
+    predictions = np.load(folder / "predictions.npz")
+    assert predictions["correct"].dtype == bool
+    assert len(predictions["correct"]) == len(predictions["predicted"]) == len(test)
+    assert found["accuracy"]["pooled"] == pytest.approx(predictions["correct"].mean())
+    assert set(found["accuracy"]["bins"]) == {"1", "2", "3"}
+    assert found["arm"] == "svgd"
+    assert found["control"] == "smooth"
+    for name in ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm"):
+        assert np.isfinite(found[name])
+    assert found["step_seconds"] > 0
+    assert found["train_seconds"] > 0
+    assert found["force_ratio"] > 0
+    epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in epochs] == [1, 2]
+    assert epochs[1]["train_loss"] < epochs[0]["train_loss"]
+    assert epochs[1]["dev_accuracy"]["pooled"] == found["dev_accuracy"]
+    assert not list(folder.glob("checkpoint-*"))
+    assert not (folder / ".writing").exists()
+
+
+def test_two_runs_with_the_same_settings_have_the_same_bits(whole, cache, tmp_path):
+    train_run(settings("svgd", cache), tmp_path / "again")
+    assert same_bits(whole("svgd"), tmp_path / "again")
+
+
+def test_another_seed_has_other_bits(whole, cache, tmp_path):
+    train_run(dataclasses.replace(settings("svgd", cache), seed=4), tmp_path / "other")
+    assert not same_bits(whole("svgd"), tmp_path / "other")
+
+
+@pytest.mark.parametrize("arm", ["plain", "spos", "drophead", "output+em"])
+@pytest.mark.parametrize("stopped", [STEPS // 2, STEPS - 1, STEPS + 3])
+def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whole, cache, tmp_path):
+    folder = tmp_path / "run"
+    train_run(settings(arm, cache), folder, stop_after(stopped))
+    assert not (folder / "result.json").exists()
+    assert list(folder.glob("checkpoint-*"))
+    train_run(settings(arm, cache), folder)
+    assert same_bits(whole(arm), folder)
+    timeless = ("step_seconds", "train_seconds")
+    one, other = ({k: v for k, v in result(f).items() if k not in timeless} for f in (whole(arm), folder))
+    assert one == other
+    assert (folder / "epochs.jsonl").read_text() == (whole(arm) / "epochs.jsonl").read_text()
+
+
+def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_bits(whole, cache, tmp_path, monkeypatch):
+    folder, step = tmp_path / "run", train.HeadTrainer.training_step
+
+    def killed(self, *args):
+        if self.state.global_step == STEPS + 6:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(train.HeadTrainer, "training_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(settings("spos", cache, save_seconds=0.0), folder)
+    monkeypatch.undo()
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{STEPS + 6}"]
+    train_run(settings("spos", cache), folder)
+    assert same_bits(whole("spos"), folder)
+
+
+def test_a_finished_run_is_left_alone(whole, cache):
+    folder = whole("plain")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    train_run(settings("plain", cache), folder)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_folder_with_other_settings_is_refused_and_kept(whole, cache):
+    folder = whole("plain")
+    before = (folder / "settings.json").read_text()
+    other = settings("plain", cache, dataclasses.replace(TOY, batch_size=8))
+    with pytest.raises(SettingError, match=r"scale\.batch_size 16 but 8 is asked for; choose another --out"):
+        train_run(other, folder)
+    assert (folder / "settings.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "session.pt", "trainer_state.json", "rng_state.pth"]
+)
+def test_a_corrupt_checkpoint_is_named_in_one_sentence(name, cache, tmp_path):
+    folder = tmp_path / "run"
+    train_run(settings("plain", cache), folder, stop_after(2))
+    (checkpoint,) = folder.glob("checkpoint-*")
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"{name} is corrupt .*; delete {checkpoint} to start that run again"):
+        train_run(settings("plain", cache), folder)
+    shutil.rmtree(checkpoint)
+    train_run(settings("plain", cache), folder)
+    assert (folder / "result.json").exists()
+
+
+def test_arms_start_from_the_same_parameters_see_the_same_batches_and_the_same_dropout(cache, tmp_path, monkeypatch):
+    seen: dict[str, list[torch.Tensor]] = {}
+    loss = train.HeadTrainer.compute_loss
+
+    def recorded(self, model, inputs, **options):
+        if self.state.global_step == 0:
+            name = self.methods.arm.name
+            seen[name] = [inputs["premise"], *(p.detach().clone() for p in model.classifier.parameters())]
+            seen[name].append(model(**inputs)["loss"].detach())
+            torch.manual_seed(0)
+        return loss(self, model, inputs, **options)
+
+    monkeypatch.setattr(train.HeadTrainer, "compute_loss", recorded)
+    for arm in ("plain", "svgd", "drophead:rate=0.3", "em"):
+        train_run(settings(arm, cache), tmp_path / arm.partition(":")[0], stop_after(1))
+    for arm in ("svgd", "drophead:rate=0.3", "em"):
+        shared = seen[arm] if arm == "svgd" else seen[arm][:-1]
+        assert all(torch.equal(one, other) for one, other in zip(seen["plain"], shared, strict=False))
+
+
+def test_repulsion_is_applied_before_the_gradient_is_clipped(cache, tmp_path, monkeypatch):
+    norms: list[float] = []
+    clip = train.HeadTrainer._clip_grad_norm
+
+    def recorded(self, model):
+        assert all(attachment.applied for attachment in self.methods.repulsion._attachments)
+        norms.append(float(clip(self, model)))
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(train.HeadTrainer, "_clip_grad_norm", recorded)
+    train_run(settings("svgd:alpha=1e4", cache), tmp_path, stop_after(2))
+    # with such a strength the norm to be clipped is the repulsion's
+    assert min(norms) > 10.0
+
+
+def test_a_penalty_is_part_of_the_loss(whole):
+    plain, output = (
+        json.loads((whole(arm) / "epochs.jsonl").read_text().splitlines()[0]) for arm in ("plain", "output")
+    )
+    assert output["train_loss"] > plain["train_loss"] + 0.3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path):
+    with pytest.raises(HeadwiseError, match="the training loss is nan in epoch 1; lower the learning rate"):
+        train_run(settings("plain:learning_rate=1e30", cache), tmp_path)
+
+
+def test_tuning_runs_never_see_the_test_split(cache, tmp_path):
+    train_run(settings("plain", cache, test=False), tmp_path)
+    assert result(tmp_path)["accuracy"] is None
+    assert not (tmp_path / "predictions.npz").exists()
+
+
+def test_a_session_seeds_dropout_only_for_a_new_run_and_tells_the_batches_their_epoch(tmp_path):
+    batches = LengthBatches([3] * 20, batch_size=2, seed=0)
+    session = Session(tmp_path, len(batches), batches=batches, dropout_seed=11, evaluate=dict, heartbeat=train.never)
+    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
+    torch.manual_seed(0)
+    session.on_train_begin(args, TrainerState(global_step=0, max_steps=20), control)
+    fresh = torch.get_rng_state()
+    assert torch.equal(fresh, torch.manual_seed(11).get_state())
+    torch.manual_seed(0)
+    session.on_train_begin(args, TrainerState(global_step=5, max_steps=20), control)
+    assert not torch.equal(torch.get_rng_state(), fresh)
+    session.on_epoch_begin(args, TrainerState(global_step=10, max_steps=20), control)
+    assert batches.epoch == 1

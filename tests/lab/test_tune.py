@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headwise.checks import HeadwiseError, SettingError
+from headwise.lab import compare as compare_module
+from headwise.lab.arm_text import parse_arm, settings_of
+from headwise.lab.arms import named_arms
+from headwise.lab.tasks.logic import SCALES
+from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
+from headwise.lab.workers import Failure
+
+TOY = dataclasses.replace(
+    SCALES["demo"],
+    name="toy",
+    width=8,
+    heads=2,
+    classifier_width=16,
+    epochs=1,
+    warmup_steps=3,
+    generated_draws=1500,
+    train_examples=96,
+    dev_examples=40,
+)
+
+
+def tuning(arm: str, out: Path = Path("unused"), draws: int = 3, seed: int = 1) -> Tuning:
+    return Tuning("logic", arm, draws, seed, TOY, out)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(autouse=True)
+def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    done: list[str] = []
+
+    def run(target, jobs, workers, watch):
+        assert workers >= 1
+        for job in jobs:
+            watch.started(job)
+            target(job.settings, job.folder, lambda: False)
+            watch.ended(job, None)
+            done.append(job.name)
+        return []
+
+    monkeypatch.setattr(compare_module, "run_jobs", run)
+    return done
+
+
+def test_the_first_draw_is_the_arm_as_given_and_a_given_setting_is_kept():
+    assert drawn_arm(tuning("svgd"), 0) == parse_arm("svgd")
+    for index in range(1, 6):
+        arm = drawn_arm(tuning("svgd:step_size=0.5,learning_rate=0.01+em"), index)
+        assert arm.rule.step_size == 0.5
+        assert arm.learning_rate == 0.01
+        assert arm.rule.alpha != 0.01
+
+
+def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlier_ones():
+    def rates(arm, draws, seed=1):
+        return [drawn_arm(tuning(arm, draws=draws, seed=seed), index).learning_rate for index in range(1, 4)]
+
+    assert rates("plain", 4) == rates("em", 9)
+    assert len(set(rates("plain", 4))) == 3
+    assert rates("plain", 4) != rates("plain", 4, seed=2)
+
+
+@pytest.mark.parametrize("name", list(named_arms()))
+def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
+    arms = [drawn_arm(tuning(name), index) for index in range(1, 25)]
+    assert all(TOY.learning_rate / 3.01 <= arm.learning_rate <= TOY.learning_rate * 3.01 for arm in arms)
+    for setting, path in settings_of(named_arms()[name]).items():
+        if setting not in RANGES:
+            continue
+        values = []
+        for arm in arms:
+            value = arm
+            for part in path:
+                value = getattr(value, part)
+            values.append(value)
+        assert len(set(values)) > 3
+        where = RANGES[setting]
+        if isinstance(where, LogUniform | Uniform):
+            assert where.low * 0.99 <= min(values) <= max(values) <= where.high * 1.01
+        else:
+            assert isinstance(where, Choice)
+            assert {str(value) for value in values} <= set(where.values)
+
+
+def test_the_controls_keep_what_makes_them_controls():
+    for index in range(1, 6):
+        assert drawn_arm(tuning("smooth"), index).rule == named_arms()["smooth"].rule
+
+
+def test_the_best_draw_on_dev_is_the_result_and_all_are_kept(tmp_path, inline):
+    found = tune(tuning("output", tmp_path), quiet())
+    record = json.loads((tmp_path / "output" / "tuned.json").read_text())
+    scores = {entry["arm"]: entry["dev_accuracy"] for entry in record["tried"]}
+    assert len(scores) == 3
+    assert (found.arm.name, found.dev_accuracy) == (record["arm"], record["dev_accuracy"])
+    assert found.dev_accuracy == max(scores.values())
+    assert parse_arm(record["arm"]) == found.arm
+    assert len(inline) == 3
+    result = json.loads((tmp_path / "output" / "draw-1" / "result.json").read_text())
+    assert result["accuracy"] is None
+    # a second call finds everything done
+    assert tune(tuning("output", tmp_path), quiet()) == found
+    assert len(inline) == 3
+
+
+def test_every_arm_of_a_folder_gets_the_same_number_of_draws(tmp_path):
+    tune(tuning("plain", tmp_path, draws=1), quiet())
+    with pytest.raises(SettingError, match=r"tuning\.json has draws 1 but 2 is asked for; choose another --out"):
+        tune(tuning("output", tmp_path, draws=2), quiet())
+
+
+def test_a_failed_draw_is_left_out_and_all_failed_is_an_error(tmp_path, monkeypatch):
+    def fail(_target, jobs, _workers, _watch):
+        return [Failure(job, "no.", refused=False) for job in jobs]
+
+    monkeypatch.setattr(compare_module, "run_jobs", fail)
+    with pytest.raises(HeadwiseError, match=r"every draw of output failed; the first: draw 0 output failed: no\."):
+        tune(tuning("output", tmp_path), quiet())
