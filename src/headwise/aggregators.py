@@ -6,17 +6,16 @@ setting by `build`. The equations are in `routing`, the votes in `votes`. Must n
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from headwise.checks import SettingError, ShapeError
-from headwise.em_routing import em_forward, em_gradient
+from headwise.em_routing import EMKernel
 from headwise.recompute import Kernel, compiled_kernel, routed_in_chunks
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
-from headwise.simple_routing import simple_forward, simple_gradient
+from headwise.simple_routing import SimpleKernel
 from headwise.votes import Votes
 
 __all__ = [
@@ -87,7 +86,7 @@ class SimpleAggregator(nn.Module):
             ShapeError: The last axis of `heads` is not H * e.
         """
         setting = self.setting
-        kernel = _simple_kernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
+        kernel = SimpleKernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
         return _aggregated(heads, self.votes, (), kernel, setting.chunks)
 
 
@@ -136,9 +135,22 @@ class EMAggregator(nn.Module):
         Raises:
             ShapeError: The last axis of `heads` is not H * e.
         """
-        kernel = _em_kernel(self.setting.schedule, self.setting.floor)
+        kernel = EMKernel(self.setting.schedule, self.setting.floor)
         betas = () if self.beta_a is None or self.beta_mu is None else (self.beta_a, self.beta_mu)
         return _aggregated(heads, self.votes, betas, kernel, self.setting.chunks)
+
+
+@dataclass(frozen=True)
+class MeanKernel:
+    """Routing with uniform weights: the mean over heads, which needs no compiler."""
+
+    def forward(self, votes: Tensor) -> Tensor:
+        """Return the capsules [T, N, c]."""
+        return votes.mean(1)
+
+    def gradient(self, votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradient of the votes."""
+        return ((grad / votes.shape[1]).unsqueeze(1).expand_as(votes),)
 
 
 class TrunkAggregator(nn.Module):
@@ -173,7 +185,7 @@ class TrunkAggregator(nn.Module):
         Raises:
             ShapeError: The last axis of `heads` is not H * e.
         """
-        return _aggregated(heads, self.votes, (), _UNIFORM, self.setting.chunks)
+        return _aggregated(heads, self.votes, (), MeanKernel(), self.setting.chunks)
 
 
 class ResidualAggregator(nn.Module):
@@ -251,7 +263,7 @@ def _aggregated(
             f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
             f"{joined} on the last axis."
         )
-    if chunks.compile and kernel is not _UNIFORM:
+    if chunks.compile and not torch.compiler.is_compiling():
         kernel = compiled_kernel(kernel)
     sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
     rows = heads.reshape(-1, joined)
@@ -262,42 +274,6 @@ def _aggregated(
 def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:
     capsules = width if setting.capsules is None else setting.capsules
     return Votes(setting.votes, num_heads, head_size, width, capsules)
-
-
-@functools.cache
-def _simple_kernel(iterations: int, over_capsules: bool, floor: float) -> Kernel:
-    def forward(votes: Tensor) -> Tensor:
-        return simple_forward(votes, iterations, over_capsules, floor)[0]
-
-    def gradient(votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        return (simple_gradient(votes, grad, iterations, over_capsules, floor),)
-
-    return Kernel(forward, gradient)
-
-
-@functools.cache
-def _em_kernel(schedule: tuple[float, ...], floor: float) -> Kernel:
-    def forward(votes: Tensor, beta_a: Tensor | None = None, beta_mu: Tensor | None = None) -> Tensor:
-        return em_forward(votes, beta_a, beta_mu, schedule, floor)[0]
-
-    def gradient(
-        votes: Tensor, grad: Tensor, beta_a: Tensor | None = None, beta_mu: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        gradients = em_gradient(votes, beta_a, beta_mu, grad, schedule, floor)
-        return tuple(part for part in gradients if part is not None)
-
-    return Kernel(forward, gradient)
-
-
-def _mean_of_heads(votes: Tensor) -> Tensor:
-    return votes.mean(1)
-
-
-def _mean_of_heads_gradient(votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    return ((grad / votes.shape[1]).unsqueeze(1).expand_as(votes),)
-
-
-_UNIFORM = Kernel(_mean_of_heads, _mean_of_heads_gradient)
 
 
 def _reset(module: nn.Module) -> None:

@@ -8,13 +8,14 @@ pass that a chunked aggregator uses in place of autograd. Inside, capsule dimens
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["EMGradient", "EMState", "em_forward", "em_gradient", "em_schedule"]
+__all__ = ["EMGradient", "EMKernel", "EMState", "em_forward", "em_gradient", "em_schedule"]
 
 _NATS_PER_DIMENSION = 0.5 * (1.0 + math.log(2.0 * math.pi))
 
@@ -49,6 +50,28 @@ class EMGradient(NamedTuple):
     votes: Tensor
     beta_a: Tensor | None
     beta_mu: Tensor | None
+
+
+@dataclass(frozen=True)
+class EMKernel:
+    """EM routing of one chunk of votes, with its inverse temperatures and floor.
+
+    Attributes:
+        schedule: lambda_1..lambda_T.
+        floor: Least variance and least sum_h C_hn.
+    """
+
+    schedule: tuple[float, ...]
+    floor: float
+
+    def forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
+        """Return the capsules [T, N, c]; `betas` are beta_A and beta_mu, or nothing."""
+        return em_forward(votes, *(betas or (None, None)), self.schedule, self.floor)[0]
+
+    def gradient(self, votes: Tensor, grad: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the votes and of the betas given."""
+        parts = em_gradient(votes, *(betas or (None, None)), grad, self.schedule, self.floor)
+        return tuple(part for part in parts if part is not None)
 
 
 def em_schedule(iterations: int, first: float, last: float) -> tuple[float, ...]:
@@ -207,7 +230,7 @@ def _like_mean(per_capsule: Tensor) -> Tensor:
 
 def _settled(tensor: Tensor) -> Tensor:
     """Return `tensor`; a compiler writes it out here, where it would compute it anew for every head."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() or torch.is_grad_enabled():
         return tensor
     tensor = tensor.contiguous()
     return tensor.as_strided(tensor.shape, tensor.stride())

@@ -12,28 +12,29 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from headwise.checks import HeadwiseError
 
 __all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Routing of one chunk of votes, and its gradient.
+class Kernel(Protocol):
+    """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once."""
 
-    Attributes:
-        forward: (votes [t, H, N, c], *weights) -> capsules [t, N, c].
-        gradient: (votes, gradient of the capsules, *weights) -> (gradient of the votes, *of the weights).
-    """
+    def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
+        """Return the capsules [t, N, c] of votes [t, H, N, c]."""
+        ...
 
-    forward: Callable[..., Tensor]
-    gradient: Callable[..., tuple[Tensor, ...]]
+    def gradient(self, votes: Tensor, grad: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the votes and of each weight, given that of the capsules."""
+        ...
 
 
 def routed_in_chunks(
@@ -48,8 +49,9 @@ def routed_in_chunks(
 ) -> Tensor:
     """Return the routed capsules, concatenated, keeping only `heads` for the backward pass.
 
-    Differentiable once, with respect to `heads` and all weights; more is refused in the backward pass. Routing runs in float32, or in float64 when
-    the votes are float64; under autocast the votes are computed as autocast has it, in both passes.
+    Inside a model that is itself compiled, all tokens are routed at once and the compiler decides what is kept.
+    Differentiable once, with respect to `heads` and all weights. Routing runs in float32, or in float64 when the
+    votes are float64; under autocast the votes are computed as autocast has it, in both passes.
 
     Args:
         heads: Concatenated heads, [T, H * e].
@@ -62,7 +64,17 @@ def routed_in_chunks(
 
     Returns:
         Capsules [T, N * c], in the dtype of the votes.
+
+    Raises:
+        HeadwiseError: In the backward pass, when it runs with create_graph=True.
     """
+    if torch.compiler.is_compiling():
+        # the user's own compiler sees one graph and decides itself what is kept
+        whole = votes(heads, *vote_weights)
+        dtype = _routing_dtype(whole)
+        with _autocast(heads, None):
+            routed = kernel.forward(whole.to(dtype), *(weight.to(dtype) for weight in routing_weights))
+        return routed.flatten(1).to(whole.dtype)
     plan = _Plan(votes, kernel, sizes, pad, len(vote_weights))
     return _Chunked.apply(plan, heads, *vote_weights, *routing_weights)
 
@@ -189,23 +201,31 @@ def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> AbstractContextManag
 @functools.cache
 def compiled_kernel(kernel: Kernel) -> Kernel:
     """Return `kernel` compiled by `torch.compile`, falling back to itself, with a log line, where that fails."""
-    return Kernel(_Compiled(kernel.forward), _Compiled(kernel.gradient))
+    return _CompiledKernel(kernel)
 
 
-class _Compiled:
-    def __init__(self, plain: Callable[..., Any]) -> None:
+class _CompiledKernel:
+    def __init__(self, plain: Kernel) -> None:
         self._plain = plain
-        self._current = torch.compile(plain, dynamic=False, fullgraph=True)
+        self._failed = False
+        self._forward = torch.compile(plain.forward, dynamic=False, fullgraph=True)
+        self._gradient = torch.compile(plain.gradient, dynamic=False, fullgraph=True)
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self._current is self._plain:
-            return self._plain(*tensors)
+    def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
+        return self._call(self._forward, self._plain.forward, votes, *weights)
+
+    def gradient(self, votes: Tensor, grad: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return self._call(self._gradient, self._plain.gradient, votes, grad, *weights)
+
+    def _call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *tensors: Tensor) -> Any:
+        if self._failed:
+            return plain(*tensors)
         try:
-            return self._current(*tensors)
+            return compiled(*tensors)
         except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
-            reason = str(error).strip().splitlines()[:1]
+            reason = (str(error).strip().splitlines() or [""])[0]
             _logger.warning(
-                "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, *reason or [""]
+                "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, reason
             )
-            self._current = self._plain
-            return self._plain(*tensors)
+            self._failed = True
+            return plain(*tensors)

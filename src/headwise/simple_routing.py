@@ -6,10 +6,35 @@ chunked aggregator uses in place of autograd. Must not know modules or settings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["simple_forward", "simple_gradient"]
+__all__ = ["SimpleKernel", "simple_forward", "simple_gradient"]
+
+
+@dataclass(frozen=True)
+class SimpleKernel:
+    """Simple routing of one chunk of votes.
+
+    Attributes:
+        iterations: T.
+        over_capsules: Whether the softmax runs over capsules rather than heads.
+        floor: Least sum_h C_hn, and what is added to |s|^2 under the squash's root.
+    """
+
+    iterations: int
+    over_capsules: bool
+    floor: float
+
+    def forward(self, votes: Tensor) -> Tensor:
+        """Return the capsules [T, N, c]."""
+        return simple_forward(votes, self.iterations, self.over_capsules, self.floor)[0]
+
+    def gradient(self, votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradient of the votes."""
+        return (simple_gradient(votes, grad, self.iterations, self.over_capsules, self.floor),)
 
 
 def simple_forward(votes: Tensor, iterations: int, over_capsules: bool, floor: float) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "F3 methods",
         ("ensembles.py", "repulsion.py", "penalty.py", "aggregators.py", "aggregation.py", "ablation.py"),
     ),
-    ("F4 reports", ("page.py",)),
+    ("F4 reports", ("page.py", "testing.py")),
     ("public names", ("__init__.py",)),
     (
         "laboratory",

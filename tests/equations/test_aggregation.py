@@ -4,9 +4,13 @@ import copy
 import logging
 from dataclasses import replace
 
-import headwise.recompute as recompute
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import headwise.recompute as recompute
 from headwise.aggregation import aggregate
 from headwise.aggregators import EMAggregator, Residual, SimpleAggregator, TrunkAggregator, build
 from headwise.checks import HeadwiseError, LayoutError, SettingError, ShapeError
@@ -21,9 +25,6 @@ from headwise.routing import (
     uniform_routing,
 )
 from headwise.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
 
 H, E, D = 2, 4, 8
 vote_settings = st.sampled_from([SharedTrunk(), SharedTrunk(relu=False), PerHead(), DistinctCapsules()])
@@ -122,7 +123,7 @@ def test_only_the_input_is_kept_for_the_backward_pass(setting):
 def test_frozen_weights_and_inputs_without_gradient_are_left_alone(setting):
     module = seeded(setting)
     heads = random(5, 8, dtype=torch.float32)
-    full = {name: p for name, p in module.named_parameters()}
+    full = dict(module.named_parameters())
     expected = dict(zip(full, gradients(module(heads), list(full.values())), strict=True))
     for name, parameter in full.items():
         module.requires_grad_(False)
@@ -305,8 +306,8 @@ def test_heads_of_another_width_are_refused():
 
 @pytest.mark.parametrize("setting", [EMRouting(capsules=4), SimpleRouting(capsules=4)], ids=str)
 def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting, monkeypatch, caplog):
-    def broken(function, **options):
-        def fail(*tensors):
+    def broken(_function, **_options):
+        def fail(*_tensors):
             raise RuntimeError("no compiler here")
 
         return fail

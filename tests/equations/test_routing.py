@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from headwise.checks import SettingError, ShapeError
 from headwise.em_routing import em_gradient, em_schedule
 from headwise.reference.routing import em_routing_loop, simple_routing_loop
 from headwise.routing import Chunks, EMRouting, SimpleRouting, em_routing, simple_routing, uniform_routing
 from headwise.simple_routing import simple_gradient
-from torch import Tensor
 
 GOLDEN_TOLERANCE = 1e-6
 
@@ -172,9 +173,7 @@ def test_em_settings_outside_their_range_are_refused(wrong: dict):
         EMRouting(**wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"iterations": 0}, {"capsules": -1}, {"floor": -1e-9}, {"softmax_over": "tokens"}]
-)
+@pytest.mark.parametrize("wrong", [{"iterations": 0}, {"capsules": -1}, {"floor": -1e-9}, {"softmax_over": "tokens"}])
 def test_simple_settings_outside_their_range_are_refused(wrong: dict):
     with pytest.raises(SettingError, match=next(iter(wrong))):
         SimpleRouting(**wrong)

@@ -78,6 +78,12 @@ def write_comparison(
     return out
 
 
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file and close it."""
+    with np.load(path) as file:
+        return dict(file)
+
+
 def write_run(
     out: Path,
     arm: Drawn,

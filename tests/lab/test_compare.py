@@ -226,6 +226,9 @@ def test_a_comparison_goes_seed_by_seed_and_ends_with_its_table(inline, tmp_path
     }
     assert "svgd:alpha=1.0" in shown(on)
     assert (tmp_path / "svgd@alpha=1.0" / "seed-1" / "result.json").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert f"headwise compare logic --arms plain,svgd:alpha=1.0 --seeds 2 --scale toy --out {tmp_path}" in page
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png"}
 
 
 def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_added(inline, tmp_path):

@@ -71,6 +71,7 @@ def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlie
     assert rates("plain", 4) == rates("em", 9)
     assert len(set(rates("plain", 4))) == 3
     assert rates("plain", 4) != rates("plain", 4, seed=2)
+    assert drawn_arm(tuning("output", draws=4), 2) == drawn_arm(tuning("output", draws=9), 2)
 
 
 @pytest.mark.parametrize("name", list(named_arms()))

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headwise.em_routing import em_gradient
-from headwise.routing import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
-from headwise.simple_routing import simple_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from headwise.em_routing import em_gradient
+from headwise.routing import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
+from headwise.simple_routing import simple_gradient
 
 drawn = settings(max_examples=25, deadline=None)
 sizes = st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4))

@@ -7,6 +7,7 @@ interrupted ones go on, nothing is overwritten.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from headwise.checks import DataError, HeadwiseError, SettingError, require_choi
 from headwise.lab import runs
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BASELINES, BaselineSettings
+from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal, write_record
 from headwise.lab.jobs import do_job
 from headwise.lab.methods import Methods
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.progress import watch_for
+from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import read_table
@@ -33,6 +36,8 @@ from headwise.lab.workers import Failure, Job, run_jobs
 __all__ = ["Comparison", "compare", "default_workers", "do_jobs", "publish", "require_fits", "run_folder"]
 
 RESULTS = "results.json"
+REPORT = "report.html"
+FIGURES = "figures"
 CACHE = "data"
 PRIMARY = "accuracy pooled over all test bins"
 
@@ -97,12 +102,17 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
     if any(runs.is_finished(job.folder) for job in jobs):
-        publish(out, console)
+        publish(out, console, command_of(comparison))
     return failures
 
 
-def publish(out: Path, console: Console) -> None:
+def publish(out: Path, console: Console, command: str) -> None:
     """Show the table of what is finished in a folder, and write its JSON form, figures and page.
+
+    Args:
+        out: Folder of the comparison.
+        console: Where the table is shown.
+        command: What the page says it was made with.
 
     Raises:
         DataError: A file of a run is damaged.
@@ -110,7 +120,20 @@ def publish(out: Path, console: Console) -> None:
     """
     table = read_table(out)
     write_record(table, out / RESULTS)
+    runs.prepare_folder(out / FIGURES)
+    drawn = write_pictures(table, out / FIGURES)
+    write_report(table, drawn, out / REPORT, command=command)
     console.print(terminal(table))
+    console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def command_of(comparison: Comparison) -> str:
+    """Return the command that makes a comparison, with every arm and seed its folder knows."""
+    record = runs.read_json(comparison.out / COMPARISON)
+    words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
+    words += ["--seeds", str(max(record["seeds"]) + 1), "--scale", comparison.scale.name]
+    words += [] if comparison.data is None else ["--data", str(comparison.data)]
+    return shlex.join([*words, "--out", str(comparison.out)])
 
 
 def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) -> list[Failure]:
@@ -176,7 +199,7 @@ def _jobs(comparison: Comparison, data: LogicData) -> list[Job]:
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
     places = {"data": comparison.data, "cache": comparison.out / CACHE}
     rows = [
-        Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places))
+        Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05)
         for name in BASELINES
     ]
     rows += [

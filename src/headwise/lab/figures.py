@@ -90,7 +90,8 @@ def accuracy_by_bin(table: Table) -> Picture | None:
         bottom = lower or upper
         bottom.set_xlabel("number of operators")
         bottom.set_xticks(list(table.bins))
-        figure.legend(loc="outside right upper", frameon=False)
+        if table.arms:
+            figure.legend(loc="outside right upper", frameon=False)
         name_ends(figure, upper, {row.arm: 100 * row.bins[-1].value for row in table.rows if row.baseline})
         png = to_png(figure)
     caption = "Accuracy by number of operators with 95 % intervals over seeds and test items"

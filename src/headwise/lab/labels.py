@@ -12,8 +12,7 @@ __all__ = ["Box", "overlap", "place_labels"]
 
 Box = tuple[float, float, float, float]
 
-# Directions around a dot in the order they are tried, and how far away, in points.
-DIRECTIONS = tuple((math.cos(math.radians(angle)), math.sin(math.radians(angle))) for angle in range(0, 360, 30))
+# How far from its dot a label is tried, in points.
 DISTANCES = (8.0, 14.0, 22.0, 32.0, 46.0)
 
 
@@ -41,9 +40,7 @@ def place_labels(
     placed: dict[int, Box] = {}
     for index in sorted(range(len(anchors)), key=lambda index: (-crowding[index], index)):
         candidates = [
-            (distance, _beside(anchors[index], sizes[index], direction, distance))
-            for distance in DISTANCES
-            for direction in DIRECTIONS
+            (distance, box) for distance in DISTANCES for box in _around(anchors[index], sizes[index], distance)
         ]
         _, placed[index] = min(
             ((_cost(box, distance, placed.values(), obstacles, frame), box) for distance, box in candidates),
@@ -63,14 +60,15 @@ def overlap(one: Box, other: Box) -> float:
     return width * height if width > 0 and height > 0 else 0
 
 
-def _beside(
-    anchor: tuple[float, float], size: tuple[float, float], direction: tuple[float, float], distance: float
-) -> Box:
-    (x, y), (width, height), (right, up) = anchor, size, direction
-    # the side of the box that faces the dot lies at the distance
-    left = x + right * distance + (right - 1) * width / 2
-    bottom = y + up * distance + (up - 1) * height / 2
-    return left, bottom, left + width, bottom + height
+def _around(anchor: tuple[float, float], size: tuple[float, float], distance: float) -> list[Box]:
+    """Return boxes whose nearest point lies at the distance: beside, above, below and at the corners."""
+    (x, y), (width, height), slant = anchor, size, distance / math.sqrt(2)
+    corners = [(x + distance, y - height / 2)]
+    corners += [(x - share * width, y + distance) for share in (0.5, 0.2, 0.8)]
+    corners += [(x - share * width, y - distance - height) for share in (0.5, 0.2, 0.8)]
+    corners += [(x - distance - width, y - height / 2)]
+    corners += [(left, bottom) for left in (x + slant, x - slant - width) for bottom in (y + slant, y - slant - height)]
+    return [(left, bottom, left + width, bottom + height) for left, bottom in corners]
 
 
 def _cost(box: Box, distance: float, placed: Iterable[Box], obstacles: Iterable[Box], frame: Box) -> float:

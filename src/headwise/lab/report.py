@@ -81,7 +81,7 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
 def headline(table: Table) -> str:
     """Return what was compared and what was found, in two or three sentences."""
     arms = [row for row in table.arms if row.control is not None]
-    seeds = sorted({len(row.seeds) for row in table.arms})
+    seeds = sorted({len(row.seeds) for row in table.arms or table.rows})
     each = f"{seeds[0]} seed{'s' * (seeds != [1])}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
     items = f"{sum(table.items):,} test items"
     if not arms:

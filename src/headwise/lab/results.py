@@ -164,7 +164,8 @@ def _read_run(path: Path, labels: NDArray[np.int64]) -> Run:
 
 def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy leaves a file open that it opened itself and could not read
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in names}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {remedy}") from None

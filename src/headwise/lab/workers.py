@@ -37,11 +37,15 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run to do: its name for people, its folder and the settings handed to the target."""
+    """One run to do: its name for people, its folder and the settings handed to the target.
+
+    `weight` says how long it takes compared with the others, for the time that is left.
+    """
 
     name: str
     folder: Path
     settings: Any
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ SCALES: Mapping[str, Scale] = {
             generated_draws=600_000,
             dev_examples=6_000,
         ),
-        # An et al. 2020 state width, layers, queries, dropout, rate and epochs; the rest follows Tran et al. 2018
+        # Li et al. 2021 state width, layers, queries, dropout, rate and epochs; the rest follows Tran et al. 2018
         Scale(
             name="paper",
             width=256,
