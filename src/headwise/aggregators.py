@@ -144,11 +144,11 @@ class EMAggregator(nn.Module):
 class MeanKernel:
     """Routing with uniform weights: the mean over heads, which needs no compiler."""
 
-    def forward(self, votes: Tensor) -> Tensor:
+    def forward(self, votes: Tensor, *_weights: Tensor) -> Tensor:
         """Return the capsules [T, N, c]."""
         return votes.mean(1)
 
-    def gradient(self, votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    def gradient(self, votes: Tensor, grad: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the votes."""
         return ((grad / votes.shape[1]).unsqueeze(1).expand_as(votes),)
 
@@ -263,7 +263,7 @@ def _aggregated(
             f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
             f"{joined} on the last axis."
         )
-    if chunks.compile and not torch.compiler.is_compiling():
+    if chunks.compile and not isinstance(kernel, MeanKernel) and not torch.compiler.is_compiling():
         kernel = compiled_kernel(kernel)
     sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
     rows = heads.reshape(-1, joined)

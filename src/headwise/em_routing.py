@@ -66,11 +66,13 @@ class EMKernel:
 
     def forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
         """Return the capsules [T, N, c]; `betas` are beta_A and beta_mu, or nothing."""
-        return em_forward(votes, *(betas or (None, None)), self.schedule, self.floor)[0]
+        beta_a, beta_mu = betas or (None, None)
+        return em_forward(votes, beta_a, beta_mu, self.schedule, self.floor)[0]
 
     def gradient(self, votes: Tensor, grad: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the votes and of the betas given."""
-        parts = em_gradient(votes, *(betas or (None, None)), grad, self.schedule, self.floor)
+        beta_a, beta_mu = betas or (None, None)
+        parts = em_gradient(votes, beta_a, beta_mu, grad, self.schedule, self.floor)
         return tuple(part for part in parts if part is not None)
 
 
@@ -165,7 +167,7 @@ def em_gradient(
         d_weights = _over_dimensions(drawn, 2) + offset.unsqueeze(1)
 
         drawn = weights * d_weights
-        d_log = torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0)
+        d_log = _settled(torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0))
         previous = states[t - 1]
         root = previous.precision_root
         z = (inner - previous.mean.unsqueeze(1)) * root.unsqueeze(1)

@@ -183,7 +183,7 @@ table { border-collapse: separate; border-spacing: 0; font-size: .9rem; line-hei
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); font-size: .875rem; padding: 0 0 .4rem; }
 th, td { padding: .375rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
-td:last-child { white-space: normal; min-width: 15rem; overflow-wrap: anywhere; }
+td:last-child { white-space: normal; min-width: 17rem; overflow-wrap: anywhere; }
 td.right:last-child { white-space: nowrap; min-width: 0; }
 thead th { border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; vertical-align: bottom;
   white-space: normal; }

@@ -28,11 +28,11 @@ class SimpleKernel:
     over_capsules: bool
     floor: float
 
-    def forward(self, votes: Tensor) -> Tensor:
+    def forward(self, votes: Tensor, *_weights: Tensor) -> Tensor:
         """Return the capsules [T, N, c]."""
         return simple_forward(votes, self.iterations, self.over_capsules, self.floor)[0]
 
-    def gradient(self, votes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    def gradient(self, votes: Tensor, grad: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
         """Return the gradient of the votes."""
         return (simple_gradient(votes, grad, self.iterations, self.over_capsules, self.floor),)
 

@@ -51,9 +51,10 @@ def test_files_are_written_whole_and_a_folder_that_refuses_is_named(table, tmp_p
 
 
 def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
-    before = dict(mpl.rcParams)
-    pictures(table)
-    assert dict(mpl.rcParams) == before
+    with mpl.rc_context({"font.size": 23.0, "text.parse_math": True}):
+        before = dict(mpl.rcParams)
+        pictures(table)
+        assert dict(mpl.rcParams) == before
     code = "import sys, headwise.lab.figures; print([name for name in sys.modules if name.startswith('matplotlib')])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

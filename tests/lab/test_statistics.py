@@ -149,6 +149,14 @@ def test_equal_answers_give_no_difference_and_no_warning():
     assert accuracy(always, seed=0).low == 1.0
 
 
+def test_rounding_is_no_spread():
+    # 0.1 has no exact form: a resampled mean of it differs by 1e-17, with a standard error of zero
+    for seeds, items in [(3, 7), (5, 11), (6, 13)]:
+        found = estimate(np.full((seeds, items), 0.1), seed=0, resamples=199)
+        assert found.p < 0.05
+        assert found.high - found.low < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)])
 def test_single_seeds_and_items_give_finite_numbers(shape):
     found = accuracy(np.random.default_rng(1).random(shape) < 0.5, seed=0)

@@ -72,6 +72,12 @@ def compare(
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_known("task", task, TASKS)
+    _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
+
+
+def _compare(
+    task: str, arms: str, seeds: int, scale: str, data: Path | None, out: Path, workers: int | None
+) -> Sequence[Failure]:
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison, default_workers
     from headwise.lab.compare import compare as run
@@ -83,13 +89,12 @@ def compare(
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
         _scale(scale),
-        out or Path("runs") / f"{task}-{scale}",
+        out,
         data,
         default_workers() if workers is None else workers,
     )
     with _stoppable():
-        failures = run(comparison, _console())
-    _end(failures)
+        return run(comparison, _console())
 
 
 @app.command()
@@ -124,6 +129,32 @@ def tune(
     typer.echo(f"dev accuracy {100 * tuned.dev_accuracy:.1f} % with")
     typer.echo(tuned.arm.name)
     _end(tuned.failures)
+
+
+@app.command()
+def reproduce(
+    identifier: Annotated[str, typer.Argument(metavar="ID", help="A paper's table or figure: diversify/figure-4.")],
+    seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 5,
+    scale: ScaleName = "cpu",
+    data: DataFolder = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs; runs/ID-SCALE by default.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Folder of the paper's notes, whose results/ and RESULTS.md are written.")
+    ] = None,
+    workers: Workers = None,
+) -> None:
+    """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
+    from headwise.lab.reproduce import REPRODUCTIONS, report
+
+    require_known("reproduction", identifier, REPRODUCTIONS)
+    reproduction = REPRODUCTIONS[identifier]
+    out = out or Path("runs") / f"{identifier.replace('/', '-')}-{scale}"
+    failures = _compare(reproduction.task, reproduction.arms, seeds, scale, data, out, workers)
+    with _stoppable():
+        report(
+            reproduction, out, record, _console(), f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
+        )
+    _end(failures)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "diversity_grid",
     "grids",
     "markdown",
+    "markdown_of",
     "plain_grid",
     "record",
     "terminal",
@@ -140,7 +141,7 @@ def terminal(table: Table) -> Group:
 
 def markdown(table: Table) -> str:
     """Return the grids as Markdown tables."""
-    return "\n\n".join([*(_markdown(grid) for grid in grids(table)), NOTE]) + "\n"
+    return "\n\n".join([*(markdown_of(grid) for grid in grids(table)), NOTE]) + "\n"
 
 
 def record(table: Table) -> dict[str, Any]:
@@ -234,7 +235,8 @@ def _rich(grid: Grid) -> RichTable:
     return shown
 
 
-def _markdown(grid: Grid) -> str:
+def markdown_of(grid: Grid) -> str:
+    """Return a grid as a Markdown table under its title."""
     rule = ["---" if letter == "l" else "--:" for letter in grid.align]
     lines = [_line(map(_escaped, grid.header)), _line(rule)]
     return "\n".join([f"**{_escaped(grid.title)}**", "", *lines, *(_line(map(_escaped, row)) for row in grid.rows)])

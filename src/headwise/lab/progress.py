@@ -15,7 +15,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from headwise.lab.runs import read_progress
 from headwise.lab.workers import Failure, Job, Watch
 
-__all__ = ["Bars", "Lines", "watch_for"]
+__all__ = ["Bars", "Clock", "Lines", "watch_for"]
+
+# Less work than this says nothing about the pace.
+LEAST_SHARE = 0.02
 
 
 def watch_for(console: Console, jobs: Sequence[Job], finished: int) -> Bars | Lines:
@@ -107,8 +110,8 @@ class Bars(Watch):
             cell = read_progress(job.folder)
             if cell is not None and cell.steps:
                 self._progress.update(bar, completed=cell.step / cell.steps, note=cell.note)
-        done = self._clock.done()
-        share = (self.total - len(self._clock.shares) + done) / self.total
+        before = self.total - len(self._clock.jobs)
+        share = (before + len(self._clock.jobs) * self._clock.share()) / self.total
         note = self._clock.remaining_text().removeprefix(", ")
         self._progress.update(self._all, description=self._title(), completed=share, note=note)
 
@@ -117,29 +120,29 @@ class Bars(Watch):
 
 
 class Clock:
-    """How much of the jobs is done since now, and how long the rest takes at that pace."""
+    """How much of the work of the jobs is done, and how long the rest takes at the pace since the start."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.shares = {job: _share(job) for job in jobs}
+        self.jobs = tuple(jobs)
         self._ended: set[Job] = set()
-        self._began, self._at_first = time.monotonic(), sum(self.shares.values())
+        self._work = sum(job.weight for job in self.jobs)
+        self._began, self._at_first = time.monotonic(), self.share()
 
     def end(self, job: Job) -> None:
         """Count a job as done."""
         self._ended.add(job)
 
-    def done(self) -> float:
-        """Return how many jobs' worth is done, parts included."""
-        return sum(1.0 if job in self._ended else _share(job) for job in self.shares)
+    def share(self) -> float:
+        """Return the share of the work that is done, parts of runs included."""
+        return sum(job.weight * (1.0 if job in self._ended else _share(job)) for job in self.jobs) / self._work
 
     def remaining_text(self) -> str:
         """Return ", about 4 min left", or nothing while there is no pace to judge by."""
-        done = self.done()
-        fresh, left = done - self._at_first, len(self.shares) - done
-        if fresh < 0.02 or left <= 0:
+        share, seconds = self.share(), time.monotonic() - self._began
+        fresh = share - self._at_first
+        if fresh < LEAST_SHARE or share >= 1.0:
             return ""
-        seconds = (time.monotonic() - self._began) * left / fresh
-        return f", about {_duration(seconds)} left"
+        return f", about {_duration(seconds * (1.0 - share) / fresh)} left"
 
 
 def _share(job: Job) -> float:

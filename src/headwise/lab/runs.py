@@ -34,6 +34,7 @@ __all__ = [
     "write_arrays",
     "write_json",
     "write_lines",
+    "write_text",
 ]
 
 SETTINGS = "settings.json"
@@ -162,6 +163,11 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON so that a reader sees the old file or the new one, never a part."""
     _replace(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so that a reader sees the old file or the new one, never a part."""
+    _replace(path, text)
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -163,20 +163,15 @@ def _end(pool: Sequence[_Worker]) -> None:
 
 
 def _serve(target: Target, connection: Connection, stop: Any) -> None:
-    """Body of a worker process: one job after the other until None or the end of the parent."""
+    """Body of a worker process: one job after the other until None, a stop or the end of the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heartbeat = _heartbeat(stop)
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        if job is None or stop.is_set():
-            return
-        failure = _attempt(target, job, heartbeat)
-        if stop.is_set():
-            return
-        connection.send(failure)
+    with suppress(EOFError, ConnectionError):
+        while (job := connection.recv()) is not None and not stop.is_set():
+            failure = _attempt(target, job, heartbeat)
+            connection.send(failure)
+    # every file is closed by now, and taking down an interpreter that holds torch takes seconds
+    os._exit(0)
 
 
 def _heartbeat(stop: Any) -> Heartbeat:

@@ -1,0 +1,3 @@
+"""The papers' tables and figures: which runs make each one, and what the paper claims of it."""
+
+__all__: list[str] = []
