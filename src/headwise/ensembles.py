@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from headwise.checks import LayoutError, SettingError
-from headwise.gram import collapsed, geometry_from_grams, plain_gram, shifted_gram
+from headwise.gram import collapsed, geometry_from_grams, plain_gram, require_nonzero, shifted_gram
 from headwise.heads import Heads, Slab
 from headwise.mixing import Mixing, repulsion_scale
 from headwise.particles import Rule
@@ -54,6 +54,12 @@ class Ensemble:
                 raise LayoutError(f"{slab.name} is sharded (DTensor); repulsion acts on whole parameters.")
             if not slab.parameter.requires_grad:
                 raise LayoutError(f"{slab.name} does not require a gradient; unfreeze it or select other heads.")
+
+    def require_nonzero(self) -> None:
+        """Raise `ShapeError` naming the heads that are zero, which have no direction."""
+        with torch.no_grad():
+            flat = [slab.view(slab.parameter).flatten(1) for slab in self.slabs]
+            require_nonzero(torch.cat(flat, dim=1), f"{self.name}: heads")
 
     def gradients(self) -> list[Tensor] | None:
         """Return the gradient's view of each slab, or None unless every slab has one."""

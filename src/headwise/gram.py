@@ -132,7 +132,7 @@ def collapsed(geometry: Geometry) -> Tensor:
     return (geometry.squared_distances == 0).all(-1).all(-1)
 
 
-def require_nonzero(particles: Tensor) -> None:
+def require_nonzero(particles: Tensor, name: str = "particles") -> None:
     """Raise `ShapeError` naming the particles of [M, D] that are zero, which a kernel on directions cannot take.
 
     >>> require_nonzero(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
@@ -141,7 +141,7 @@ def require_nonzero(particles: Tensor) -> None:
     empty = (squared_norms <= SMALLEST).nonzero().flatten().tolist()
     if empty:
         raise ShapeError(
-            f"particles {empty} of {len(particles)} are zero and have no direction; expected nonzero particles. "
+            f"{name} {empty} of {len(particles)} are zero and have no direction; expected nonzero particles. "
             "Initialize those heads, or use a kernel on distances such as RBF()."
         )
 

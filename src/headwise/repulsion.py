@@ -81,6 +81,7 @@ def repel(
         LayoutError: An optimizer lacks a parameter of the heads, or a parameter is sharded.
         SettingError: These heads are repelled by this optimizer already, or a setting is out of range.
         HeadwiseError: All heads of an ensemble are equal: nothing would ever separate them. See `jitter`.
+        ShapeError: A head is zero and the rule's kernel compares directions.
 
     Example:
         >>> import headwise as hw
@@ -106,6 +107,8 @@ def repel(
                 f"{ensemble.name}: all {ensemble.particles} heads are equal, so their repulsion is zero and stays so. "
                 "Separate them first with hw.jitter(heads, scale), for example scale=1e-3."
             )
+        if rule.needs_inner:
+            ensemble.require_nonzero()
     return Repulsion(_assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
 
 

@@ -446,3 +446,13 @@ def test_near_heads_keep_their_repulsion_in_single_precision(far):
     error = (slab.parameter.grad.double() - expected).abs().max() / expected.abs().max()
     # head parameters near 1 carry 6e-8, differences of 1e-3 therefore 6e-5, less what the sum over heads adds
     assert error < 5e-4
+
+
+def test_a_zero_head_is_refused_where_the_kernel_compares_directions():
+    model = model_with_gradients()
+    with torch.no_grad():
+        model.v_proj.weight[5:10] = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(hw.ShapeError, match=r"value: heads \[1\] of 4 are zero"):
+        hw.repel(optimizer, hw.find_heads(model), hw.SVGD(kernel=hw.NormalizedRBF()))
+    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())

@@ -21,6 +21,11 @@ __all__ = ["Reproduction", "record", "render", "write_records"]
 
 FOLDER = "results"
 PAGE = "RESULTS.md"
+INTRODUCTION = """# Results
+
+Written by `headwise reproduce` from the records in `results/`, not by hand. How each comparison is judged stands in the
+laboratory's page of the documentation; what differs from the paper, in `DEVIATIONS.md` beside this.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,7 @@ def render(paper: Path) -> str:
     paths = sorted((paper / FOLDER).glob("*.json"))
     if not paths:
         raise DataError(f"{paper / FOLDER} holds no record; `headwise reproduce` writes them.")
-    parts = [
-        "# Results\n\nWritten by `headwise reproduce` from the records in `results/`; not by hand. How each comparison is "
-        "judged: `docs/laboratory.md`. What differs from the paper: `DEVIATIONS.md`.\n"
-    ]
+    parts = [INTRODUCTION]
     for path in paths:
         try:
             parts.append(_section(read_json(path)))
