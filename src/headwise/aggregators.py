@@ -148,9 +148,10 @@ class MeanKernel:
         """Return the capsules [T, N, c]."""
         return votes.mean(1)
 
-    def gradient(self, votes: Tensor, grad: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient of the votes."""
-        return ((grad / votes.shape[1]).unsqueeze(1).expand_as(votes),)
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into`; there are no weights."""
+        into.copy_((grad / votes.shape[1]).unsqueeze(1))
+        return ()
 
 
 class TrunkAggregator(nn.Module):

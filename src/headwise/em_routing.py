@@ -69,11 +69,12 @@ class EMKernel:
         beta_a, beta_mu = betas or (None, None)
         return em_forward(votes, beta_a, beta_mu, self.schedule, self.floor)[0]
 
-    def gradient(self, votes: Tensor, grad: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the votes and of the betas given."""
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into` and return those of the betas given."""
         beta_a, beta_mu = betas or (None, None)
         parts = em_gradient(votes, beta_a, beta_mu, grad, self.schedule, self.floor)
-        return tuple(part for part in parts if part is not None)
+        into.copy_(parts.votes)
+        return tuple(part for part in parts[1:] if part is not None)
 
 
 def em_schedule(iterations: int, first: float, last: float) -> tuple[float, ...]:

@@ -32,8 +32,8 @@ class Kernel(Protocol):
         """Return the capsules [t, N, c] of votes [t, H, N, c]."""
         ...
 
-    def gradient(self, votes: Tensor, grad: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the votes and of each weight, given that of the capsules."""
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into` and return those of the weights, given that of the capsules."""
         ...
 
 
@@ -161,8 +161,12 @@ def _routing_gradient(
         for part in _parts(len(votes), plan.sizes[1]):
             chunk = _padded(votes[part].to(dtype), plan)
             chunk_grad = _padded(grad[part].to(dtype).unflatten(1, votes.shape[2:]), plan)
-            d_chunk, *d_routing = plan.kernel.gradient(chunk, chunk_grad, *routing)
-            d_votes[part] = d_chunk[: part.stop - part.start]
+            # a half-precision or padded chunk goes through a buffer of the kernel's own dtype and length
+            fits = len(chunk) == part.stop - part.start and d_votes.dtype == dtype
+            into = d_votes[part] if fits else torch.empty_like(chunk)
+            d_routing = plan.kernel.gradient(chunk, chunk_grad, into, *routing)
+            if not fits:
+                d_votes[part] = into[: part.stop - part.start]
             sums = _accumulated(sums, d_routing)
     return d_votes, sums
 
@@ -214,8 +218,8 @@ class _CompiledKernel:
     def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
         return self._call(self._forward, self._plain.forward, votes, *weights)
 
-    def gradient(self, votes: Tensor, grad: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        return self._call(self._gradient, self._plain.gradient, votes, grad, *weights)
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return self._call(self._gradient, self._plain.gradient, votes, grad, into, *weights)
 
     def _call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *tensors: Tensor) -> Any:
         if self._failed:

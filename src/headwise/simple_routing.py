@@ -32,9 +32,10 @@ class SimpleKernel:
         """Return the capsules [T, N, c]."""
         return simple_forward(votes, self.iterations, self.over_capsules, self.floor)[0]
 
-    def gradient(self, votes: Tensor, grad: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient of the votes."""
-        return (simple_gradient(votes, grad, self.iterations, self.over_capsules, self.floor),)
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into`; there are no weights."""
+        into.copy_(simple_gradient(votes, grad, self.iterations, self.over_capsules, self.floor))
+        return ()
 
 
 def simple_forward(votes: Tensor, iterations: int, over_capsules: bool, floor: float) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,12 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
             text=True,
         )
 
-    assert start("whole").wait(300) == 0
+    def finish(out: str) -> int:
+        process = start(out)
+        process.communicate(timeout=300)
+        return process.returncode
+
+    assert finish("whole") == 0
     process = start("parts")
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -205,7 +210,7 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
     assert "Traceback" not in error
     assert not Path("parts/spos/seed-0/result.json").exists()
     assert list(Path("parts/spos/seed-0").glob("checkpoint-*"))
-    assert start("parts").wait(300) == 0
+    assert finish("parts") == 0
     for arm in ("plain", "spos"):
         name = f"{arm}/seed-0/model.safetensors"
         assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()

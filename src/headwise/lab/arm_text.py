@@ -73,7 +73,7 @@ def settings_of(arm: Arm) -> dict[str, Path]:
     """Return the settings that a named arm has, each with its place in the arm.
 
     >>> list(settings_of(named_arms()["svgd-relative"]))[:3]
-    ['ratio', 'step_size', 'bandwidth']
+    ['ratio', 'step_size', 'kernel']
     """
     found: dict[str, Path] = {}
     for field in ("rule", "aggregation"):
@@ -140,19 +140,18 @@ def _parse_part(text: str) -> Arm:
 
 
 def _leaves(value: Any, path: Path) -> dict[str, Path]:
-    """The settings of a dataclass: those it offers as words, its own numbers, then those of its parts."""
-    own: dict[str, Path] = {}
-    inner: dict[str, Path] = {}
+    """The settings of a dataclass in the order of its fields, those of what it holds in their places."""
+    found: dict[str, Path] = {}
     for field in dataclasses.fields(value):
         held, place = getattr(value, field.name), (*path, field.name)
         if field.name in HIDDEN:
             continue
-        if dataclasses.is_dataclass(held):
-            inner |= {field.name: place} if field.name in WORDS else {}
-            inner |= _leaves(held, place) if field.name != "bandwidth" else {}
-        else:
-            own[field.name] = place
-    return own | inner
+        if field.name in WORDS or not dataclasses.is_dataclass(held):
+            found[field.name] = place
+        # a bandwidth is chosen whole, by a word or a number
+        if dataclasses.is_dataclass(held) and field.name != "bandwidth":
+            found |= _leaves(held, place)
+    return found
 
 
 def _value(value: Any, path: Path) -> Any:

@@ -14,7 +14,7 @@ from headwise.checks import DataError
 from headwise.lab.claims import Claim, Found, Judged, judge
 from headwise.lab.grids import NOTE, Grid, grids, markdown_of
 from headwise.lab.results import read_results
-from headwise.lab.runs import read_json, write_json, write_text
+from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
 from headwise.lab.table import make_table
 
 __all__ = ["Reproduction", "record", "render", "write_records"]
@@ -82,6 +82,7 @@ def record(reproduction: Reproduction, out: Path, command: str) -> dict[str, Any
 def write_records(reproduction: Reproduction, out: Path, paper: Path, command: str) -> Path:
     """Write the record under `paper`/results and render `paper`/RESULTS.md anew; return the page's path."""
     found = record(reproduction, out, command)
+    prepare_folder(paper / FOLDER)
     write_json(paper / FOLDER / reproduction.file(found["scale"]), found)
     write_text(paper / PAGE, render(paper))
     return paper / PAGE
