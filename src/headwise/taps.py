@@ -86,6 +86,7 @@ class Taps:
         self._handles: list[RemovableHandle] = []
         self._observed: list[tuple[MultiheadAttention, Observer]] = []
         self._paused = False
+        self._transient = False
         try:
             self._attach()
         except BaseException:
@@ -181,15 +182,23 @@ class Taps:
 
     def _model_called(self, *_: object) -> None:
         if not self._silent() and not self._accumulates():
-            self._captures, self._padding = [], {}
+            self._forget()
+
+    def _forget(self) -> None:
+        self._captures, self._padding = [], {}
 
     def _call_hook(self, site: Site):
         def called(_module: nn.Module, _args: tuple, kwargs: dict) -> None:
             if self._silent():
                 return
-            if not self._accumulates() and any(capture.site is site for capture in self._captures):
+            accumulates = self._accumulates()
+            if accumulates and self._transient:
+                # what an evaluation left unread must not enter the next penalty
+                self._forget()
+            if not accumulates and any(capture.site is site for capture in self._captures):
                 # a part of the model may be called without the model: keep its newest call only
                 self._captures = [capture for capture in self._captures if capture.site is not site]
+            self._transient = not accumulates
             self.fired[site.name] += 1
             self._captures.append(Capture(site, key_keep=_given_padding(kwargs)))
             if len(self._captures) > UNREAD_CALLS * len(self.heads):

@@ -70,7 +70,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/evaluation.py",
             "lab/checkpoints.py",
             "lab/workers.py",
-            "lab/session.py",
+            "lab/callback.py",
             "lab/baseline.py",
             "lab/train.py",
             "lab/jobs.py",

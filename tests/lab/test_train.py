@@ -16,7 +16,7 @@ from headwise.checks import DataError, HeadwiseError, SettingError
 from headwise.lab import train
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.batches import LengthBatches
-from headwise.lab.session import Session
+from headwise.lab.callback import RunCallback
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.logic import SCALES, LogicTask, Scale
 from headwise.lab.train import train_run
@@ -157,9 +157,7 @@ def test_a_folder_with_other_settings_is_refused_and_kept(whole, cache):
     assert (folder / "settings.json").read_text() == before
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "session.pt", "trainer_state.json", "rng_state.pth"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "run.pt", "trainer_state.json", "rng_state.pth"])
 def test_a_corrupt_checkpoint_is_named_in_one_sentence(name, cache, tmp_path):
     folder = tmp_path / "run"
     train_run(settings("plain", cache), folder, stop_after(2))
@@ -226,16 +224,16 @@ def test_tuning_runs_never_see_the_test_split(cache, tmp_path):
     assert not (tmp_path / "predictions.npz").exists()
 
 
-def test_a_session_seeds_dropout_only_for_a_new_run_and_tells_the_batches_their_epoch(tmp_path):
+def test_the_callback_seeds_dropout_only_for_a_new_run_and_tells_the_batches_their_epoch(tmp_path):
     batches = LengthBatches([3] * 20, batch_size=2, seed=0)
-    session = Session(tmp_path, len(batches), batches=batches, dropout_seed=11, evaluate=dict, heartbeat=train.never)
+    run = RunCallback(tmp_path, len(batches), batches=batches, dropout_seed=11, evaluate=dict, heartbeat=train.never)
     args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
     torch.manual_seed(0)
-    session.on_train_begin(args, TrainerState(global_step=0, max_steps=20), control)
+    run.on_train_begin(args, TrainerState(global_step=0, max_steps=20), control)
     fresh = torch.get_rng_state()
     assert torch.equal(fresh, torch.manual_seed(11).get_state())
     torch.manual_seed(0)
-    session.on_train_begin(args, TrainerState(global_step=5, max_steps=20), control)
+    run.on_train_begin(args, TrainerState(global_step=5, max_steps=20), control)
     assert not torch.equal(torch.get_rng_state(), fresh)
-    session.on_epoch_begin(args, TrainerState(global_step=10, max_steps=20), control)
+    run.on_epoch_begin(args, TrainerState(global_step=10, max_steps=20), control)
     assert batches.epoch == 1

@@ -81,6 +81,16 @@ def test_evaluation_does_not_accumulate():
         assert len(taps.read()) == 2
 
 
+def test_what_an_evaluation_left_unread_does_not_enter_the_next_penalty():
+    model = encoder(1)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        with torch.no_grad():
+            model.eval()(torch.randn(3, 5, 8))
+        model.train()(torch.randn(3, 7, 8))
+        (capture,) = taps.read()
+    assert capture.outputs.shape[1] == 7
+
+
 def test_training_that_never_reads_is_stopped():
     model = encoder(1)
     x = torch.randn(1, 2, 8)

@@ -1,6 +1,6 @@
 """One run: data, model, arm, training (or the rest of it), one look at the test split, result.
 
-Owns the one Trainer subclass and the order of a run. The methods are `methods`', the bookkeeping is `session`'s.
+Owns the one Trainer subclass and the order of a run. The methods are `methods`', the bookkeeping is `callback`'s.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from headwise.lab import runs
 from headwise.lab.batches import LengthBatches
+from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
 from headwise.lab.evaluation import accuracies, diversity, predict
 from headwise.lab.methods import Methods
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.protocol import key
-from headwise.lab.session import Session
 from headwise.lab.settings import CLIP_NORM, RunSettings
 from headwise.lab.tasks.logic import LogicData, LogicSplit, LogicTask, collate
 from headwise.lab.versions import versions
@@ -32,7 +32,7 @@ from headwise.lab.workers import Heartbeat
 
 __all__ = ["HeadTrainer", "never", "train_run"]
 
-SESSION = "session.pt"
+RUN = "run.pt"
 
 
 def never() -> bool:
@@ -68,7 +68,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         # torch's scheduler is stepped by the Trainer before it knows of a resumed optimizer
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if not trainer.session.stopped:
+    if not trainer.run.stopped:
         _finish(settings, folder, model, methods, data, trainer)
 
 
@@ -86,7 +86,7 @@ class HeadTrainer(Trainer):
         split: Training split.
         batches: Its batches.
         methods: The arm on the model.
-        session: The callback that counts, shows, saves and stops.
+        run: The callback that counts, shows, saves and stops.
         optimizer: The optimizer that the arm's rule is attached to.
     """
 
@@ -99,14 +99,14 @@ class HeadTrainer(Trainer):
         split: LogicSplit,
         batches: LengthBatches,
         methods: Methods,
-        session: Session,
+        run: RunCallback,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         methods.repel(optimizer)
-        super().__init__(model=model, args=args, train_dataset=split, callbacks=[session], optimizers=(optimizer, None))
+        super().__init__(model=model, args=args, train_dataset=split, callbacks=[run], optimizers=(optimizer, None))
         self.remove_callback(PrinterCallback)
         self.trained, self.folder, self.split, self.batches = model, folder, split, batches
-        self.methods, self.session = methods, session
+        self.methods, self.run = methods, run
 
     @override
     def get_train_dataloader(self) -> DataLoader:
@@ -134,7 +134,7 @@ class HeadTrainer(Trainer):
         """Return the loss after forward, backward and, on the last batch of an update, repulsion."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         force_ratio = self.methods.apply_repulsion() if self.accelerator.sync_gradients else None
-        self.session.add(loss, force_ratio)
+        self.run.add(loss, force_ratio)
         return loss
 
     @override
@@ -142,7 +142,7 @@ class HeadTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         written = runs.latest_checkpoint(Path(str(self.args.output_dir)))
         assert written is not None
-        torch.save({"session": self.session.state_dict(), "methods": self.methods.state_dict()}, written / SESSION)
+        torch.save({"run": self.run.state_dict(), "methods": self.methods.state_dict()}, written / RUN)
         seal(written)
         runs.keep_checkpoint(written, self.folder)
 
@@ -156,8 +156,8 @@ class HeadTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
         load_model(self.trained if model is None else model, str(checkpoint / runs.WEIGHTS))
-        state = torch.load(checkpoint / SESSION, weights_only=True)
-        self.session.load_state_dict(state["session"])
+        state = torch.load(checkpoint / RUN, weights_only=True)
+        self.run.load_state_dict(state["run"])
         self.methods.load_state_dict(state["methods"])
 
 
@@ -189,7 +189,7 @@ def _trainer(
         eval_strategy="no",
         save_strategy="no",
     )
-    session = Session(
+    run = RunCallback(
         folder,
         len(batches),
         batches=batches,
@@ -207,7 +207,7 @@ def _trainer(
         split=data.train,
         batches=batches,
         methods=methods,
-        session=session,
+        run=run,
         optimizer=optimizer,
     )
 
@@ -222,7 +222,7 @@ def _finish(
     settings: RunSettings, folder: Path, model: nn.Module, methods: Methods, data: LogicData, trainer: HeadTrainer
 ) -> None:
     """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
-    session = trainer.session
+    run = trainer.run
     accuracy = None
     with methods.evaluating(model):
         if settings.test:
@@ -242,12 +242,12 @@ def _finish(
         "seed": settings.seed,
         "settings": settings.record(),
         "accuracy": accuracy,
-        "dev_accuracy": session.records[-1]["dev_accuracy"]["pooled"],
+        "dev_accuracy": run.records[-1]["dev_accuracy"]["pooled"],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "step_seconds": session.median_step_seconds,
-        "train_seconds": session.train_seconds,
+        "step_seconds": run.median_step_seconds,
+        "train_seconds": run.train_seconds,
         **measured,
-        "force_ratio": session.force_ratio,
+        "force_ratio": run.force_ratio,
         "versions": versions("torch", "transformers", "accelerate", "numpy"),
     }
     runs.write_json(folder / runs.RESULT, result)

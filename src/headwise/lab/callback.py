@@ -1,6 +1,6 @@
 """What a training run says and keeps while it trains: metrics per epoch, progress, and when to save or stop.
 
-Owns `Session`, the one callback of the laboratory's Trainer. Must not know how a step is made.
+Owns `RunCallback`, the one callback of the laboratory's Trainer. Must not know how a step is made.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headwise.lab.runs import EPOCHS, PROGRESS, write_json, write_lines
 from headwise.lab.settings import SAVE_SECONDS
 from headwise.lab.workers import Heartbeat
 
-__all__ = ["Session"]
+__all__ = ["RunCallback"]
 
 SHOW_SECONDS = 0.5
 # Enough for a median, few enough for a checkpoint.
 KEPT_STEPS = 2000
 
 
-class Session(TrainerCallback):
+class RunCallback(TrainerCallback):
     """Counts, shows, saves and stops, at step boundaries only, so that it never changes what is computed.
 
     Args:
