@@ -227,7 +227,7 @@ class _CompiledKernel:
         try:
             return compiled(*tensors)
         except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = " ".join(str(error).split("\n")[:2])
             _logger.warning(
                 "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, reason
             )

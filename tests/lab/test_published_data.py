@@ -1,0 +1,51 @@
+"""The main job end to end on the published files: read, train, judge, reproduce; and what it learns there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headwise.lab.arm_text import parse_arms
+from headwise.lab.compare import Comparison, compare
+from headwise.lab.reproduce import REPRODUCTIONS, report
+from headwise.lab.tasks.logic import SCALES
+
+PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
+needs_published_data = pytest.mark.skipif(
+    "HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files"
+)
+
+
+def scaled(name: str, **changes: object):
+    return dataclasses.replace(SCALES[name], name="toy", **changes)
+
+
+@needs_published_data
+def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
+    reproduction = REPRODUCTIONS["diversify/figure-4"]
+    scale = scaled("cpu", width=8, heads=2, classifier_width=16, epochs=1, train_examples=256, dev_examples=80)
+    console = Console(record=True, width=100)
+    comparison = Comparison("logic", tuple(parse_arms(reproduction.arms)), (0,), scale, tmp_path, PUBLISHED, workers=2)
+    assert compare(comparison, console) == []
+    report(reproduction, tmp_path, tmp_path / "paper", console, "headwise reproduce diversify/figure-4")
+    record = json.loads((tmp_path / "results.json").read_text())
+    # the published test files have 37,361 lines of 1 to 12 operators
+    assert sum(record["bins"].values()) == 37_361
+    assert {row["arm"] for row in record["rows"]} == {"counts", "majority", *reproduction.arms.split(",")}
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "no verdict (1 seed)" in (tmp_path / "paper" / "RESULTS.md").read_text()
+
+
+@pytest.mark.slow
+@needs_published_data
+def test_the_plain_model_of_the_demo_learns_the_published_relations(tmp_path):
+    comparison = Comparison("logic", tuple(parse_arms("plain")), (0,), SCALES["demo"], tmp_path, PUBLISHED, workers=1)
+    assert compare(comparison, Console(record=True)) == []
+    rows = {row["arm"]: row["accuracy"]["value"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert rows["plain"] > rows["majority"] + 0.12
+    assert rows["plain"] > rows["counts"]
