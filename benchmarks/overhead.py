@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", default="32x64,4x512", help="batches, for example 32x64")
     parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
-    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     record: dict = {"benchmark": "overhead", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
@@ -309,12 +309,19 @@ def main() -> None:
         record["models"].append(model_table(device, batch, length, arguments.rounds, not arguments.skip_naive))
     record["machine"]["load after"] = os.getloadavg()[0]
     show(record)
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = arguments.out.with_suffix(".part")
-        temporary.write_text(json.dumps(record, indent=1) + "\n")
-        temporary.replace(arguments.out)
-        console.print(f"\nwritten to {arguments.out}")
+    out = arguments.out or new_record(f"{record['date']}-overhead-{device.type}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(out)
+    console.print(f"\nwritten to {out}")
+
+
+def new_record(name: str) -> Path:
+    """The first free name among name.json, name-2.json, ... in the folder of records."""
+    folder = Path(__file__).parent / "records"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    return next(folder / f"{n}.json" for n in names if not (folder / f"{n}.json").exists())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from headwise import nn
 from headwise.ablation import Ablation, Importance, ablate, importance
 from headwise.aggregation import Aggregation, aggregate
+from headwise.aggregators import Residual
 from headwise.bandwidths import Fixed, Median, ReleasedMedian
 from headwise.checks import (
     DataError,
@@ -23,6 +24,7 @@ from headwise.repulsion import Repulsion, jitter, repel
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.taps import Capture, Taps
 from headwise.verify import Verification, verify
+from headwise.votes import DistinctCapsules, PerHead, SharedTrunk
 
 __all__ = [
     "IMQ",
@@ -40,6 +42,7 @@ __all__ = [
     "CosineRepulsion",
     "DataError",
     "Disagreement",
+    "DistinctCapsules",
     "EMRouting",
     "Fixed",
     "Heads",
@@ -52,14 +55,17 @@ __all__ = [
     "NormalizedRBF",
     "NotFired",
     "Output",
+    "PerHead",
     "Position",
     "PositionSquaredDifference",
     "Relative",
     "ReleasedMedian",
     "Repulsion",
+    "Residual",
     "SeparateLinears",
     "SettingError",
     "ShapeError",
+    "SharedTrunk",
     "SimpleRouting",
     "Site",
     "Subspace",

@@ -110,10 +110,6 @@ class Seam:
         """The module in that place now."""
         return getattr(self.owner, self.attribute)
 
-    @module.setter
-    def module(self, module: nn.Module) -> None:
-        setattr(self.owner, self.attribute, module)
-
 
 @dataclass(frozen=True, eq=False)
 class Site:

@@ -221,14 +221,16 @@ def test_votes_have_the_shape_of_their_setting_whatever_the_sizes(setting, heads
     assert votes(torch.randn(5, heads * size)).shape == (5, heads, capsules, capsule)
 
 
-def test_votes_of_the_shared_trunk_follow_their_equation():
-    votes = Votes(SharedTrunk(), H, E, D, 4).double()
+@pytest.mark.parametrize("relu", [True, False])
+def test_votes_of_the_shared_trunk_follow_their_equation(relu: bool):
+    votes = Votes(SharedTrunk(relu=relu), H, E, D, 4).double()
     with torch.no_grad():
         for parameter in votes.parameters():
             parameter.copy_(random(*parameter.shape, seed=parameter.numel()))
     o = random(1, 8)[0]
     normed = (o - o.mean()) / (o.var(unbiased=False) + 1e-5).sqrt() * votes.norm_weight + votes.norm_bias
-    hidden = (votes.trunk_weight @ normed + votes.trunk_bias).clamp_min(0)
+    hidden = votes.trunk_weight @ normed + votes.trunk_bias
+    hidden = hidden.clamp_min(0) if relu else hidden
     for h in range(H):
         rows = slice(h * D, (h + 1) * D)
         expected = votes.vote_weight[rows] @ hidden + votes.vote_bias[rows]
@@ -247,6 +249,17 @@ def test_votes_of_their_own_heads_follow_their_equation(setting):
         else:
             expected = votes.vote_weight[h] @ (votes.capsule_weight[rows] @ o + votes.capsule_bias[rows]).clamp_min(0)
         torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
+
+
+def test_weights_start_as_those_of_linear_and_layer_norm_and_betas_normal():
+    module = seeded(EMRouting(), heads=8, size=64, width=512)
+    assert (module.votes.norm_weight == 1).all()
+    assert (module.votes.norm_bias == 0).all()
+    bound = nn.Linear(512, 512).weight.abs().max()
+    for name in ("trunk_weight", "trunk_bias", "vote_weight", "vote_bias"):
+        torch.testing.assert_close(module.votes.get_parameter(name).abs().max(), bound, rtol=0.05, atol=0)
+    for beta in (module.beta_a, module.beta_mu):
+        torch.testing.assert_close(beta.std() * 512**0.5, torch.tensor(1.0), rtol=0.15, atol=0)
 
 
 def test_trunk_and_routing_start_from_the_same_votes():
@@ -396,6 +409,12 @@ def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
     assert model.layers[0].self_attn.out_proj is before
     first.remove()
     aggregate(find_heads(model), EMRouting())
+
+
+def test_two_sites_with_one_output_projection_are_refused():
+    heads = find_heads(encoder(1))
+    with pytest.raises(LayoutError, match="shares its output projection"):
+        aggregate(replace(heads, sites=heads.sites * 2), Trunk())
 
 
 def test_a_setting_that_does_not_fit_a_site_changes_nothing():
