@@ -271,7 +271,8 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) 
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
+        scores.masked_fill_(future, -math.inf)
     elif mask is not None:
-        scores = scores + mask
+        # in place: at long lengths a second tensor of this size costs more than the sum
+        scores.add_(mask)
     return torch.softmax(scores, dim=-1)
