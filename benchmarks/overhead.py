@@ -150,7 +150,9 @@ def naive_svgd(model: nn.Module) -> None:
             gradient[i].copy_((new * RULE.step_size / count).view_as(gradient[i]))
 
 
-def model_table(device: torch.device, batch: int, length: int, rounds: int, naive: bool) -> dict[str, object]:
+def model_table(
+    device: torch.device, batch: int, length: int, rounds: int, naive: bool, only: list[str]
+) -> dict[str, object]:
     """Step-time ratios to plain, and the share of a step spent in `apply()`."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(VOCABULARY, (batch, length), generator=generator).to(device) for _ in range(2))
@@ -164,6 +166,8 @@ def model_table(device: torch.device, batch: int, length: int, rounds: int, naiv
     }
     if naive:
         attachments["output by double loops"] = naive_output
+    if only:
+        attachments = {name: attach for name, attach in attachments.items() if "plain" in name or name in only}
     variants = {name: Variant(name, device, attach) for name, attach in attachments.items()}
     plain = variants["plain"]
     heads = hw.find_heads(plain.model)
@@ -280,6 +284,8 @@ def show(record: dict) -> None:
         console.print("time / time of a plain step")
         for name, value in table["ratio to plain"].items():
             console.print(f"  {name:<42} {value:8.4f}")
+    if "module" not in record:
+        return
     table = record["module"]
     console.print(f"\n[bold]One module, {table['tokens']} tokens[/bold], forward and backward; time / time of trunk")
     for name, value in table["ratio to trunk"].items():
@@ -297,16 +303,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", default="32x64,4x512", help="batches, for example 32x64")
     parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
+    parser.add_argument("--only", action="append", default=[], help="a variant of the model beside plain; repeatable")
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     record: dict = {"benchmark": "overhead", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
-    record["module"] = module_table(device, 2048, 3 * arguments.rounds)
-    record["scaling"] = scaling_table(device, 5 * arguments.rounds)
+    if not arguments.only:
+        record["module"] = module_table(device, 2048, 3 * arguments.rounds)
+        record["scaling"] = scaling_table(device, 5 * arguments.rounds)
     record["models"] = []
     for shape in arguments.shapes.split(","):
         batch, length = map(int, shape.split("x"))
-        record["models"].append(model_table(device, batch, length, arguments.rounds, not arguments.skip_naive))
+        naive = not arguments.skip_naive and not arguments.only
+        record["models"].append(model_table(device, batch, length, arguments.rounds, naive, arguments.only))
     record["machine"]["load after"] = os.getloadavg()[0]
     show(record)
     out = arguments.out or new_record(f"{record['date']}-overhead-{device.type}")

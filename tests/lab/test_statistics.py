@@ -238,3 +238,10 @@ def test_holm_of_nothing_is_nothing_and_a_wrong_p_is_refused():
 )
 def test_verdicts_in_words(value, seeds, adjusted, words):
     assert verdict(Estimate(value, value - 1, value + 1, 0.01, seeds, 100), adjusted) == words
+
+
+def test_answers_that_are_nearly_all_right_have_a_narrow_interval():
+    correct = np.ones((3, 286), dtype=bool)
+    correct[0, 5] = correct[1, 9] = False
+    found = accuracy(correct, seed=0, resamples=500)
+    assert 0.95 < found.low < found.value < found.high == 1.0

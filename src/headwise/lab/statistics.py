@@ -133,7 +133,9 @@ def estimate(
     scaled = _ratio(np.abs(means - mean), errors)
     observed = _ratio(np.abs(mean), error)
     freedom = seeds - 1 if seeds > 1 else items - 1
-    critical = np.quantile(scaled, level, method="higher")
+    # a resample of a nearly constant column may have no spread at all: it says nothing about the width
+    spread = scaled[np.isfinite(scaled)]
+    critical = np.quantile(spread, level, method="higher") if 2 * len(spread) > resamples else 0.0
     p = (1 + np.count_nonzero(scaled >= observed)) / (resamples + 1)
     if freedom > 0:
         critical = max(critical, stats.t.ppf((1 + level) / 2, freedom))
