@@ -38,7 +38,9 @@ def by_loops(scores: np.ndarray, generator: np.random.Generator, resamples: int)
         found, spread = loops(scores, items, seeds)
         scaled.append(abs(found - mean) / spread if spread else (0.0 if abs(found - mean) < 1e-12 else np.inf))
     p = (1 + sum(value >= abs(mean) / error for value in scaled)) / (resamples + 1)
-    critical = max(float(np.quantile(scaled, 0.95, method="higher")), stats.t.ppf(0.975, count_s - 1))
+    finite = [value for value in scaled if np.isfinite(value)]
+    assert 2 * len(finite) > resamples
+    critical = max(float(np.quantile(finite, 0.95, method="higher")), stats.t.ppf(0.975, count_s - 1))
     return mean, critical * error, max(p, 2 * stats.t.sf(abs(mean) / error, count_s - 1))
 
 
