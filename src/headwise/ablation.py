@@ -24,14 +24,14 @@ class Ablation:
     """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`."""
 
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
-        self.heads, self.indices, self.calls = heads, indices, 0
+        self.heads, self.indices, self.called = heads, indices, False
         self._handles: list[RemovableHandle] = [
             site.expose().module.register_forward_pre_hook(self._hook(site)) for site in heads.sites
         ]
 
     def verify(self) -> None:
         """Raise `NotFired` unless a forward pass went through the ablated sites."""
-        if self.calls == 0:
+        if not self.called:
             raise NotFired("no forward pass went through the ablated heads; the score cannot show their removal.")
 
     def remove(self) -> None:
@@ -47,10 +47,12 @@ class Ablation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+        if kind is None:
+            self.verify()
 
     def _hook(self, site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
         def zeroed(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self.calls += 1
+            self.called = True
             keep = torch.ones(site.num_heads, 1, dtype=args[0].dtype, device=args[0].device)
             keep[list(self.indices)] = 0.0
             outputs = args[0].unflatten(-1, (site.num_heads, site.head_size))
@@ -97,8 +99,8 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> with ablate(hw.find_heads(model), 1) as ablation:
         ...     _ = model(torch.randn(3, 5, 8))
-        >>> ablation.calls
-        1
+        >>> ablation.called
+        True
     """
     if not indices:
         raise SettingError("ablate was given no head; expected at least one index, counted from 0.")

@@ -43,9 +43,9 @@ class Ensemble:
         return self.slabs[0].heads
 
     @property
-    def keys(self) -> list[tuple[str, str]]:
-        """Parameter and projection of each slab."""
-        return [(slab.name, slab.projection) for slab in self.slabs]
+    def keys(self) -> dict[tuple[int, int], str]:
+        """Parameter and first row of each slab, which say whose it is, and its name for messages."""
+        return {(id(slab.parameter), slab.start): f"{slab.projection} heads of {slab.name}" for slab in self.slabs}
 
     def check(self) -> None:
         """Raise `LayoutError` unless every parameter is whole on this process and trainable."""
@@ -148,16 +148,21 @@ def ensembles_of(heads: Heads, *, joint: bool) -> tuple[Ensemble, ...]:
     Raises:
         SettingError: `joint` was asked for a site whose key/value heads are fewer than its query heads.
     """
-    if not joint:
-        return tuple(
-            Ensemble(f"{site.name} {slab.projection}".strip(), (slab,))
-            for site in heads.sites
-            for slab in site.slabs
-            if slab.projection in heads.projections
-        )
-    ensembles = []
+    ensembles: list[Ensemble] = []
+    taken: set[tuple[int, int]] = set()
     for site in heads.sites:
-        slabs = tuple(slab for slab in site.slabs if slab.projection in heads.projections)
+        # a parameter tied between layers is one set of particles, acted on once a step
+        slabs = tuple(
+            slab
+            for slab in site.slabs
+            if slab.projection in heads.projections and (id(slab.parameter), slab.start) not in taken
+        )
+        taken.update((id(slab.parameter), slab.start) for slab in slabs)
+        if not joint:
+            ensembles += [Ensemble(f"{site.name} {slab.projection}".strip(), (slab,)) for slab in slabs]
+            continue
+        if not slabs:
+            continue
         if len({slab.heads for slab in slabs}) > 1:
             raise SettingError(
                 f"{site.name}: {site.num_heads} query heads and {site.key_value_heads} key/value heads cannot be "
@@ -214,7 +219,9 @@ def langevin_rate(optimizer: Optimizer, ensemble: Ensemble) -> float | Tensor:
         if plain and group["momentum"] == 0 and any(id(parameter) in owned for parameter in group["params"]):
             rate = group["lr"]
             # a rate of zero moves nothing, whatever the noise
-            return 1.0 if not isinstance(rate, Tensor) and rate == 0.0 else rate**-0.5
+            if isinstance(rate, Tensor):
+                return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
+            return rate**-0.5 if rate > 0.0 else 1.0
     return 1.0
 
 

@@ -19,6 +19,10 @@ from headwise.checks import LayoutError, ShapeError
 __all__ = ["Attended", "MultiheadAttention", "Observer", "adopt", "valid_keys"]
 
 
+# People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
+VERY_NEGATIVE = -5e3
+
+
 @dataclass(frozen=True)
 class Attended:
     """What one call of an attention module computed, for whoever observes it.
@@ -135,6 +139,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output.squeeze(0), None if returned is None else returned.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), returned
 
+    def __getstate__(self) -> dict:
+        # observers belong to this module: a copy or a pickle is nobody's
+        return {name: value for name, value in self.__dict__.items() if name != "observers"}
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -197,12 +205,12 @@ def adopt(model: nn.Module, attention: nn.Module) -> bool:
 
 
 def valid_keys(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return True where a key is a real token, from torch's mask (True or very negative = padding), [B, K]."""
+    """Return True where a key is a real token, from torch's mask (True, or below -5000, is padding), [B, K]."""
     if key_padding_mask is None:
         return None
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
-    return key_padding_mask > torch.finfo(key_padding_mask.dtype).min / 2
+    return key_padding_mask > VERY_NEGATIVE
 
 
 def _leave_fast_path(attention: nn.Module) -> None:

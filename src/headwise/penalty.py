@@ -193,7 +193,7 @@ class Disagreement:
 def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
     if isinstance(term, Sum):
         return term.parts
-    if isinstance(term, Similarity):
+    if isinstance(term, Similarity) and not isinstance(term, type):
         return ((1.0, term),)
     raise SettingError(f"term is {term!r}; expected Output(), Subspace(), Position() or a weighted sum of them.")
 

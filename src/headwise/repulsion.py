@@ -32,7 +32,7 @@ from headwise.particles import Rule
 
 __all__ = ["Repulsion", "jitter", "repel"]
 
-_claims: weakref.WeakKeyDictionary[Optimizer, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+_claims: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -42,9 +42,31 @@ class _Attachment:
     optimizer: Optimizer
     ensembles: tuple[Ensemble, ...]
     steps: int = 0
-    applied: bool = False
+    applied_to: tuple[weakref.ref[Tensor], ...] = ()
     last: ForceNorms | None = None
     handle: RemovableHandle | None = field(default=None, repr=False)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the gradients there are now were acted on; fresh ones, after a step that was skipped, were not."""
+        present = self._gradients()
+        return (
+            bool(self.applied_to)
+            and len(present) == len(self.applied_to)
+            and all(was() is now for was, now in zip(self.applied_to, present, strict=True))
+        )
+
+    def mark(self) -> None:
+        """Remember that the gradients there are now were acted on."""
+        self.applied_to = tuple(weakref.ref(gradient) for gradient in self._gradients())
+
+    def clear(self) -> None:
+        """Forget it: the step was taken."""
+        self.applied_to = ()
+
+    def _gradients(self) -> list[Tensor]:
+        parameters = [slab.parameter for ensemble in self.ensembles for slab in ensemble.slabs]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def repel(
@@ -75,7 +97,7 @@ def repel(
         joint: Whether query, key and value of a site make one particle instead of three.
         when: "step" or "manual".
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
-        seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter) alone.
+        seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter) and the kind of device.
 
     Raises:
         LayoutError: An optimizer lacks a parameter of the heads, or a parameter is sharded.
@@ -93,6 +115,8 @@ def repel(
         >>> repulsion.steps
         1
     """
+    if isinstance(rule, type) or not isinstance(rule, Rule):
+        raise SettingError(f"rule is {rule!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
     require_choice("when", when, ("step", "manual"))
     require_choice("noise", noise, ("step", "apply"))
     require_integer("seed", seed)
@@ -134,11 +158,11 @@ class Repulsion:
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             claimed = _claims.setdefault(attachment.optimizer, set())
-            wanted = {slab_key for ensemble in attachment.ensembles for slab_key in ensemble.keys}
-            if claimed & wanted:
-                name, projection = min(claimed & wanted)
+            wanted = {key: name for ensemble in attachment.ensembles for key, name in ensemble.keys.items()}
+            taken = sorted(name for key, name in wanted.items() if key in claimed)
+            if taken:
                 raise SettingError(
-                    f"the {projection} heads of {name} are repelled by this optimizer already; "
+                    f"the {taken[0]} are repelled by this optimizer already; "
                     "call .remove() on the earlier handle first."
                 )
         for attachment in self._attachments:
@@ -171,13 +195,16 @@ class Repulsion:
     def apply(self) -> None:
         """Change the heads' gradients now, before clipping; the coming `optimizer.step()` will not do it again.
 
+        Once a step, on gradients that are whole and unscaled: after the last micro-batch and `scaler.unscale_`. Where
+        the step is then skipped, call `zero_grad()` as usual (`set_to_none=True`, torch's default) before going on.
+
         Raises:
             NotFired: No head has a gradient: call it after `backward()`.
         """
         for attachment in self._attachments:
             if not attachment.applied:
                 self._act(attachment, scale=None)
-                attachment.applied = True
+                attachment.mark()
 
     def remove(self) -> None:
         """Detach from the optimizer."""
@@ -231,7 +258,8 @@ class Repulsion:
             )
         for attachment, count in zip(self._attachments, steps, strict=True):
             require_integer("steps", count)
-            attachment.steps, attachment.applied = count, False
+            attachment.steps = count
+            attachment.clear()
         self.strength = float(state["strength"])
 
     def __enter__(self) -> Self:
@@ -254,7 +282,7 @@ class Repulsion:
                 return None
 
             def wrapped() -> Any:
-                attachment.applied = False
+                attachment.clear()
                 loss = closure()
                 self._before_step(attachment, scale=None, counted=False)
                 return loss
@@ -276,7 +304,7 @@ class Repulsion:
             self._act(attachment, scale)
         if self.noise == "step":
             self._add_noise(attachment, scale)
-        attachment.applied = False
+        attachment.clear()
         if counted:
             attachment.steps += 1
 
@@ -350,6 +378,10 @@ def _innermost(optimizer: object) -> Optimizer:
 
 
 def _assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> list[_Attachment]:
+    if any(group.get("maximize", False) for optimizer in optimizers for group in optimizer.param_groups):
+        raise SettingError(
+            "the optimizer has maximize=True, under which heads would attract; minimize minus the score."
+        )
     held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
     assigned: list[list[Ensemble]] = [[] for _ in optimizers]
     for ensemble in ensembles:

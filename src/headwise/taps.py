@@ -24,7 +24,7 @@ from headwise.nn import Attended, MultiheadAttention, Observer, valid_keys
 __all__ = ["Capture", "Taps"]
 
 # A loop that trains for this many calls without reading its taps holds every graph it has built.
-UNREAD_CALLS = 256
+UNREAD_CALLS = 64
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Capture:
         outputs: O_h of each head before W_O, [B, Q, H, e].
         values: V_g of each key/value head, [B, K, G, e].
         weights: Attention weights before dropout, [B, H, Q, K].
-        key_keep: True where a key is a real token, [B, K]; None when the call received no padding mask.
+        key_keep: True where a key is a real token, [B, K]; None when the call received no `key_padding_mask`.
         query_keep: The same for queries, [B, Q]; for cross-attention that of the decoder's own self-attention.
     """
 
@@ -80,7 +80,6 @@ class Taps:
             raise SettingError("Taps was asked to read nothing; expected some of outputs, values, weights.")
         self.heads = heads
         self.outputs, self.values, self.weights = outputs, values, weights
-        self.fired: dict[str, int] = {site.name: 0 for site in heads.sites}
         self._captures: list[Capture] = []
         self._padding: dict[tuple[str, int], Tensor | None] = {}
         self._handles: list[RemovableHandle] = []
@@ -100,7 +99,6 @@ class Taps:
             NotFired: A site was not called since the last read.
         """
         captures, self._captures = self._captures, []
-        companions, self._padding = self._padding, {}
         called = {capture.site.name for capture in captures}
         silent = [site.name or "(model)" for site in self.heads.sites if site.name not in called]
         if silent:
@@ -110,9 +108,7 @@ class Taps:
                 "the module (attach before torch.compile and before the first forward)."
             )
         for capture in captures:
-            if capture.site.kind == "cross":
-                capture.query_keep = companions.get((capture.site.stack, capture.site.layer))
-            else:
+            if capture.site.kind != "cross":
                 capture.query_keep = capture.key_keep
         return captures
 
@@ -142,11 +138,11 @@ class Taps:
         self.remove()
 
     def _attach(self) -> None:
-        self._handles.append(self.heads.model.register_forward_pre_hook(self._model_called))
+        self._handles.append(self.heads.model.register_forward_pre_hook(self._model_hook()))
         crossed = {(site.stack, site.layer) for site in self.heads.sites if site.kind == "cross"}
         for site in self.heads.found:
             if site.kind == "decoder" and (site.stack, site.layer) in crossed:
-                hook = self._padding_hook((site.stack, site.layer))
+                hook = self._padding_hook(site)
                 self._handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
         for site in self.heads.sites:
             seam = site.expose() if self.outputs or isinstance(site.module, nn.MultiheadAttention) else site.seam
@@ -180,16 +176,20 @@ class Taps:
     def _accumulates(self) -> bool:
         return self.heads.model.training and torch.is_grad_enabled()
 
-    def _model_called(self, *_: object) -> None:
-        if not self._silent() and not self._accumulates():
-            self._forget()
+    # Hooks are plain functions that ask whose they are: a deep copy of the model shares them, and must not be captured.
+    def _model_hook(self):
+        def called(module: nn.Module, _args: tuple) -> None:
+            if module is self.heads.model and not self._silent() and not self._accumulates():
+                self._forget()
+
+        return called
 
     def _forget(self) -> None:
         self._captures, self._padding = [], {}
 
     def _call_hook(self, site: Site):
-        def called(_module: nn.Module, _args: tuple, kwargs: dict) -> None:
-            if self._silent():
+        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if module is not site.module or self._silent():
                 return
             accumulates = self._accumulates()
             if accumulates and self._transient:
@@ -199,8 +199,11 @@ class Taps:
                 # a part of the model may be called without the model: keep its newest call only
                 self._captures = [capture for capture in self._captures if capture.site is not site]
             self._transient = not accumulates
-            self.fired[site.name] += 1
-            self._captures.append(Capture(site, key_keep=_given_padding(kwargs)))
+            key_keep = _given_padding(module, args, kwargs)
+            # the decoder's own self-attention ran just before, on the queries of this call
+            cross = site.kind == "cross"
+            query_keep = self._padding.get((site.stack, site.layer)) if cross else None
+            self._captures.append(Capture(site, key_keep=key_keep, query_keep=query_keep))
             if len(self._captures) > UNREAD_CALLS * len(self.heads):
                 raise NotFired(
                     f"{len(self._captures)} captures were kept and never read; call the penalty (or read the taps) "
@@ -209,10 +212,10 @@ class Taps:
 
         return called
 
-    def _padding_hook(self, place: tuple[str, int]):
-        def called(_module: nn.Module, _args: tuple, kwargs: dict) -> None:
-            if not self._silent():
-                self._padding[place] = _given_padding(kwargs)
+    def _padding_hook(self, site: Site):
+        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if module is site.module and not self._silent():
+                self._padding[site.stack, site.layer] = _given_padding(module, args, kwargs)
 
         return called
 
@@ -222,16 +225,17 @@ class Taps:
         return next((capture for capture in reversed(self._captures) if capture.site is site), None)
 
     def _output_hook(self, site: Site):
-        def called(_module: nn.Module, args: tuple) -> None:
-            capture = self._newest(site)
+        def called(module: nn.Module, args: tuple) -> None:
+            seam = site.seam
+            capture = self._newest(site) if seam is not None and module is seam.module else None
             if capture is not None:
                 capture.outputs = _split(args[0], site.num_heads, site.head_size, f"{site.name} output")
 
         return called
 
     def _value_hook(self, site: Site):
-        def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            capture = self._newest(site)
+        def called(module: nn.Module, _args: tuple, output: Tensor) -> None:
+            capture = self._newest(site) if module is site.value_module else None
             if capture is not None:
                 capture.values = _split(output, site.key_value_heads, site.head_size, f"{site.name} value")
 
@@ -248,8 +252,10 @@ class Taps:
         return see
 
 
-def _given_padding(kwargs: dict) -> Tensor | None:
+def _given_padding(module: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
     mask = kwargs.get("key_padding_mask")
+    if mask is None and isinstance(module, nn.MultiheadAttention) and len(args) > 3:
+        mask = args[3]
     return valid_keys(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 

@@ -158,7 +158,7 @@ class _Experiment:
                 bias = slab.owner._parameters[slab.bias or ""]
                 assert bias is not None  # _redraw gave every projection a bias
                 view = slab.bias_view(bias)
-                view.add_(torch.randn(view.shape, generator=self.generator, dtype=view.dtype))
+                view.add_(self._draw(view.shape, view))
                 check(before, self._observe(), f"adding a constant to every {projection}")
 
     def _redraw(self) -> None:
@@ -176,14 +176,14 @@ class _Experiment:
                 self.slabs[slab.projection] = replace(slab, bias=name)
             view = slab.view(slab.parameter)
             # weights of trained or freshly initialised models may be zero, equal or tiny: these are none of that
-            view.copy_(torch.randn(view.shape, generator=self.generator) * 2 / view.shape[-1] ** 0.5)
+            view.copy_(self._draw(view.shape, view) * 2 / view.shape[-1] ** 0.5)
         view = self.output.view(self.output.parameter)
-        view.copy_(torch.randn(view.shape, generator=self.generator))
+        view.copy_(self._draw(view.shape, view))
 
     def _rotate(self, heads: list[int]) -> None:
         value, size = self.slabs["value"], self.site.head_size
-        random = torch.randn(len(heads) * size, len(heads) * size, generator=self.generator, dtype=torch.float64)
-        rotation = torch.linalg.qr(random)[0]
+        square = (len(heads) * size, len(heads) * size)
+        rotation = torch.linalg.qr(self._draw(square, value.parameter))[0]
         weight, bias = value.view(value.parameter), value.owner._parameters[value.bias or ""]
         weight[heads] = (rotation @ weight[heads].flatten(0, 1)).unflatten(0, (len(heads), size))
         if bias is not None:
@@ -204,7 +204,10 @@ class _Experiment:
 
     def _disturb(self, slab: Slab, heads: list[int]) -> None:
         view = slab.view(slab.parameter)
-        view[heads] = torch.randn(view[heads].shape, generator=self.generator, dtype=view.dtype)
+        view[heads] = self._draw(view[heads].shape, view)
+
+    def _draw(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.randn(tuple(shape), generator=self.generator, dtype=like.dtype).to(like.device)
 
     def _observe(self) -> Tensor:
         seen: list[Tensor] = []

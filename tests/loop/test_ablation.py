@@ -49,3 +49,8 @@ def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
     without.o_proj = nn.Identity()
     with pytest.raises(hw.LayoutError, match="no output projection was found"):
         hw.ablate(hw.find_heads(without), 0)
+
+
+def test_an_ablation_that_no_forward_went_through_is_told():
+    with pytest.raises(hw.NotFired, match="no forward pass"), hw.ablate(hw.find_heads(SeparateAttention()), 0):
+        pass

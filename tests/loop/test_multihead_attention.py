@@ -154,4 +154,5 @@ def test_valid_keys_reads_both_kinds_of_padding_mask():
     assert valid_keys(None) is None
     assert torch.equal(valid_keys(padding), ~padding)
     assert torch.equal(valid_keys(torch.tensor([[0.0, -torch.inf]])), ~padding)
-    assert torch.equal(valid_keys(torch.tensor([[0.3, torch.finfo(torch.float32).min]])), ~padding)
+    for padded in (torch.finfo(torch.float32).min, -1e9, -1e4):
+        assert torch.equal(valid_keys(torch.tensor([[-30.0, padded]])), ~padding)

@@ -139,21 +139,31 @@ def test_checkpointing_without_reentry_gives_the_same_gradient_and_with_it_is_re
         penalty()
 
 
-def test_a_compiled_model_has_the_same_penalty():
+def test_a_compiled_model_has_the_same_penalty_and_is_compiled_once():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
     x = torch.randn(3, 5, 8).double()
     model(x)
     expected = penalty()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="aot_eager")
-    compiled(x)
-    torch.testing.assert_close(penalty(), expected)
+    graphs = []
+    for _ in range(4):
+        loss = compiled(x).square().mean()
+        found = penalty()
+        (loss + found).backward()
+        torch.testing.assert_close(found, expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [graphs[1]] * 3
 
 
 def test_wrong_terms_and_kinds_are_refused():
     heads = hw.find_heads(transformer())
     with pytest.raises(hw.SettingError, match="term is 'output'"):
         hw.Disagreement(heads, "output")
+    with pytest.raises(hw.SettingError, match="term is <class"):
+        hw.Disagreement(heads, hw.Output)
     with pytest.raises(hw.SettingError, match="kind of attention is 'encoder'; expected one of cross, decoder, self"):
         hw.Disagreement(heads, hw.Output(), weights={"encoder": 1.0})
     with pytest.raises(hw.SettingError, match="weight of a term is nan"):

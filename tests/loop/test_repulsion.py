@@ -456,3 +456,52 @@ def test_a_zero_head_is_refused_where_the_kernel_compares_directions():
     with pytest.raises(hw.ShapeError, match=r"value: heads \[1\] of 4 are zero"):
         hw.repel(optimizer, hw.find_heads(model), hw.SVGD(kernel=hw.NormalizedRBF()))
     hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+
+
+def test_after_a_skipped_step_fresh_gradients_are_acted_on_again():
+    model = model_with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = hw.repel(optimizer, hw.find_heads(model), RULE, when="manual")
+    handle.apply()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = expected_gradients(model, RULE)
+    handle.apply()
+    optimizer.step()
+    assert_gradients(model, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_tied_parameters_are_acted_on_once():
+    first, second = model_with_gradients(), SeparateAttention()
+    second.q_proj.weight = first.q_proj.weight
+    model = nn.ModuleList([first, second])
+    expected = expected_gradients(first, RULE)["q_proj.weight"]
+    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
+    handle.apply()
+    assert len(handle.ensembles) == 5
+    torch.testing.assert_close(first.q_proj.weight.grad.double(), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_two_models_in_one_optimizer_are_told_apart_and_one_model_found_twice_is_not():
+    models = nn.ModuleList([model_with_gradients(), model_with_gradients(seed=1)])
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.0)
+    for model in models:
+        hw.repel(optimizer, hw.find_heads(model), RULE)
+    with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+        hw.repel(optimizer, hw.find_heads(models), RULE)
+
+
+def test_what_is_no_rule_and_an_optimizer_that_maximizes_are_refused():
+    model = model_with_gradients()
+    heads = hw.find_heads(model)
+    with pytest.raises(hw.SettingError, match="expected a particle rule"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD)
+    with pytest.raises(hw.SettingError, match="maximize=True"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), heads, RULE)
+
+
+def test_a_tensor_rate_of_zero_gives_finite_noise():
+    model, _, optimizer, _ = noisy(lr=torch.tensor(0.0))
+    optimizer.step()
+    assert torch.isfinite(model.q_proj.weight.grad).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,43 @@ def test_cross_attention_takes_its_queries_padding_from_the_decoder():
         (capture,) = taps.read()
     assert torch.equal(capture.query_keep, ~target)
     assert torch.equal(capture.key_keep, ~source)
+
+
+def test_two_calls_of_a_decoder_keep_the_padding_of_each():
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    paddings = [torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)]
+    paddings[0][1, 3:] = paddings[1][0, 1:] = True
+    with hw.Taps(hw.find_heads(model).kind("cross"), outputs=True) as taps:
+        for padding in paddings:
+            target = torch.randn(2, padding.shape[1], 8)
+            model(torch.randn(2, 6, 8), target, tgt_key_padding_mask=padding)
+        captures = taps.read()
+    assert all(torch.equal(c.query_keep, ~p) for c, p in zip(captures, paddings, strict=True))
+
+
+def test_padding_given_by_position_is_seen():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with hw.Taps(hw.find_heads(attention), outputs=True) as taps:
+        attention(x, x, x, padding)
+        (capture,) = taps.read()
+    assert torch.equal(capture.key_keep, ~padding)
+
+
+def test_a_copy_of_a_tapped_model_is_not_captured():
+    model = encoder()
+    x = torch.randn(3, 5, 8)
+    with hw.Taps(hw.find_heads(model), outputs=True, weights=True) as taps:
+        model(x)
+        twin = copy.deepcopy(model)
+        twin(x)
+        with torch.no_grad():
+            twin.eval()(x)
+        assert len(taps.read()) == 2
+        model(x)
+        hw.verify(hw.find_heads(model), (x,))
+        assert all(capture.outputs.dtype == torch.float32 for capture in taps.read())
 
 
 def test_evaluation_does_not_accumulate():

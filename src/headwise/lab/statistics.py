@@ -91,7 +91,8 @@ def estimate(
     because all seeds answer the same items, one set of N items for all of them (Owen 2007, "The pigeonhole
     bootstrap"). With s the standard error under both sources of chance, in the data and (*) in a resample, the
     interval is mean -+ c s, where c is the level's quantile of |mean* - mean| / s*, but no less than Student's t with
-    S - 1 degrees of freedom; resamples without any spread do not count for c. p = (1 + #{|mean* - mean| / s* >= |mean| / s}) / (resamples + 1), but no less than t's.
+    S - 1 degrees of freedom; resamples without any spread do not count for c.
+    p = (1 + #{|mean* - mean| / s* >= |mean| / s}) / (resamples + 1), but no less than t's.
 
     Percentiles of mean* would be simpler and wrong: five seeds of two equal arms differ in the same direction once
     in 16 times, and then no resample crosses zero. In our simulations they called 16 of 100 null effects real at
