@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.aggregation import aggregate
+from headwise.aggregators import Residual, Routing
 from headwise.heads import Heads
 from headwise.lab.arms import Arm
 from headwise.lab.drophead import DropHead
@@ -33,13 +35,17 @@ class Methods:
         model: The model; its aggregators are put in place and every parameter is drawn anew.
         part: The part of the model whose heads the arm acts on.
         seed: Seed of the run; each thing that draws has a stream of its own.
+        compile_routing: Whether the arm's routing is compiled with `torch.compile`.
     """
 
-    def __init__(self, arm: Arm, model: nn.Module, part: nn.Module, *, seed: int) -> None:
+    def __init__(
+        self, arm: Arm, model: nn.Module, part: nn.Module, *, seed: int, compile_routing: bool = False
+    ) -> None:
         self.arm, self.seed = arm, seed
         self.heads = find_heads(part)
         if arm.aggregation is not None:
-            aggregate(_chosen(self.heads, arm.aggregation_layers), arm.aggregation)
+            setting = _compiled(arm.aggregation) if compile_routing else arm.aggregation
+            aggregate(_chosen(self.heads, arm.aggregation_layers), setting)
         initialise(model, seed)
         self.penalty: Disagreement | None = None
         if arm.term is not None:
@@ -107,3 +113,9 @@ class Methods:
 
 def _chosen(heads: Heads, layers: tuple[int, ...] | None) -> Heads:
     return heads if layers is None else heads.layers(*layers)
+
+
+def _compiled(setting: Routing | Residual) -> Routing | Residual:
+    if isinstance(setting, Residual):
+        return replace(setting, routing=_compiled(setting.routing))
+    return replace(setting, chunks=replace(setting.chunks, compile=True))

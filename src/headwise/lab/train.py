@@ -59,7 +59,9 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         return
     data = LogicTask.load(settings.data, settings.scale, settings.cache)
     model = PairClassifier(len(data.vocabulary), len(data.labels), settings.scale)
-    methods = Methods(settings.arm, model, model.encoder, seed=settings.seed)
+    methods = Methods(
+        settings.arm, model, model.encoder, seed=settings.seed, compile_routing=settings.scale.compile_routing
+    )
     trainer = _trainer(settings, folder, model, methods, data, heartbeat)
     checkpoint = runs.latest_checkpoint(folder)
     if checkpoint is not None:

@@ -35,6 +35,7 @@ class Scale:
         train_examples: Cap on the training examples, those with the smallest keys; None for all.
         dev_examples: Likewise for dev.
         queries: Trainable pooling queries.
+        compile_routing: Whether routing is compiled: seconds once a process, repaid where a run takes minutes.
 
     Raises:
         SettingError: A value is outside its range.
@@ -57,6 +58,7 @@ class Scale:
     train_examples: int | None = None
     dev_examples: int | None = None
     queries: int = 2
+    compile_routing: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("width", "layers", "heads", "classifier_width", "batch_size", "epochs", "generated_draws", "queries")
@@ -112,6 +114,7 @@ SCALES: Mapping[str, Scale] = {
             test_bins=tuple(range(1, 13)),
             generated_draws=600_000,
             dev_examples=6_000,
+            compile_routing=True,
         ),
         # Li et al. 2021 state width, layers, queries, dropout, rate and epochs; the rest follows Tran et al. 2018
         Scale(
@@ -129,6 +132,7 @@ SCALES: Mapping[str, Scale] = {
             train_operators=6,
             test_bins=tuple(range(1, 13)),
             generated_draws=600_000,
+            compile_routing=True,
         ),
     )
 }
