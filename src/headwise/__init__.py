@@ -19,7 +19,7 @@ from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.layouts import LAYOUTS, Layout, SeparateLinears, TorchMultihead, find_heads
 from headwise.particles import SGLD, SPOS, SVGD, Relative
-from headwise.penalty import Disagreement, Output, Position, PositionSquaredDifference, Subspace
+from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
 from headwise.repulsion import Repulsion, jitter, repel
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.taps import Capture, Taps
@@ -45,6 +45,7 @@ __all__ = [
     "DistinctCapsules",
     "EMRouting",
     "Fixed",
+    "Frobenius",
     "Heads",
     "HeadwiseError",
     "Importance",

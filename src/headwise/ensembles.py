@@ -244,6 +244,8 @@ def _apply_batch(
     geometry = geometry_from_grams(shifted, plain)
     mixing = rule.mixing(geometry)
     repulsion_norms = _repulsion_norms(mixing, shifted if plain is None else plain)
+    # the particle nearest to all others: differences from it are the ones that round least
+    medoids = geometry.squared_distances.sum(-1).argmin(-1)
     drive_norms, pushed, workspace = [], [], _Workspace()
     for index, (views, (_, gradients)) in enumerate(zip(parameters, batch, strict=True)):
         drives = [workspace.like(slot, gradient) for slot, gradient in enumerate(gradients)]
@@ -254,7 +256,8 @@ def _apply_batch(
         drive_norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
         factor = _factor(mixing, drive_norm, repulsion_norms[index], strength, scale)
         for drive, view, gradient in zip(drives, views, gradients, strict=True):
-            _add_mixed(drive, -factor * mixing.repulsion[index], view)
+            rows = workspace.like(len(gradients), drive)
+            _add_repulsion(drive, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
             # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
             torch.where(drive_norm.isfinite(), drive.to(gradient.dtype), gradient, out=gradient)
         drive_norms.append(drive_norm)
@@ -305,6 +308,22 @@ class _Workspace:
         if buffer is None or buffer.numel() < view.numel():
             buffer = self._slots[key] = torch.empty(view.numel(), dtype=key[1], device=view.device)
         return buffer[: view.numel()].view(view.shape)
+
+
+def _add_repulsion(
+    buffer: Tensor, coefficients: Tensor, view: Tensor, rows: Tensor, medoid: Tensor, needs_inner: bool
+) -> None:
+    """Add sum_j coefficients_ij view_j by way of the differences from one particle, written to `rows`.
+
+    Nearly equal particles would lose in single precision, and more so under TF32, what tells them apart. Coefficients
+    of a kernel on distances have rows that sum to zero, so the differences are all there is.
+    """
+    origin = view.index_select(0, medoid.view(1)).to(buffer.dtype)
+    torch.sub(view, origin, out=rows)
+    _add_mixed(buffer, coefficients, rows)
+    if needs_inner:
+        sums = coefficients.sum(-1).to(buffer.dtype)
+        buffer.addcmul_(sums.view(-1, 1, 1), origin)
 
 
 def _add_mixed(buffer: Tensor, coefficients: Tensor, view: Tensor, *, beta: int = 1) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.checks import NotFired, SettingError, ShapeError, require_choice, require_range
 from headwise.disagreement import (
+    frobenius_penalty_sum,
     output_similarity_sum,
     position_similarity_sum,
     position_squared_difference_sum,
@@ -24,7 +25,16 @@ from headwise.disagreement import (
 from headwise.heads import Heads
 from headwise.taps import Capture, Taps
 
-__all__ = ["Disagreement", "Output", "Position", "PositionSquaredDifference", "Similarity", "Subspace", "Sum"]
+__all__ = [
+    "Disagreement",
+    "Frobenius",
+    "Output",
+    "Position",
+    "PositionSquaredDifference",
+    "Similarity",
+    "Subspace",
+    "Sum",
+]
 
 
 @runtime_checkable
@@ -108,6 +118,21 @@ class PositionSquaredDifference(_Arithmetic):
         return position_squared_difference_sum(tensor, keep)
 
 
+@dataclass(frozen=True)
+class Frobenius(_Arithmetic):
+    """||A_q A_q^T - I||_F^2 over the attention rows A_q [H, K] of one query (Lin et al. 2017); per query.
+
+    Squared, as in the paper. Not a mean over pairs: it grows with H^2, up to H (H - 1) for heads that all look at one
+    token, and its minimum 0 asks for one-hot rows on different tokens.
+    """
+
+    reads: ClassVar[str] = "weights"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return frobenius_penalty_sum(tensor.transpose(1, 2), keep)
+
+
 class Disagreement:
     """A penalty that makes heads disagree: add it to the loss.
 
@@ -117,7 +142,8 @@ class Disagreement:
 
     Args:
         heads: The sites to act on.
-        term: `Output()`, `Subspace()`, `Position()`, or a weighted sum of them.
+        term: `Output()`, `Subspace()`, `Position()`, `PositionSquaredDifference()`, `Frobenius()`, or a weighted sum
+            of them.
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
 
@@ -195,7 +221,9 @@ def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
         return term.parts
     if isinstance(term, Similarity) and not isinstance(term, type):
         return ((1.0, term),)
-    raise SettingError(f"term is {term!r}; expected Output(), Subspace(), Position() or a weighted sum of them.")
+    raise SettingError(
+        f"term is {term!r}; expected Output(), Subspace(), Position(), Frobenius() or a weighted sum of them."
+    )
 
 
 def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:

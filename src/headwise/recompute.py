@@ -24,6 +24,9 @@ __all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
 
 _logger = logging.getLogger(__name__)
 
+# Votes to which any batch is padded for a compiled kernel: a chunk that a CPU keeps in cache.
+FEWEST_PADDED = 2**17
+
 
 class Kernel(Protocol):
     """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once."""
@@ -60,7 +63,7 @@ def routed_in_chunks(
         votes: (heads [t, H * e], *vote_weights) -> votes [t, H, N, c].
         kernel: The routing.
         sizes: How many tokens have votes at once, and how many of them are routed at once.
-        pad: Whether the last chunk is padded to full size, so that a compiled kernel sees one shape.
+        pad: Whether chunks are padded to a few sizes, so that a compiled kernel sees few shapes.
 
     Returns:
         Capsules [T, N * c], in the dtype of the votes.
@@ -103,7 +106,8 @@ class _Chunked(torch.autograd.Function):
             output = votes.new_empty(votes.shape[0], votes.shape[2] * votes.shape[3])
             with _autocast(heads, None):
                 for part in _parts(len(votes), plan.sizes[1]):
-                    chunk = _padded(votes[part].to(routing_dtype), plan)
+                    chunk = votes[part].to(routing_dtype)
+                    chunk = _padded(chunk, _padded_length(chunk, plan))
                     capsules = plan.kernel.forward(chunk, *routing).flatten(1)
                     output[part] = capsules[: part.stop - part.start]
             outputs.append(output)
@@ -159,8 +163,10 @@ def _routing_gradient(
     sums: list[Tensor] = []
     with _autocast(votes, None):
         for part in _parts(len(votes), plan.sizes[1]):
-            chunk = _padded(votes[part].to(dtype), plan)
-            chunk_grad = _padded(grad[part].to(dtype).unflatten(1, votes.shape[2:]), plan)
+            chunk = votes[part].to(dtype)
+            length = _padded_length(chunk, plan)
+            chunk = _padded(chunk, length)
+            chunk_grad = _padded(grad[part].to(dtype).unflatten(1, votes.shape[2:]), length)
             # a half-precision or padded chunk goes through a buffer of the kernel's own dtype and length
             fits = len(chunk) == part.stop - part.start and d_votes.dtype == dtype
             into = d_votes[part] if fits else torch.empty_like(chunk)
@@ -182,9 +188,19 @@ def _parts(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _padded(tensor: Tensor, plan: _Plan) -> Tensor:
-    """Return `tensor` with zero tokens appended up to the chunk size, so that a compiled kernel sees one shape."""
-    missing = plan.sizes[1] - len(tensor) if plan.pad else 0
+def _padded_length(votes: Tensor, plan: _Plan) -> int:
+    """Return how many tokens a chunk of votes is padded to, so that a compiled kernel sees few shapes."""
+    if not plan.pad:
+        return len(votes)
+    size = plan.sizes[1]
+    # an accelerator's chunk is large: a short batch is padded to a quarter of it, or a quarter of that
+    while size // 4 >= len(votes) and size // 4 * votes.shape[1:].numel() >= FEWEST_PADDED:
+        size //= 4
+    return size
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    missing = length - len(tensor)
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing > 0 else tensor
 
 
@@ -226,6 +242,8 @@ class _CompiledKernel:
             return plain(*tensors)
         try:
             return compiled(*tensors)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
             reason = " ".join(str(error).split("\n")[:2])
             _logger.warning(

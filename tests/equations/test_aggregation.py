@@ -338,6 +338,46 @@ def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting,
     ]
 
 
+def test_running_out_of_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
+    def full(_function, **_options):
+        def fail(*_tensors):
+            raise torch.OutOfMemoryError("no memory")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", full)
+    recompute.compiled_kernel.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        seeded(EMRouting(capsules=4, chunks=Chunks(compile=True)))(random(5, 8, dtype=torch.float32))
+    recompute.compiled_kernel.cache_clear()
+
+
+def test_a_compiled_kernel_sees_few_lengths_none_much_longer_than_the_batch(monkeypatch):
+    seen = set()
+
+    def recorded(function, **_options):
+        def call(votes, *rest):
+            seen.add(len(votes))
+            return function(votes, *rest)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    # a token has 2 x 8 votes: lengths of 64, 16 and 4 tokens are a chunk, its quarter and the fewest
+    monkeypatch.setattr(recompute, "FEWEST_PADDED", 64)
+    recompute.compiled_kernel.cache_clear()
+    plain, padded = (seeded(EMRouting(capsules=4, chunks=Chunks(64, 64, compile=c))) for c in (False, True))
+    for tokens in (1, 4, 5, 16, 17, 64, 70):
+        results = []
+        for module in (plain, padded):
+            heads = random(tokens, 8, dtype=torch.float32).requires_grad_()
+            module(heads).square().sum().backward()
+            results.append(heads.grad)
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+    recompute.compiled_kernel.cache_clear()
+    assert seen == {4, 16, 64}
+
+
 @pytest.mark.parametrize("setting", EVERY, ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
 def test_a_model_that_is_compiled_whole_gives_the_plain_values_in_one_graph(setting):

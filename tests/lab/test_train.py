@@ -17,6 +17,8 @@ from headwise.lab import train
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.batches import LengthBatches
 from headwise.lab.callback import RunCallback
+from headwise.lab.methods import Methods
+from headwise.lab.models.pair import PairClassifier
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.logic import SCALES, LogicTask, Scale
 from headwise.lab.train import train_run
@@ -204,6 +206,16 @@ def test_repulsion_is_applied_before_the_gradient_is_clipped(cache, tmp_path, mo
     train_run(settings("svgd:alpha=1e4", cache), tmp_path, stop_after(2))
     # with such a strength the norm to be clipped is the repulsion's
     assert min(norms) > 10.0
+
+
+def test_routing_is_compiled_where_the_scale_says_so():
+    compiled = {}
+    for wanted in (False, True):
+        model = PairClassifier(5, 7, TOY)
+        methods = Methods(parse_arm("em+svgd"), model, model.encoder, seed=3, compile_routing=wanted)
+        compiled[wanted] = [site.seam.module.setting.chunks.compile for site in methods.heads.sites]
+    assert compiled == {False: [False, False], True: [True, True]}
+    assert SCALES["cpu"].compile_routing
 
 
 def test_a_penalty_is_part_of_the_loss(whole):

@@ -32,17 +32,21 @@ def call(model, source_length=6, target_length=4):
     )
 
 
-LOOPS = {
-    "outputs": loops.output_similarity,
-    "values": loops.subspace_similarity,
-    "weights": loops.position_similarity,
-}
+LOOPS = [
+    (hw.Output(), "outputs", loops.output_similarity),
+    (hw.Subspace(), "values", loops.subspace_similarity),
+    (hw.Position(), "weights", loops.position_similarity),
+    (hw.PositionSquaredDifference(), "weights", loops.position_squared_difference),
+    (
+        hw.Frobenius(),
+        "weights",
+        lambda a, keep: loops.frobenius_penalty(a.transpose(1, 2).flatten(0, 1), keep.flatten()),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("term", "reads"), [(hw.Output(), "outputs"), (hw.Subspace(), "values"), (hw.Position(), "weights")]
-)
-def test_the_penalty_is_the_weighted_mean_over_layers_of_each_kind(term, reads):
+@pytest.mark.parametrize(("term", "reads", "loop"), LOOPS, ids=[str(term) for term, *_ in LOOPS])
+def test_the_penalty_is_the_weighted_mean_over_layers_of_each_kind(term, reads, loop):
     model = transformer()
     heads = hw.find_heads(model)
     with hw.Taps(heads, **{reads: True}) as taps:
@@ -52,7 +56,7 @@ def test_the_penalty_is_the_weighted_mean_over_layers_of_each_kind(term, reads):
     expected = 0.0
     for kind in ("self", "decoder", "cross"):
         values = [
-            float(LOOPS[reads](getattr(c, reads).detach(), c.key_keep if reads == "values" else c.query_keep))
+            float(loop(getattr(c, reads).detach(), c.key_keep if reads == "values" else c.query_keep))
             for c in captures
             if c.site.kind == kind
         ]
