@@ -23,7 +23,6 @@ __all__ = [
     "plain_gram",
     "require_nonzero",
     "shifted_gram",
-    "zero_particles",
 ]
 
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
@@ -118,13 +117,6 @@ def plain_gram(view: Tensor) -> Tensor:
     for columns in _columns(view):
         gram.addmm_(columns, columns.T)
     return gram
-
-
-def zero_particles(geometry: Geometry) -> Tensor:
-    """Which particles have no direction: bool [*, M], all False when the geometry holds no inner products."""
-    if geometry.inner is None:
-        return torch.zeros_like(geometry.squared_distances[..., 0], dtype=torch.bool)
-    return geometry.inner.diagonal(dim1=-2, dim2=-1) <= SMALLEST
 
 
 def collapsed(geometry: Geometry) -> Tensor:

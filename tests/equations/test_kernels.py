@@ -18,7 +18,6 @@ from headwise.gram import (
     plain_gram,
     require_nonzero,
     shifted_gram,
-    zero_particles,
 )
 from headwise.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian, cosine_gradient
 from headwise.reference import particles as reference
@@ -256,7 +255,6 @@ def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_n
     theta[2] = 0
     shape = geometry(theta, inner=True)
     matrices = kernel.matrices(shape)
-    assert zero_particles(shape).tolist() == [False, False, True, False]
     assert matrices.values.isfinite().all()
     assert matrices.values[2, 2] == 1
     assert not matrices.repulsion[2].any()
@@ -267,10 +265,6 @@ def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_n
     if isinstance(kernel, Cosine):
         others = kernel.matrices(geometry(theta[[0, 1, 3]], inner=True))
         close(matrices.repulsion[[0, 1, 3]][:, [0, 1, 3]], others.repulsion)
-
-
-def test_without_inner_products_no_particle_is_called_zero():
-    assert zero_particles(geometry(draw(2, 4, 3), inner=False)).tolist() == [[False] * 4] * 2
 
 
 def test_collapsed_groups_are_named():

@@ -10,7 +10,7 @@ from headwise.lab.grids import (
     bins_grid,
     diversity_grid,
     grids,
-    markdown,
+    markdown_of,
     plain_grid,
     terminal,
     verdict_grid,
@@ -83,7 +83,8 @@ def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):
 
 def test_markup_in_an_arms_name_is_text_everywhere(hostile):
     assert "[red]a|b[/red]" in printed(hostile, 200)
-    lines = [line for line in markdown(hostile).splitlines() if "script" in line]
+    written = "\n".join(markdown_of(grid) for grid in grids(hostile))
+    lines = [line for line in written.splitlines() if "script" in line]
     assert lines
     for line in lines:
         assert "<script>" not in line
@@ -92,8 +93,8 @@ def test_markup_in_an_arms_name_is_text_everywhere(hostile):
 
 
 def test_markdown_tables_are_rectangular(table):
-    for block in markdown(table).split("\n\n"):
-        lines = [line.replace(r"\|", "") for line in block.splitlines() if line.startswith("|")]
+    for grid in grids(table):
+        lines = [line.replace(r"\|", "") for line in markdown_of(grid).splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1
 
 

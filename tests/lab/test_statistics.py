@@ -112,7 +112,7 @@ def test_intervals_cover_and_null_effects_are_rarely_called_better(spread):
         found = difference(arm, control, seed=draw, resamples=199)
         assert (found.low > 0 or found.high < 0) <= (found.p <= 0.05 + 1e-9)
         p_values.append(found.p)
-    # 5 % of 200 are 10, three standard deviations above are 19; percentiles of the resampled mean call 27
+    # 5 % of 200 are 10, three standard deviations above are 19
     assert sum(p <= 0.05 for p in p_values) <= 19
 
 

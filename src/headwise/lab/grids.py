@@ -26,7 +26,6 @@ __all__ = [
     "bins_grid",
     "diversity_grid",
     "grids",
-    "markdown",
     "markdown_of",
     "plain_grid",
     "record",
@@ -137,11 +136,6 @@ def terminal(table: Table) -> Group:
     shown = [_rich(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
     notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
-
-
-def markdown(table: Table) -> str:
-    """Return the grids as Markdown tables."""
-    return "\n\n".join([*(markdown_of(grid) for grid in grids(table)), NOTE]) + "\n"
 
 
 def record(table: Table) -> dict[str, Any]:

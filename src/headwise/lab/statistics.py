@@ -95,8 +95,7 @@ def estimate(
     p = (1 + #{|mean* - mean| / s* >= |mean| / s}) / (resamples + 1), but no less than t's.
 
     Percentiles of mean* would be simpler and wrong: five seeds of two equal arms differ in the same direction once
-    in 16 times, and then no resample crosses zero. In our simulations they called 16 of 100 null effects real at
-    p < .05 with 5 seeds; this form called 4.
+    in 16 times, and then no resample crosses zero.
 
     Args:
         scores: [S, N], one row a seed, one column a test item. S = 1 knows nothing about seeds: the interval is then
