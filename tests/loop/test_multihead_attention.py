@@ -234,7 +234,7 @@ def as_batch(length: int, batch: int = 3, width: int = 8) -> Tensor:
         ({"attn_mask": torch.zeros(1, 5, 4)}, r"attn_mask has shape \(1, 5, 4\); expected \(6, 5, 4\)"),
         ({"attn_mask": torch.zeros(5, 4, dtype=torch.uint8)}, "only bool and floating types of attn_mask"),
     ],
-    ids=str,
+    ids=lambda given: "-".join(f"{n}{tuple(t.shape)}" for n, t in given.items()) if isinstance(given, dict) else "",
 )
 def test_what_torch_refuses_is_not_broadcast(changes, message, separate):
     widths = {"kdim": 8, "vdim": 8} if separate else {}
