@@ -29,8 +29,9 @@ class Ablation:
         self.heads, self.indices = heads, indices
         self._reached: set[str] = set()
         self._handles: list[RemovableHandle] = []
-        for site in heads.sites:
-            module = site.expose().module
+        # every site is reached before the first is changed: a refusal leaves the model as it was
+        for site, seam in [(site, site.expose()) for site in heads.sites]:
+            module = seam.module
             self._handles.append(module.register_forward_pre_hook(Hook(module, self._zeroing(site))))
 
     @property

@@ -287,6 +287,11 @@ class Heads:
 
     def layers(self, *indices: int) -> Heads:
         """Return the heads of several layers; refuses as `layer` does."""
+        if not indices:
+            raise SettingError("layers() was given nothing; expected at least one layer, counted from 0.")
+        for index in indices:
+            if not isinstance(index, int) or isinstance(index, bool):
+                raise SettingError(f"layer is {index!r}; expected an integer.")
         last = {site.stack: max(s.layer for s in self.sites if s.stack == site.stack) for site in self.sites}
         wanted = tuple(
             site

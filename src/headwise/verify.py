@@ -180,7 +180,11 @@ def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Si
 
     def slab_again(slab: Slab) -> Slab:
         owner = again(slab.owner)
-        assert owner is not None
+        if owner is None:
+            raise LayoutError(
+                f"{slab.name} is no longer part of the model: its heads were found before the model was changed; call "
+                "find_heads again."
+            )
         return replace(slab, owner=owner, module=again(slab.module))
 
     copies = []
@@ -195,7 +199,8 @@ def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Si
                 model=twin,
                 module=module,
                 slabs=tuple(slab_again(slab) for slab in site.slabs),
-                output=None if site.output is None else slab_again(site.output),
+                # an aggregator may stand in the place of W_O since the heads were found
+                output=None if site.output is None or again(site.output.owner) is None else slab_again(site.output),
                 seam=None if seam is None or seam_owner is None else replace(seam, owner=seam_owner),
                 value_module=again(site.value_module),
             )

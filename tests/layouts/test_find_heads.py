@@ -311,3 +311,10 @@ def test_self_attention_beside_cross_attention_is_a_decoders():
     told = SeparateAttention()
     told.is_cross_attention = True
     assert hw.find_heads(told).sites[0].kind == "cross"
+
+
+def test_layers_of_nothing_or_of_no_number_are_refused():
+    heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    for asked, message in (((), "was given nothing"), (("0",), "layer is '0'"), ((True,), "layer is True")):
+        with pytest.raises(hw.SettingError, match=message):
+            heads.layers(*asked)

@@ -235,3 +235,10 @@ def test_a_model_that_is_random_or_does_not_run_is_told_apart_from_a_misread_one
     outside = replace(site, slabs=(replace(site.slabs[0], start=3), *site.slabs[1:]))
     with pytest.raises(hw.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
         hw.verify(Heads(site.model, (outside,)), (X,))
+
+
+def test_heads_found_before_aggregation_are_proved_still():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    heads = hw.find_heads(model)
+    hw.aggregate(heads.layer(0), hw.EMRouting(capsules=4))
+    assert len(hw.verify(heads, (torch.randn(2, 5, 8),)).sites) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -54,3 +56,14 @@ def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
 def test_an_ablation_that_no_forward_went_through_is_told():
     with pytest.raises(hw.NotFired, match="no forward pass"), hw.ablate(hw.find_heads(SeparateAttention()), 0):
         pass
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    heads = hw.find_heads(model)
+    x = torch.randn(2, 3, 8)
+    before = model(x)
+    blind = dataclasses.replace(heads.sites[1], seam=None, output=None)
+    with pytest.raises(hw.LayoutError, match="no output projection"):
+        hw.ablate(dataclasses.replace(heads, sites=(heads.sites[0], blind)), 1)
+    torch.testing.assert_close(model(x), before)
