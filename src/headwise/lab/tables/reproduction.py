@@ -108,7 +108,7 @@ def render(paper: Path) -> str:
 
 def _section(found: Mapping[str, Any]) -> str:
     lines = [f"## {found['id']} at scale {found['scale']}: {found['title']}", "", f"Source: {found['source']}."]
-    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```", found["command"], "```", ""]
+    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     claims = Grid(
