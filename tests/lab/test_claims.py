@@ -19,7 +19,7 @@ def comparison(tmp_path, *arms, seeds=(0, 1, 2, 3, 4)):
 
 def mean_difference(results, arm, against, first, last):
     inside = (results.bins >= first) & (results.bins <= last)
-    by_seed = {name: {r.seed: r.correct[inside] for r in results.runs if r.arm == name} for name in (arm, against)}
+    by_seed = {name: {r.seed: r.statistics[inside] for r in results.runs if r.arm == name} for name in (arm, against)}
     return float(np.mean([by_seed[arm][s].mean() - by_seed[against][s].mean() for s in by_seed[arm]]))
 
 

@@ -136,7 +136,8 @@ def digest(description: str, files: Iterable[Path] = ()) -> str:
     state = hashlib.blake2b(description.encode(), digest_size=8)
     for path in files:
         try:
-            state.update(hashlib.blake2b(path.read_bytes()).digest())
+            with path.open("rb") as stream:
+                state.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error}).") from error
     return state.hexdigest()

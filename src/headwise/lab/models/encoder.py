@@ -134,8 +134,6 @@ def sinusoids(length: int, width: int, *, like: Tensor, longest: float = MAX_TIM
     [0.0, 1.0, 0.0, 1.0]
     """
     positions = torch.arange(length, device=like.device, dtype=torch.float32)
-    rates = torch.exp(
-        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-math.log(longest) / width)
-    )
+    rates = torch.exp(torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-math.log(longest) / width))
     angles = positions[:, None] * rates
     return torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1).to(like.dtype)

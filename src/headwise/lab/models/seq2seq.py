@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from headwise.checks import SettingError, require_integer, require_range
@@ -96,6 +96,10 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
     config_class = Seq2SeqConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    _tied_weights_keys = {  # noqa: RUF012  transformers reads it from the class
+        "encoder.embedding.weight": "embedding.weight",
+        "decoder.embedding.weight": "embedding.weight",
+    }
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config)
@@ -103,10 +107,6 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         self.encoder = Encoder(config, self.embedding)
         self.decoder = Decoder(config, self.embedding)
         self.post_init()
-
-    def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """Return the encoder, which generate() runs once."""
-        return self.encoder
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the one embedding."""
@@ -121,7 +121,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **_unused: Any,
     ) -> Seq2SeqLMOutput:
         """Return the logits [B, T, V], and the loss where labels are given: the mean over target tokens of
         (1 - s) (-log p(y)) + s mean_v (-log p(v)), with s the label smoothing.
@@ -134,7 +134,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             encoder_outputs: States of the encoder, to run it once for many steps.
             past_key_values: Projected keys and values of earlier steps.
             use_cache: Whether to return `past_key_values` for the next step.
-            **kwargs: What generate() hands to every model and this one has no use for.
+            **_unused: What generate() hands to every model and this one has no use for.
 
         Raises:
             SettingError: Neither target ids nor labels, or neither source ids nor states were given.
@@ -147,7 +147,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             if input_ids is None:
                 raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
             encoder_outputs = self.encoder(input_ids, attention_mask)
-        memory = encoder_outputs[0]
+        memory: Tensor = encoder_outputs[0]  # pyright: ignore[reportOptionalSubscript]
         if attention_mask is None:
             attention_mask = torch.ones(memory.shape[:2], device=memory.device) if input_ids is None else input_ids != 0
         padding = _padding(attention_mask)
@@ -181,7 +181,7 @@ class ScaledEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
         self._fill_padding_idx_with_zero()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Return the scaled embeddings [B, L, d] of ids [B, L]."""
         return super().forward(input) * self.embedding_dim**0.5
 
@@ -199,7 +199,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.width) if config.norm_first else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_unused: Any) -> BaseModelOutput:
         """Return the states [B, S, d] of source ids [B, S]."""
         padding = _padding(input_ids != PADDING if attention_mask is None else attention_mask)
         states = self.dropout(_placed(self.embedding(input_ids), 0))
@@ -222,11 +222,9 @@ class Decoder(nn.Module):
         """Return the states [B, T, d] of target ids [B, T], given the source's states and padding."""
         past = 0 if cache is None else int(cache.get_seq_length())
         states = self.dropout(_placed(self.embedding(ids), past))
+        own_padding = _padding(ids != PADDING)
         for index, layer in enumerate(self.layers):
-            if cache is None:
-                states = layer(states, _padding(ids != PADDING), memory, padding)
-            else:
-                states = layer.step(states, memory, padding, cache, index)
+            states = layer(states, own_padding, memory, padding, None if cache is None else (cache, index))
         return self.norm(states)
 
 
@@ -266,34 +264,36 @@ class DecoderLayer(Sublayers):
         self.cross_attention = CachedAttention(config.width, config.heads, dropout=config.dropout)
         self.cross_attention_norm = nn.LayerNorm(config.width)
 
-    def forward(self, states: Tensor, own_padding: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        """Return the new states [B, T, d] of a whole target."""
-        future = torch.ones(states.shape[1], states.shape[1], dtype=torch.bool, device=states.device).triu(1)
+    def forward(
+        self,
+        states: Tensor,
+        own_padding: Tensor,
+        memory: Tensor,
+        padding: Tensor,
+        cached: tuple[EncoderDecoderCache, int] | None = None,
+    ) -> Tensor:
+        """Return the new states [B, T, d].
+
+        Args:
+            states: [B, T, d]; with a cache only those of the tokens after the ones it holds.
+            own_padding: True at pads of the target, bool [B, T]; with a cache there are none.
+            memory: States of the source, [B, S, d].
+            padding: True at pads of the source, bool [B, S].
+            cached: The cache of projected keys and values, and this layer's place in it.
+        """
 
         def attended(x: Tensor) -> Tensor:
+            if cached is not None:
+                return _stepped(self.attention, x, *cached)
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
             return self.attention(x, x, x, key_padding_mask=own_padding, attn_mask=future, need_weights=False)[0]
 
         def crossed(x: Tensor) -> Tensor:
+            if cached is not None:
+                keys, values = _once(self.cross_attention, memory, *cached)
+                return self.cross_attention.attend(x, keys, values, ~padding[:, None, None])
             return self.cross_attention(x, memory, memory, key_padding_mask=padding, need_weights=False)[0]
 
-        return self._layer(states, attended, crossed)
-
-    def step(self, states: Tensor, memory: Tensor, padding: Tensor, cache: EncoderDecoderCache, index: int) -> Tensor:
-        """Return the new states of the next tokens [B, T, d], after those whose keys and values are in the cache."""
-
-        def attended(x: Tensor) -> Tensor:
-            past = int(cache.self_attention_cache.get_seq_length(index))
-            keys, values = cache.self_attention_cache.update(*self.attention.project(x), index)
-            positions = torch.arange(keys.shape[2], device=x.device)
-            return self.attention.attend(x, keys, values, positions <= past + positions[: x.shape[1], None])
-
-        def crossed(x: Tensor) -> Tensor:
-            keys, values = _once(cache, index, self.cross_attention, memory)
-            return self.cross_attention.attend(x, keys, values, ~padding[:, None, None])
-
-        return self._layer(states, attended, crossed)
-
-    def _layer(self, states: Tensor, attended: Any, crossed: Any) -> Tensor:
         states = _sublayer(self, self.attention_norm, states, attended)
         states = _sublayer(self, self.cross_attention_norm, states, crossed)
         return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
@@ -315,12 +315,20 @@ def _sublayer(layer: Sublayers, norm: nn.Module, states: Tensor, function: Any) 
     return norm(states + layer.dropout(function(states)))
 
 
-def _once(cache: EncoderDecoderCache, index: int, attention: CachedAttention, memory: Tensor) -> tuple[Tensor, Tensor]:
+def _stepped(attention: CachedAttention, states: Tensor, cache: EncoderDecoderCache, index: int) -> Tensor:
+    """Return the causal self-attention of the next tokens, whose keys and values join the cache."""
+    past = int(cache.self_attention_cache.get_seq_length(index))
+    keys, values = cache.self_attention_cache.update(*attention.project(states), index)
+    positions = torch.arange(keys.shape[2], device=states.device)
+    return attention.attend(states, keys, values, positions <= past + positions[: states.shape[1], None])
+
+
+def _once(attention: CachedAttention, memory: Tensor, cache: EncoderDecoderCache, index: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the source, projected at the first step and kept for the others."""
-    kept: Cache = cache.cross_attention_cache
     if cache.is_updated.get(index):
-        return kept.layers[index].keys, kept.layers[index].values
-    keys, values = kept.update(*attention.project(memory), index)
+        layer: Any = cache.cross_attention_cache.layers[index]
+        return layer.keys, layer.values
+    keys, values = cache.cross_attention_cache.update(*attention.project(memory), index)
     cache.is_updated[index] = True
     return keys, values
 
