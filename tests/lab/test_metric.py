@@ -22,8 +22,8 @@ def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], l
 
 
 def statistics(hypotheses: list[str], references: list[str]) -> np.ndarray:
-    bleu = sacrebleu.BLEU(effective_order=False)
-    found = [bleu.sentence_score(h, [r]) for h, r in zip(hypotheses, references, strict=True)]
+    bleu = sacrebleu.BLEU()
+    found = [bleu.corpus_score([h], [[r]]) for h, r in zip(hypotheses, references, strict=True)]
     return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in found])
 
 

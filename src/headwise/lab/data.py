@@ -67,6 +67,11 @@ class Ragged:
         """Number of tokens of each sequence, [N]."""
         return np.diff(self.offsets)
 
+    def first(self, most: int) -> Ragged:
+        """Return the first sequences, at most `most`, without a copy."""
+        offsets = self.offsets[: most + 1]
+        return Ragged(self.values[: offsets[-1]], offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic",)
+TASKS = ("logic", "translation")
 
 
 def named_task(name: str) -> Task:
@@ -20,6 +20,10 @@ def named_task(name: str) -> Task:
         SettingError: There is no such task.
     """
     require_choice("task", name, TASKS)
-    from headwise.lab.tasks.logic import LogicTask
+    if name == "logic":
+        from headwise.lab.tasks.logic import LogicTask
 
-    return LogicTask()
+        return LogicTask()
+    from headwise.lab.tasks.translation import TranslationTask
+
+    return TranslationTask()
