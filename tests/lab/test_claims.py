@@ -30,6 +30,14 @@ def test_a_contrast_is_the_difference_of_mean_accuracies_on_its_bins(tmp_path):
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_contrast_without_bins_is_over_all_items(tmp_path):
+    results = comparison(tmp_path, Drawn("output", effect=0.4, slope=-0.05))
+    (judged,) = judge([Claim("", (Contrast("output", "plain"),))], results)
+    expected = mean_difference(results, "output", "plain", 1, 12)
+    assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+    assert str(judged.found[0].contrast) == "output over plain"
+
+
 def test_a_lead_beyond_another_range_is_the_difference_of_the_two_leads(tmp_path):
     results = comparison(tmp_path, Drawn("em", effect=-0.2, slope=0.09))
     (judged,) = judge([Claim("", (Contrast("em", "plain", (7, 12), beyond=(1, 6)),))], results)

@@ -29,18 +29,22 @@ class Contrast:
     Attributes:
         arm: Name of the arm that should be ahead.
         against: Name of the arm that should be behind.
-        bins: First and last bin.
+        bins: First and last bin; None for all items.
         beyond: First and last bin of a range whose difference is taken off: the contrast then says that the lead is
             larger on `bins` than there. None for a plain difference.
+        of: What the bins count, as in "operators".
     """
 
     arm: str
     against: str
-    bins: tuple[int, int]
+    bins: tuple[int, int] | None = None
     beyond: tuple[int, int] | None = None
+    of: str = "operators"
 
     def __str__(self) -> str:
-        lead = f"{self.arm} over {self.against} on {self.bins[0]} to {self.bins[1]} operators"
+        if self.bins is None:
+            return f"{self.arm} over {self.against}"
+        lead = f"{self.arm} over {self.against} on {self.bins[0]} to {self.bins[1]} {self.of}"
         return lead if self.beyond is None else f"{lead}, less its lead on {self.beyond[0]} to {self.beyond[1]}"
 
 
@@ -121,7 +125,9 @@ def _measure(contrast: Contrast, results: Results) -> Estimate | None:
     return estimate(np.stack([np.concatenate(lead) for lead in leads]), seed=key("claim", str(contrast)))
 
 
-def _inside(bins: NDArray[np.int64], ends: tuple[int, int]) -> NDArray[np.bool_]:
+def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
+    if ends is None:
+        return np.ones(len(bins), dtype=bool)
     return (bins >= ends[0]) & (bins <= ends[1])
 
 
