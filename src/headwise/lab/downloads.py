@@ -6,7 +6,6 @@ checksum of its recipe. Must not know what the files are for.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
 import shutil
@@ -195,7 +194,7 @@ def _unpack(archive: Path, members: Mapping[str, str]) -> None:
                 partial.replace(archive.with_name(kept))
             if not missing:
                 return
-    except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise DataError(f"{archive} cannot be unpacked ({error}); fetch it again.") from error
     raise DataError(f"{archive} lacks {', '.join(missing)}; was it unpacked and packed anew?")
 
