@@ -114,6 +114,7 @@ LONG: dict[str, str] = {
     "disagreement.py": "five terms and their sums over tokens, each a few lines under its equation",
     "ensembles.py": "the two passes of a step read as one text",
     "heads.py": "Slab, Site and Heads are one idea; half of it is docstrings",
+    "lab/tasks/translation_corpora.py": "finding files beside the table of five corpora it serves; the table is a third",
     "metrics.py": "eight measures, each a few lines under its equation",
     "repulsion.py": "repel and its handle: every guard of the optimizer hook stands beside the hook",
 }
