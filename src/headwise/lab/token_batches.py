@@ -16,8 +16,7 @@ from headwise.checks import DataError, SettingError, require_integer
 
 __all__ = ["TokenBatches", "token_sorted"]
 
-# The shorter side of examples in one batch differs by less than this where there is a choice: less pads it better,
-# more mixes better.
+# The shorter sides in a batch differ by less than this where there is a choice: less pads them less, more mixes more.
 BUCKET = 4
 
 
@@ -91,7 +90,7 @@ def _plan(lengths: ArrayLike, tokens: int, examples: int | None) -> tuple[NDArra
     if sides.size == 0:
         raise DataError("lengths has no examples; expected at least one.")
     sides = sides.reshape(len(sides), -1)
-    longer, shorter = sides.max(axis=1), sides.min(axis=1)
+    longer = sides.max(axis=1)
     if int(longer.max()) > tokens:
         index = int(longer.argmax())
         raise SettingError(
@@ -100,7 +99,10 @@ def _plan(lengths: ArrayLike, tokens: int, examples: int | None) -> tuple[NDArra
         )
     if examples is not None:
         require_integer("examples", examples, low=1)
-    sort_key = longer * (int(shorter.max()) // BUCKET + 1) + shorter // BUCKET
+    # of two sides one is the longer: their difference says how long the other is, and which it is
+    difference = sides[:, 0] - sides[:, -1]
+    bucket = (difference - difference.min()) // BUCKET
+    sort_key = longer * (int(bucket.max()) + 1) + bucket
     # a narrow type sorts several times as fast
     narrow = np.min_scalar_type(int(sort_key.max()))
     return sort_key.astype(narrow), _cuts(np.sort(longer), tokens, examples or len(longer))
