@@ -194,6 +194,8 @@ def test_a_given_tokenizer_is_used_and_kept(folder, tmp_path):
     assert decoded(data, "dev")[0][0] == read(folder / "dev.de")[0]
     assert data.record["preparation"]["tokenizer"] == "given"
     assert data.fingerprint != load(folder, tmp_path / "cache").fingerprint
+    path.write_text(learn_subwords(["und noch ein anderer"] * 3, 280).to_json(), encoding="utf-8")
+    assert load(folder, tmp_path / "cache", tokenizer=path).fingerprint != data.fingerprint
 
 
 def test_a_second_load_opens_what_the_first_prepared(folder, tmp_path, monkeypatch):

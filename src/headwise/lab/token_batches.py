@@ -76,7 +76,7 @@ def token_sorted(lengths: ArrayLike, *, tokens: int, examples: int | None = None
     """Return all examples in batches by tokens, shortest first: for evaluation, where order does not matter.
 
     >>> token_sorted([5, 1, 4], tokens=8)
-    [[1], [2], [0]]
+    [[1, 2], [0]]
     """
     sort_key, cuts = _plan(lengths, tokens, examples)
     ordered = np.argsort(sort_key, kind="stable")
