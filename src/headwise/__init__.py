@@ -15,13 +15,16 @@ from headwise.checks import (
     ShapeError,
 )
 from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.head_bias import HeadBias, bias_heads
 from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
-from headwise.layouts import LAYOUTS, Layout, SeparateLinears, TorchMultihead, find_heads
+from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
 from headwise.repulsion import Repulsion, jitter, repel
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
+from headwise.saving import load, save
+from headwise.scores import ScoreCall
 from headwise.taps import Capture, Taps
 from headwise.verify import Verification, verify
 from headwise.votes import DistinctCapsules, PerHead, SharedTrunk
@@ -46,6 +49,8 @@ __all__ = [
     "EMRouting",
     "Fixed",
     "Frobenius",
+    "FusedLinear",
+    "HeadBias",
     "Heads",
     "HeadwiseError",
     "Importance",
@@ -63,6 +68,7 @@ __all__ = [
     "ReleasedMedian",
     "Repulsion",
     "Residual",
+    "ScoreCall",
     "SeparateLinears",
     "SettingError",
     "ShapeError",
@@ -76,11 +82,14 @@ __all__ = [
     "Verification",
     "ablate",
     "aggregate",
+    "bias_heads",
     "find_heads",
     "importance",
     "jitter",
+    "load",
     "nn",
     "repel",
+    "save",
     "verify",
 ]
 

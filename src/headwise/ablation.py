@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.checks import NotFired, SettingError, require_integer
 from headwise.heads import Heads, Site
+from headwise.hooks import Hook
+from headwise.recomputation import in_checkpoint
 
 __all__ = ["Ablation", "Importance", "ablate", "importance"]
 
@@ -24,15 +26,26 @@ class Ablation:
     """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`."""
 
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
-        self.heads, self.indices, self.called = heads, indices, False
-        self._handles: list[RemovableHandle] = [
-            site.expose().module.register_forward_pre_hook(self._hook(site)) for site in heads.sites
-        ]
+        self.heads, self.indices = heads, indices
+        self._reached: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        for site in heads.sites:
+            module = site.expose().module
+            self._handles.append(module.register_forward_pre_hook(Hook(module, self._zeroing(site))))
+
+    @property
+    def called(self) -> bool:
+        """Whether a forward pass went through every ablated site."""
+        return all(site.name in self._reached for site in self.heads.sites)
 
     def verify(self) -> None:
-        """Raise `NotFired` unless a forward pass went through the ablated sites."""
-        if not self.called:
-            raise NotFired("no forward pass went through the ablated heads; the score cannot show their removal.")
+        """Raise `NotFired` unless a forward pass went through every ablated site."""
+        silent = [site.name or "(model)" for site in self.heads.sites if site.name not in self._reached]
+        if silent:
+            raise NotFired(
+                f"no forward pass went through the ablated heads of {len(silent)} of {len(self.heads)} sites "
+                f"({', '.join(silent[:6])}); the score cannot show their removal."
+            )
 
     def remove(self) -> None:
         """Put the heads back."""
@@ -50,9 +63,15 @@ class Ablation:
         if kind is None:
             self.verify()
 
-    def _hook(self, site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def _zeroing(self, site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
         def zeroed(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self.called = True
+            if in_checkpoint():
+                raise NotFired(
+                    f"{site.name or 'the model'}: heads are removed for evaluation; a backward pass after the block "
+                    "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
+                    "or gradients."
+                )
+            self._reached.add(site.name)
             keep = torch.ones(site.num_heads, 1, dtype=args[0].dtype, device=args[0].device)
             keep[list(self.indices)] = 0.0
             outputs = args[0].unflatten(-1, (site.num_heads, site.head_size))

@@ -13,6 +13,7 @@ from torch import nn
 from headwise.aggregators import Aggregator, Residual, Routing, build, require_setting
 from headwise.checks import HeadwiseError, LayoutError
 from headwise.heads import Heads, Seam
+from headwise.saving import SavePretrained, aggregators_of
 
 __all__ = ["Aggregation", "Replaced", "aggregate"]
 
@@ -35,8 +36,8 @@ class Aggregation:
         replaced: The sites, in the order of the heads given.
     """
 
-    def __init__(self, setting: Routing | Residual, replaced: tuple[Replaced, ...]) -> None:
-        self.setting, self.replaced = setting, replaced
+    def __init__(self, model: nn.Module, setting: Routing | Residual, replaced: tuple[Replaced, ...]) -> None:
+        self.model, self.setting, self.replaced = model, setting, replaced
 
     def remove(self) -> None:
         """Put the old output modules back; the aggregators' parameters leave the model.
@@ -53,6 +54,9 @@ class Aggregation:
                 )
         for site in self.replaced:
             setattr(site.seam.owner, site.seam.attribute, site.old)
+        for module in _saved_by_itself(self.model):
+            if not aggregators_of(module):
+                vars(module).pop("save_pretrained", None)
 
     def __str__(self) -> str:
         rows = [
@@ -70,6 +74,10 @@ def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
 
     Each site gets weights of its own, with the device and dtype of the projection it replaces. Build the
     optimizer afterwards: one built before does not hold the new parameters and would never train them.
+
+    A model of transformers saves itself from then on in a folder for `headwise.load`, which plain transformers refuses:
+    `save_pretrained` does what `headwise.save` does. That holds for `heads.model` and models inside it, so find the
+    heads in the model you will save, not in a part of it.
 
     Args:
         heads: The sites, from `find_heads`.
@@ -108,7 +116,16 @@ def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
         replaced.append(Replaced(site.name, seam, old, _placed_like(new, old)))
     for place in replaced:
         setattr(place.seam.owner, place.seam.attribute, place.new)
-    return Aggregation(setting, tuple(replaced))
+    for module in _saved_by_itself(heads.model):
+        if aggregators_of(module):
+            # the stock method would write a folder that loads without the aggregators, and only warns
+            vars(module)["save_pretrained"] = SavePretrained(module)
+    return Aggregation(heads.model, setting, tuple(replaced))
+
+
+def _saved_by_itself(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have a method `save_pretrained`: transformers' models, and models inside them."""
+    return [module for module in model.modules() if callable(getattr(type(module), "save_pretrained", None))]
 
 
 def _placed_like(new: Aggregator, old: nn.Module) -> Aggregator:

@@ -267,9 +267,13 @@ def _aggregated(
     if chunks.compile and not isinstance(kernel, MeanKernel) and not torch.compiler.is_compiling():
         kernel = compiled_kernel(kernel)
     sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
-    rows = heads.reshape(-1, joined)
+    rows = heads.reshape(heads.shape[:-1].numel(), joined)
+    if len(rows) == 0:
+        # nothing to route, but every weight takes part: its gradient is 0, not absent
+        parts = torch.stack([tensor.flatten()[:0].sum() for tensor in (heads, *votes.weights(), *routing_weights)])
+        return heads.new_zeros(*heads.shape[:-1], votes.width) + parts.sum()
     flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=chunks.compile)
-    return flat.unflatten(0, heads.shape[:-1])
+    return flat.reshape(*heads.shape[:-1], votes.width)
 
 
 def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:

@@ -62,11 +62,12 @@ class Ensemble:
             require_nonzero(torch.cat(flat, dim=1), f"{self.name}: heads")
 
     def gradients(self) -> list[Tensor] | None:
-        """Return the gradient's view of each slab, or None unless every slab has one."""
+        """Return the gradient's view of each slab, or None unless every slab has one and is trainable."""
         views = []
         for slab in self.slabs:
             gradient = slab.parameter.grad
-            if gradient is None:
+            # a parameter frozen in mid-training may keep a gradient of zeros, which repulsion would move
+            if gradient is None or not slab.parameter.requires_grad:
                 return None
             if gradient.is_sparse:
                 raise LayoutError(f"{slab.name} has a sparse gradient; repulsion needs a dense one.")
@@ -278,8 +279,9 @@ def _summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _mean_norm(views: Sequence[Tensor]) -> Tensor:
-    squares = [torch.linalg.vector_norm(view, dim=(1, 2), dtype=torch.float32).square() for view in views]
-    return _summed(squares).sqrt().mean()
+    dtypes = [torch.promote_types(view.dtype, torch.float32) for view in views]
+    norms = [torch.linalg.vector_norm(v, dim=(1, 2), dtype=d) for v, d in zip(views, dtypes, strict=True)]
+    return _summed([norm.square() for norm in norms]).sqrt().mean()
 
 
 def _repulsion_norms(mixing: Mixing, gram: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import LayoutError, SettingError, require_choice
+from headwise.scores import Scores
 
 __all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
 
@@ -39,6 +40,12 @@ class Slab:
         axis: 0 when heads are rows, 1 when they are columns.
         bias: Attribute name of the bias on `owner`; None when there is none.
         bias_start: First entry of head 0 in the bias; the weight's `start` when negative.
+        module: The module whose call computes the projection: `owner` when not given, or what wraps it (LoRA); None
+            where no module call does, in `nn.MultiheadAttention`.
+        along: Size of the weight along `axis`; taken from the parameter when 0.
+        across: Its size along the other axis; likewise.
+        obstacle: Why the parameter cannot be read and written as heads (parametrised, quantised, the base of a LoRA
+            layer); None when it can. Features can be read all the same.
     """
 
     projection: str
@@ -52,16 +59,32 @@ class Slab:
     axis: int = 0
     bias: str | None = None
     bias_start: int = -1
+    module: nn.Module | None = None
+    along: int = 0
+    across: int = 0
+    obstacle: str | None = None
 
     def __post_init__(self) -> None:
         if self.stride == 0:
             object.__setattr__(self, "stride", self.head_size)
         if self.bias_start < 0:
             object.__setattr__(self, "bias_start", self.start)
+        if self.module is None and not isinstance(self.owner, nn.MultiheadAttention):
+            object.__setattr__(self, "module", self.owner)
+        weight = self.owner._parameters.get(self.attribute)
+        if self.along == 0 and weight is not None and weight.dim() == 2:
+            object.__setattr__(self, "along", weight.shape[self.axis])
+            object.__setattr__(self, "across", weight.shape[1 - self.axis])
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter itself, looked up at each use so that a moved or reloaded model stays right."""
+        """The parameter itself, looked up at each use so that a moved or reloaded model stays right.
+
+        Raises:
+            LayoutError: It cannot be read and written as heads; the message says why.
+        """
+        if self.obstacle is not None:
+            raise LayoutError(f"{self.name} {self.obstacle}.")
         return getattr(self.owner, self.attribute)
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -90,6 +113,39 @@ class Slab:
             size = (self.heads, tensor.shape[0], self.head_size)
             strides, start = (self.stride * column, row, column), self.start * column
         return tensor.as_strided(size, strides, tensor.storage_offset() + start)
+
+    def features(self, tensor: Tensor) -> Tensor:
+        """Return the heads among the features of a call of the module that holds this slab, without a copy.
+
+        For query, key and value these are features of the module's output: a fused projection returns all three in
+        one tensor, and this is the part of one of them, so values can be read where they are projected in every
+        layout. For "output" they are features of the module's input, the concatenated heads.
+
+        Args:
+            tensor: Output (input, for "output") of the module, [..., F], any strides; F is the number of rows of the
+                weight, or of columns when `axis` is 1.
+
+        Returns:
+            A view [..., M, e]. Writing to it writes to `tensor`; gradients flow through it.
+
+        Raises:
+            LayoutError: The last axis does not have F features.
+
+        Example:
+            >>> owner = nn.Linear(4, 18)  # [query; key; value] of 2 heads of 3
+            >>> value = Slab("value", "qkv.weight", owner, "weight", heads=2, head_size=3, start=12)
+            >>> value.features(owner(torch.randn(5, 7, 4))).shape
+            torch.Size([5, 7, 2, 3])
+        """
+        if tensor.dim() < 1 or tensor.shape[-1] != self.along:
+            raise LayoutError(
+                f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as the features of "
+                f"{self.projection} heads; expected {self.along} features along its last axis."
+            )
+        own = tensor.narrow(-1, self.start, (self.heads - 1) * self.stride + self.head_size)
+        if self.stride == self.head_size:
+            return own.unflatten(-1, (self.heads, self.head_size))
+        return own.unfold(-1, self.head_size, self.stride)
 
     def bias_view(self, tensor: Tensor) -> Tensor:
         """Return the heads of a bias [rows] as a view [M, e]; only for heads that are rows."""
@@ -129,8 +185,10 @@ class Site:
         slabs: One slab a projection, in the order query, key, value.
         output: The slab of W_O (columns are heads), or None where W_O was not found.
         seam: The place of the module that plays W_O, or None where it was not found.
-        value_module: The module whose output is the projected values; None where no module computes them.
+        value_module: The module whose output holds the projected values, at `slabs[2].features(output)`; None where
+            no module call returns them (`nn.MultiheadAttention`).
         prepare: Makes a call of the seam visible (the swap of a stock torch module), given model and module.
+        scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
     """
 
     model: nn.Module
@@ -148,6 +206,7 @@ class Site:
     seam: Seam | None = None
     value_module: nn.Module | None = None
     prepare: Callable[[nn.Module, nn.Module], object] | None = None
+    scores: Callable[[nn.Module], Scores] | None = None
 
     def expose(self) -> Seam:
         """Make the output projection's call visible and return its seam.
@@ -164,11 +223,27 @@ class Site:
             self.prepare(self.model, self.module)
         return self.seam
 
+    def reach_scores(self) -> Scores:
+        """Return what reaches the attention scores of the module: its weights and what is added to them.
+
+        Raises:
+            LayoutError: Nothing does.
+        """
+        if self.scores is None:
+            raise LayoutError(
+                f"{self.name or 'the model'} ({type(self.module).__name__}): attention weights and biases of heads are "
+                "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call the "
+                "attention interface of transformers; outputs and values are read here."
+            )
+        if self.prepare is not None:
+            self.prepare(self.model, self.module)
+        return self.scores(self.module)
+
     @property
     def width(self) -> int:
         """Width d of the site's output: the rows of W_O, or H * e where W_O is unknown."""
         if self.output is not None:
-            return self.output.parameter.shape[0]
+            return self.output.across
         return self.num_heads * self.head_size
 
 
@@ -282,6 +357,8 @@ class Heads:
         ]
         total = sum(site.num_heads for site in self.sites)
         lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
+        obstacles = {slab.obstacle: slab.name for slab in reversed(self.slabs()) if slab.obstacle is not None}
+        lines += [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()]
         return "\n".join(lines)
 
 
@@ -289,23 +366,21 @@ def check_slab(slab: Slab) -> None:
     """Raise `LayoutError` unless the slab lies inside its parameter and its heads do not overlap.
 
     Raises:
-        LayoutError: The tensor is not a parameter (parametrised, quantised), or the rows do not fit.
+        LayoutError: The parameter is absent or no floating-point matrix and no obstacle says so, or the rows do not
+            fit.
     """
-    tensor = slab.owner._parameters.get(slab.attribute)
-    if tensor is None:
-        raise LayoutError(
-            f"{slab.name} of {type(slab.owner).__name__} is not a plain parameter (parametrised, quantised or absent); "
-            "remove the parametrisation before using headwise on it."
-        )
-    if not torch.is_floating_point(tensor) or tensor.dim() != 2:
-        raise LayoutError(
-            f"{slab.name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}; expected a floating-point matrix."
-        )
+    if slab.obstacle is None:
+        tensor = slab.owner._parameters.get(slab.attribute)
+        if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != 2:
+            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise LayoutError(
+                f"{slab.name} of {type(slab.owner).__name__} is not a plain floating-point matrix (found {found}); "
+                "a layout row that reads it must say so in the slab's obstacle."
+            )
     starts = [slab.start + i * slab.stride for i in range(slab.heads)]
-    ends = starts[-1] + slab.head_size
     overlap = any(b - a < slab.head_size for a, b in pairwise(starts))
-    if slab.heads < 1 or slab.head_size < 1 or overlap or ends > tensor.shape[slab.axis]:
+    if slab.heads < 1 or slab.head_size < 1 or overlap or starts[-1] + slab.head_size > slab.along:
         raise LayoutError(
             f"{slab.name}: {slab.heads} heads of {slab.head_size} {'rows' if slab.axis == 0 else 'columns'} from "
-            f"{slab.start} every {slab.stride} do not fit a parameter of shape {tuple(tensor.shape)}."
+            f"{slab.start} every {slab.stride} do not fit the {slab.along} of the weight."
         )

@@ -6,44 +6,21 @@ call, and `adopt`, which turns a stock module into it in place. Must not know ab
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.checks import LayoutError, ShapeError
+from headwise.recomputation import asked
+from headwise.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
 
-__all__ = ["Attended", "MultiheadAttention", "Observer", "adopt", "valid_keys"]
-
+__all__ = ["MultiheadAttention", "adopt", "valid_keys"]
 
 # People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
 VERY_NEGATIVE = -5e3
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What one call of an attention module computed, for whoever observes it.
-
-    Attributes:
-        values: Projected values, [B, K, H, e].
-        weights: Attention weights before dropout, [B, H, Q, K]; None unless an observer wants them.
-        key_keep: True where a key is a real token, [B, K]; None when the call received no padding mask.
-    """
-
-    values: Tensor
-    weights: Tensor | None
-    key_keep: Tensor | None
-
-
-@dataclass(frozen=True)
-class Observer:
-    """A function called with `Attended` at each forward, and whether it needs the attention weights."""
-
-    see: Callable[[Attended], None]
-    weights: bool = False
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -73,6 +50,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     observers: tuple[Observer, ...] = ()
+    biases: tuple[Bias, ...] = ()
+
+    __signature__ = inspect.signature(nn.MultiheadAttention)
 
     def __init__(self, *args, **kwargs) -> None:  # the signature is torch's own
         super().__init__(*args, **kwargs)
@@ -107,6 +87,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = _transpose_keeping_identity(query, key, value)
+        _require_fitting(self, query, key, value, key_padding_mask)
 
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = _merged_mask(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
@@ -114,17 +95,24 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (tensor.unflatten(-1, (self.num_heads, self.head_dim)) for tensor in (q, k, v))
         observed_values = v
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
+        extra, empty = asked(self, self.observers, self.biases, call), None
+        if extra.biases:
+            biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
+            mask, empty = without_empty_rows(added(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype))
+            causal_hint = False
 
         dropout = self.dropout if self.training else 0.0
         weights = None
-        observe_weights = any(observer.weights for observer in self.observers)
-        if need_weights or observe_weights:
+        if need_weights or extra.weights:
             weights = _attention_weights(q, k, mask, causal_hint)
+            weights = weights if empty is None else weights.masked_fill(empty, 0.0)
             dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
             heads = dropped @ v
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
+            heads = heads if empty is None else heads.masked_fill(empty, 0.0)
             dropped = None
         if self.observers:
             keep = valid_keys(key_padding_mask)
@@ -139,9 +127,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output.squeeze(0), None if returned is None else returned.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), returned
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        # torch.jit.script asks every module for this first
+        raise LayoutError(
+            "MultiheadAttention cannot be scripted: TorchScript would drop what listens to its heads. "
+            "Use torch.compile or torch.export, or script the model before headwise adopts its attention."
+        )
+
     def __getstate__(self) -> dict:
-        # observers belong to this module: a copy or a pickle is nobody's
-        return {name: value for name, value in self.__dict__.items() if name != "observers"}
+        # what listens to this module belongs to it: a copy or a pickle is nobody's
+        return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self._qkv_same_embed_dim:
@@ -239,6 +234,22 @@ def _transpose_keeping_identity(query: Tensor, key: Tensor, value: Tensor) -> tu
     value_first = key_first if value is key else value.transpose(0, 1)
     query_first = key_first if query is key else query.transpose(0, 1)
     return query_first, key_first, value_first
+
+
+def _require_fitting(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+) -> None:
+    # sizes of 1 would be broadcast and a transposed padding mask be read as if it were not
+    batch, keys = key.shape[0], key.shape[1]
+    found = [tuple(tensor.shape) for tensor in (query, key, value)]
+    expected = [(batch, query.shape[1], module.embed_dim), (batch, keys, module.kdim), (batch, keys, module.vdim)]
+    if found != expected:
+        raise ShapeError(
+            f"query, key and value have shapes {found} as [B, L, width]; expected {expected}, "
+            f"with batch_first={module.batch_first}."
+        )
+    if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
+        raise ShapeError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected {(batch, keys)}.")
 
 
 def _merged_mask(

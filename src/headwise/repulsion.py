@@ -1,25 +1,22 @@
 """A particle rule attached to the user's own optimizer.
 
-Owns the hook, the grouping of slabs into ensembles of particles, the two passes of a step (all Gram matrices, then the
-mixing on views) and the handle. The equations are in `particles` and `kernels`; which rows are a head is in `heads`.
+Owns the verb, what happens before a step, and the handle. The hooks are in `attachments`, the two passes of a step in
+`ensembles`, the equations in `particles` and `kernels`; which rows are a head is in `heads`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from headwise.attachments import Attachment, assign, torch_optimizers
 from headwise.checks import (
     HeadwiseError,
-    LayoutError,
     NotFired,
     SettingError,
     require_choice,
@@ -31,42 +28,6 @@ from headwise.heads import Heads
 from headwise.particles import Rule
 
 __all__ = ["Repulsion", "jitter", "repel"]
-
-_claims: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class _Attachment:
-    """One optimizer, the ensembles whose parameters it holds, and where it stands in the current step."""
-
-    optimizer: Optimizer
-    ensembles: tuple[Ensemble, ...]
-    steps: int = 0
-    applied_to: tuple[weakref.ref[Tensor], ...] = ()
-    last: ForceNorms | None = None
-    handle: RemovableHandle | None = field(default=None, repr=False)
-
-    @property
-    def applied(self) -> bool:
-        """Whether the gradients there are now were acted on; fresh ones, after a step that was skipped, were not."""
-        present = self._gradients()
-        return (
-            bool(self.applied_to)
-            and len(present) == len(self.applied_to)
-            and all(was() is now for was, now in zip(self.applied_to, present, strict=True))
-        )
-
-    def mark(self) -> None:
-        """Remember that the gradients there are now were acted on."""
-        self.applied_to = tuple(weakref.ref(gradient) for gradient in self._gradients())
-
-    def clear(self) -> None:
-        """Forget it: the step was taken."""
-        self.applied_to = ()
-
-    def _gradients(self) -> list[Tensor]:
-        parameters = [slab.parameter for ensemble in self.ensembles for slab in ensemble.slabs]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def repel(
@@ -97,7 +58,8 @@ def repel(
         joint: Whether query, key and value of a site make one particle instead of three.
         when: "step" or "manual".
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
-        seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter) and the kind of device.
+        seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter name) and the kind of device. Two
+            models with equal names draw apart under one optimizer; under two, give them seeds of their own.
 
     Raises:
         LayoutError: An optimizer lacks a parameter of the heads, or a parameter is sharded.
@@ -120,9 +82,6 @@ def repel(
     require_choice("when", when, ("step", "manual"))
     require_choice("noise", noise, ("step", "apply"))
     require_integer("seed", seed)
-    optimizers = [
-        _innermost(o) for o in ([optimizer] if isinstance(optimizer, Optimizer) else list(_listed(optimizer)))
-    ]
     ensembles = ensembles_of(heads, joint=joint)
     for ensemble in ensembles:
         ensemble.check()
@@ -133,7 +92,7 @@ def repel(
             )
         if rule.needs_inner:
             ensemble.require_nonzero()
-    return Repulsion(_assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
+    return Repulsion(assign(torch_optimizers(optimizer), ensembles), rule, when=when, noise=noise, seed=seed)
 
 
 class Repulsion:
@@ -146,7 +105,7 @@ class Repulsion:
 
     def __init__(
         self,
-        attachments: Sequence[_Attachment],
+        attachments: Sequence[Attachment],
         rule: Rule,
         *,
         when: Literal["step", "manual"],
@@ -157,18 +116,7 @@ class Repulsion:
         self.strength: float = 1.0
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
-            claimed = _claims.setdefault(attachment.optimizer, set())
-            wanted = {key: name for ensemble in attachment.ensembles for key, name in ensemble.keys.items()}
-            taken = sorted(name for key, name in wanted.items() if key in claimed)
-            if taken:
-                raise SettingError(
-                    f"the {taken[0]} are repelled by this optimizer already; "
-                    "call .remove() on the earlier handle first."
-                )
-        for attachment in self._attachments:
-            _claims[attachment.optimizer] |= {key for ensemble in attachment.ensembles for key in ensemble.keys}
-            hook = self._hook(attachment)
-            attachment.handle = attachment.optimizer.register_step_pre_hook(hook)
+            attachment.attach(self._before_step)
 
     @property
     def ensembles(self) -> tuple[Ensemble, ...]:
@@ -199,9 +147,12 @@ class Repulsion:
         the step is then skipped, call `zero_grad()` as usual (`set_to_none=True`, torch's default) before going on.
 
         Raises:
-            NotFired: No head has a gradient: call it after `backward()`.
+            NotFired: No head has a gradient: call it after `backward()`. Or the handle was removed.
+            LayoutError: A parameter was replaced, or left its optimizer.
         """
         for attachment in self._attachments:
+            if not attachment.attached:
+                raise NotFired("the repulsion is not attached to its optimizer any more; call hw.repel again.")
             if not attachment.applied:
                 self._act(attachment, scale=None)
                 attachment.mark()
@@ -209,30 +160,37 @@ class Repulsion:
     def remove(self) -> None:
         """Detach from the optimizer."""
         for attachment in self._attachments:
-            if attachment.handle is not None:
-                attachment.handle.remove()
-                attachment.handle = None
-                keys = {key for ensemble in attachment.ensembles for key in ensemble.keys}
-                _claims.get(attachment.optimizer, set()).difference_update(keys)
+            attachment.detach()
 
-    def verify(self) -> None:
-        """Raise unless the repulsion is attached and has acted.
+    def verify(self, *optimizers: Optimizer) -> None:
+        """Raise unless the repulsion is attached and has acted on all of its heads.
+
+        Args:
+            optimizers: Those that the loop steps now, wrapped or not; without them, those that were attached.
 
         Raises:
-            NotFired: The hook is gone, or no step was acted on.
+            NotFired: The hook is gone, no step was acted on, or heads never had a gradient.
+            LayoutError: A parameter was replaced, or left its optimizer.
             HeadwiseError: All heads of an ensemble have become equal.
         """
+        attached = [attachment.optimizer for attachment in self._attachments]
+        strangers = [o for o in torch_optimizers(optimizers or attached) if not any(o is own for own in attached)]
+        if strangers or not all(attachment.attached for attachment in self._attachments):
+            raise NotFired(
+                "the repulsion is not attached to the optimizer in use: it was removed, another optimizer was built, "
+                "or the optimizer was copied or unpickled, which drops hooks. Call hw.repel on the optimizer in use."
+            )
         for attachment in self._attachments:
-            hooks = attachment.optimizer._optimizer_step_pre_hooks
-            if attachment.handle is None or attachment.handle.id not in hooks:
-                raise NotFired(
-                    "the repulsion is not attached to its optimizer: it was removed, or the optimizer was copied or "
-                    "unpickled, which drops hooks. Call hw.repel on the optimizer in use."
-                )
             if attachment.steps == 0:
                 raise NotFired(
                     f"the repulsion is attached to {type(attachment.optimizer).__name__} but no step() of it was seen; "
                     "is another optimizer stepping these parameters?"
+                )
+            attachment.require_current()
+            if attachment.idle:
+                raise NotFired(
+                    f"{', '.join(sorted(attachment.idle))}: no gradient at any step since repel(); the loss does not "
+                    "use these heads, or they are frozen. Select other heads."
                 )
         for ensemble in self.ensembles:
             if ensemble.particles > 1 and spread(ensemble) == 0.0:
@@ -243,7 +201,11 @@ class Repulsion:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on with the same noise and strength."""
-        return {"steps": [attachment.steps for attachment in self._attachments], "strength": self.strength}
+        return {
+            "steps": [attachment.steps for attachment in self._attachments],
+            "turns": [attachment.turn for attachment in self._attachments],
+            "strength": self.strength,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`.
@@ -251,14 +213,15 @@ class Repulsion:
         Raises:
             SettingError: The state is of a repulsion on another number of optimizers.
         """
-        steps = state.get("steps")
-        if not isinstance(steps, list) or len(steps) != len(self._attachments):
+        steps, turns, expected = state.get("steps"), state.get("turns"), len(self._attachments)
+        if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
             raise SettingError(
-                f"the state holds steps={steps!r}; expected a list of {len(self._attachments)}, one an optimizer."
+                f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
             )
-        for attachment, count in zip(self._attachments, steps, strict=True):
-            require_integer("steps", count)
-            attachment.steps = count
+        for attachment, step, turn in zip(self._attachments, steps, turns, strict=True):
+            require_integer("steps", step)
+            require_integer("turns", turn)
+            attachment.steps, attachment.turn = step, turn
             attachment.clear()
         self.strength = float(state["strength"])
 
@@ -271,30 +234,11 @@ class Repulsion:
         self.remove()
 
     def __str__(self) -> str:
-        counts = sorted({ensemble.particles for ensemble in self.ensembles})
-        return f"{self.rule} on {len(self.ensembles)} ensembles of {', '.join(map(str, counts))} heads"
+        sizes = ", ".join(map(str, sorted({ensemble.particles for ensemble in self.ensembles})))
+        steppers = " and ".join(type(attachment.optimizer).__name__ for attachment in self._attachments)
+        return f"{self.rule} on {len(self.ensembles)} ensembles of {sizes} heads, before each step of {steppers}"
 
-    def _hook(self, attachment: _Attachment) -> Callable[..., tuple[tuple, dict] | None]:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[tuple, dict] | None:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
-                self._before_step(attachment, scale=getattr(optimizer, "grad_scale", None))
-                return None
-
-            def wrapped() -> Any:
-                attachment.clear()
-                loss = closure()
-                self._before_step(attachment, scale=None, counted=False)
-                return loss
-
-            attachment.steps += 1
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": wrapped}
-            return (args[0], wrapped, *args[2:]), kwargs
-
-        return before_step
-
-    def _before_step(self, attachment: _Attachment, scale: Tensor | None, *, counted: bool = True) -> None:
+    def _before_step(self, attachment: Attachment, scale: Tensor | None) -> None:
         if not attachment.applied:
             if self.when == "manual":
                 raise NotFired(
@@ -304,28 +248,27 @@ class Repulsion:
             self._act(attachment, scale)
         if self.noise == "step":
             self._add_noise(attachment, scale)
-        attachment.clear()
-        if counted:
-            attachment.steps += 1
 
-    def _act(self, attachment: _Attachment, scale: Tensor | None) -> None:
+    def _act(self, attachment: Attachment, scale: Tensor | None) -> None:
+        attachment.require_current()
         forces = apply_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(
-                f"none of the {len(attachment.ensembles)} ensembles has a gradient; "
-                "call backward() before the step, and zero_grad() only after it."
+                f"none of the {len(attachment.ensembles)} ensembles has a gradient; call backward() before the step, "
+                "and zero_grad() only after it. Where all these heads are frozen for good, call .remove()."
             )
-        attachment.last = forces
+        attachment.record(forces)
         if self.noise == "apply":
             self._add_noise(attachment, scale)
 
-    def _add_noise(self, attachment: _Attachment, scale: Tensor | None) -> None:
+    def _add_noise(self, attachment: Attachment, scale: Tensor | None) -> None:
         deviation = self.rule.noise_scale()
         if deviation == 0.0:
             return
+        seed = self.seed if attachment.turn == 0 else noise_key(self.seed, "turn", attachment.turn)
         for ensemble in attachment.ensembles:
             rate = langevin_rate(attachment.optimizer, ensemble)
-            ensemble.add_noise(deviation * rate, seed=self.seed, step=attachment.steps, scale=scale)
+            ensemble.add_noise(deviation * rate, seed=seed, step=attachment.steps, scale=scale)
 
 
 def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
@@ -355,43 +298,3 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
             generator = torch.Generator(view.device).manual_seed(noise_key(seed, "jitter", slab.name, slab.projection))
             noise = torch.randn(view.shape, generator=generator, device=view.device)
             view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
-
-
-def _listed(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    if not isinstance(optimizers, list | tuple) or not optimizers:
-        raise SettingError(
-            f"optimizer is {type(optimizers).__name__}; expected a torch.optim.Optimizer or a list of them."
-        )
-    return optimizers
-
-
-def _innermost(optimizer: object) -> Optimizer:
-    inner = optimizer
-    for _ in range(8):
-        wrapped = getattr(inner, "optimizer", None) or getattr(inner, "original_optimizer", None)
-        if wrapped is None:
-            break
-        inner = wrapped
-    if not isinstance(inner, Optimizer):
-        raise SettingError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
-    return inner
-
-
-def _assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> list[_Attachment]:
-    if any(group.get("maximize", False) for optimizer in optimizers for group in optimizer.param_groups):
-        raise SettingError(
-            "the optimizer has maximize=True, under which heads would attract; minimize minus the score."
-        )
-    held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-    assigned: list[list[Ensemble]] = [[] for _ in optimizers]
-    for ensemble in ensembles:
-        wanted = {id(slab.parameter) for slab in ensemble.slabs}
-        owner = next((i for i, parameters in enumerate(held) if wanted <= parameters), None)
-        if owner is None:
-            raise LayoutError(
-                f"{ensemble.name}: its parameters are not held by "
-                f"{'the optimizer' if len(optimizers) == 1 else f'any one of the {len(optimizers)} optimizers'}; "
-                "pass the optimizer (or all of them, in a list) that updates these heads, or select other heads."
-            )
-        assigned[owner].append(ensemble)
-    return [_Attachment(o, tuple(e)) for o, e in zip(optimizers, assigned, strict=True) if e]

@@ -1,8 +1,7 @@
 """Proof that a layout reads a model's heads rightly, by experiments on a copy.
 
-Identities that hold for any set of rows prove nothing; these hold for true heads only. Each experiment redraws the
-projections of one site in a float64 copy, changes them in a way that a true head cannot or must notice, and compares
-what the output projection returns.
+Identities that hold for any set of rows prove nothing; the ones in `experiments` hold for true heads only. Owns the
+copy, in float64, and the calls in it that are made again.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headwise.checks import LayoutError, NotFired
-from headwise.heads import Heads, Site, Slab
+from headwise.checks import HeadwiseError, LayoutError, NotFired
+from headwise.experiments import Experiments
+from headwise.heads import Heads, Site, Slab, check_slab
+from headwise.replay import Call, Replay
 
 __all__ = ["Verification", "verify"]
-
-# In float64 an identity holds to rounding through one attention; a difference of the kind sought is far above it.
-UNCHANGED = 1e-9
-CHANGED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,16 @@ class Verification:
 def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verification:
     """Prove that the rows read as heads are the model's heads; raise where they are not.
 
-    On a float64 copy in evaluation mode, for each site: (1) a random rotation of the value rows of one head, undone
-    in W_O, changes nothing, and a rotation across two heads, undone likewise, does; (2) with all values zero but head
-    h's, changing the query or key rows of the other heads changes nothing, and changing head h's does; (3) adding a
-    constant to every key of a head changes nothing, adding one to every query does. Strided rows, half or twice the
-    heads, random partitions and swapped queries and keys each fail one of them.
+    Each attention of a copy in evaluation mode is called again in float64 with random queries, keys and values, and:
+    (1) changing the weight rows of a head changes its features and no others; (2) where all features of a head have
+    the same values, so do all features of its output; (3) changing the query, key or value of a head changes its
+    output and no others; (4) changing the query of one token changes the output at that position only, and changing
+    its key the output at several. All four hold for every softmax attention, whatever positions, norms, biases or
+    gates it has. Strided rows, half or twice the heads, random partitions, swapped queries and keys, and a fused weight
+    read in another order each fail one of them.
 
     Args:
-        heads: What `find_heads` returned, for a model whose positions do not enter the scores of its heads in another
-            way than through the inputs (rotary positions are not proved by (3)).
+        heads: What `find_heads` returned.
         inputs: Positional (a sequence) or keyword (a mapping) inputs of the model: at least one sequence of three or
             more different tokens.
 
@@ -64,6 +63,7 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
     Raises:
         LayoutError: A site is misread; the message names the site and the experiment.
         NotFired: A site was not reached by a forward pass on these inputs.
+        HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64.
 
     Example:
         >>> import headwise as hw
@@ -71,196 +71,102 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
         >>> print(verify(hw.find_heads(model), (torch.randn(2, 5, 8),)))
         1 sites verified: self_attn
     """
-    originals = tuple(heads.sites)
-    twin, sites = _copied(heads.model, originals)
-    twin.double().eval()
-    given = {name: _double(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else {}
-    positional = () if isinstance(inputs, Mapping) else tuple(_double(value) for value in inputs)
+    twin, copies = _copied(heads.model, tuple(heads.sites))
+    _without_flash(twin.eval())
+    given = dict(inputs) if isinstance(inputs, Mapping) else {}
+    positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
-    proved, skipped = [], []
-    with torch.no_grad():
-        for site in sites:
-            if site.output is None:
-                skipped.append(site.name or "(model)")
-                continue
-            site.expose()
-            _Experiment(site, lambda: twin(*positional, **given)).run()
-            proved.append(site.name)
-    if not proved:
+    for slab in (slab for site in heads.sites for slab in site.slabs):
+        check_slab(slab)
+    sites = [site for site in copies if site.seam is not None]
+    skipped = tuple(site.name or "(model)" for site in copies if site.seam is None)
+    if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
             "name it in the layout row (output=...)."
         )
-    return Verification(tuple(proved), tuple(skipped))
+    for site in sites:
+        site.expose()
+    with torch.no_grad():
+        calls = _calls(twin, sites, lambda: twin(*positional, **given))
+        twin.double()
+        for site, call in zip(sites, calls, strict=True):
+            _run(site, call)
+    return Verification(tuple(site.name for site in sites), skipped)
 
 
-class _Experiment:
-    """The experiments on one site of the copy."""
+def _run(site: Site, call: Call) -> None:
+    try:
+        Experiments(Replay(site, call)).run()
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{site.name or 'the model'} ({type(site.module).__name__}) could not be called again in float64 "
+            f"({type(error).__name__}: {error}); a quantised model cannot be proved, its full-precision original can, "
+            "and has the same layout."
+        ) from error
 
-    def __init__(self, site: Site, forward: Callable[[], object]) -> None:
-        assert site.output is not None
+
+def _without_flash(twin: nn.Module) -> None:
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if "flash" in str(getattr(config, "_attn_implementation", "")):
+            # flash kernels do not take float64
+            config._attn_implementation = "sdpa"
+
+
+def _calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[Call]:
+    """Run the model once and return, for each site, the smallest call that runs it and its output projection."""
+    names = {id(module): name for name, module in twin.named_modules()}
+    seen: dict[str, Call] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in seen:
+                seen[name] = Call(module, args, kwargs)
+
+        return called
+
+    wanted: dict[str, list[str]] = {}
+    for site in sites:
         assert site.seam is not None
-        self.site, self.forward = site, forward
-        self.slabs = {slab.projection: slab for slab in site.slabs}
-        self.output = site.output
-        self.generator = torch.Generator().manual_seed(0)
-        self.group = site.num_heads // site.key_value_heads
-
-    def run(self) -> None:
-        """Run all experiments; the parameters touched are restored."""
-        owners = {id(s.owner): s.owner for s in (*self.site.slabs, self.output)}.values()
-        saved = [{k: p if p is None else p.detach().clone() for k, p in o._parameters.items()} for o in owners]
-        try:
-            self._redraw()
-            self._values_belong_to_outputs()
-            for projection in ("query", "key"):
-                self._scores_belong_to_values(projection)
-            self._keys_are_keys()
-        finally:
-            for owner, parameters in zip(owners, saved, strict=True):
-                for key, value in parameters.items():
-                    owner._parameters[key] = None if value is None else nn.Parameter(value)
-
-    def _values_belong_to_outputs(self) -> None:
-        value, heads = self.slabs["value"], self.slabs["value"].heads
-        before = self._observe()
-        for head in range(heads):
-            with _Restored(value, self.output):
-                self._rotate([head])
-                self._unchanged(before, self._observe(), f"rotating the values of head {head} and undoing it in W_O")
-        for head in range(heads - 1):
-            with _Restored(value, self.output):
-                self._rotate([head, head + 1])
-                after = self._observe()
-                self._changed(before, after, f"rotating across the values of heads {head} and {head + 1}")
-
-    def _scores_belong_to_values(self, projection: str) -> None:
-        slab, value = self.slabs[projection], self.slabs["value"]
-        members = self.group if projection == "query" else 1
-        for head in range(value.heads):
-            own = range(head * members, (head + 1) * members)
-            with _Restored(value):
-                self._keep_only(value, head)
-                before = self._observe()
-                with _Restored(slab):
-                    self._disturb(slab, [i for i in range(slab.heads) if i not in own])
-                    what = f"changing the {projection} rows of every head but those of values {head}"
-                    self._unchanged(before, self._observe(), what)
-                with _Restored(slab):
-                    self._disturb(slab, list(own))
-                    self._changed(before, self._observe(), f"changing the {projection} rows of values {head}")
-
-    def _keys_are_keys(self) -> None:
-        before = self._observe()
-        for projection, check in (("key", self._unchanged), ("query", self._changed)):
-            slab = self.slabs[projection]
-            with _Restored(slab):
-                bias = slab.owner._parameters[slab.bias or ""]
-                assert bias is not None  # _redraw gave every projection a bias
-                view = slab.bias_view(bias)
-                view.add_(self._draw(view.shape, view))
-                check(before, self._observe(), f"adding a constant to every {projection}")
-
-    def _redraw(self) -> None:
-        if isinstance(self.site.module, nn.MultiheadAttention):
-            # a constant added to every key leaves out the keys appended after the projection
-            self.site.module.add_zero_attn = False
-            self.site.module.bias_k = self.site.module.bias_v = None
-        for slab in self.site.slabs:
-            if slab.bias is None:
-                name, rows = "bias", slab.parameter.shape[0]
-                if isinstance(slab.owner, nn.MultiheadAttention):
-                    name, rows = "in_proj_bias", 3 * slab.owner.embed_dim
-                if slab.owner._parameters.get(name) is None:
-                    slab.owner._parameters[name] = nn.Parameter(slab.parameter.new_zeros(rows))
-                self.slabs[slab.projection] = replace(slab, bias=name)
-            view = slab.view(slab.parameter)
-            # weights of trained or freshly initialised models may be zero, equal or tiny: these are none of that
-            view.copy_(self._draw(view.shape, view) * 2 / view.shape[-1] ** 0.5)
-        view = self.output.view(self.output.parameter)
-        view.copy_(self._draw(view.shape, view))
-
-    def _rotate(self, heads: list[int]) -> None:
-        value, size = self.slabs["value"], self.site.head_size
-        square = (len(heads) * size, len(heads) * size)
-        rotation = torch.linalg.qr(self._draw(square, value.parameter))[0]
-        weight, bias = value.view(value.parameter), value.owner._parameters[value.bias or ""]
-        weight[heads] = (rotation @ weight[heads].flatten(0, 1)).unflatten(0, (len(heads), size))
-        if bias is not None:
-            rows = value.bias_view(bias)
-            rows[heads] = (rotation @ rows[heads].flatten()).unflatten(0, (len(heads), size))
-        columns = self.output.view(self.output.parameter)
-        for member in range(self.group):
-            queries = [head * self.group + member for head in heads]
-            joined = columns[queries].transpose(0, 1).flatten(1)
-            columns[queries] = (joined @ rotation.T).unflatten(1, (len(heads), size)).transpose(0, 1)
-
-    def _keep_only(self, slab: Slab, head: int) -> None:
-        others = [i for i in range(slab.heads) if i != head]
-        slab.view(slab.parameter)[others] = 0.0
-        bias = slab.owner._parameters[slab.bias or ""]
-        if bias is not None:
-            slab.bias_view(bias)[others] = 0.0
-
-    def _disturb(self, slab: Slab, heads: list[int]) -> None:
-        view = slab.view(slab.parameter)
-        view[heads] = self._draw(view[heads].shape, view)
-
-    def _draw(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return torch.randn(tuple(shape), generator=self.generator, dtype=like.dtype).to(like.device)
-
-    def _observe(self) -> Tensor:
-        seen: list[Tensor] = []
-        seam = self.site.seam
-        assert seam is not None
-        handle = seam.module.register_forward_hook(lambda _m, _i, output: seen.append(output.detach().clone()))
-        try:
-            self.forward()
-        finally:
+        common = _common(site.name, names[id(site.seam.owner)])
+        wanted[site.name] = [common[:depth] for depth in _depths(common)]
+    around = {*(place for places in wanted.values() for place in places), *wanted}
+    handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
+    try:
+        forward()
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{type(twin).__name__} could not be run on the given inputs ({type(error).__name__}: {error}); "
+            "give what the model itself takes: a mapping of names, or a sequence of positional arguments."
+        ) from error
+    finally:
+        for handle in handles:
             handle.remove()
-        if not seen:
-            raise NotFired(f"{self.site.name or 'the model'} was not reached by a forward pass on the given inputs.")
-        return torch.cat([tensor.flatten() for tensor in seen])
-
-    def _unchanged(self, before: Tensor, after: Tensor, what: str) -> None:
-        difference = _relative(before, after)
-        if difference > UNCHANGED:
-            raise LayoutError(self._verdict(f"{what} changed its output by {difference:.1e}; true heads would not"))
-
-    def _changed(self, before: Tensor, after: Tensor, what: str) -> None:
-        difference = _relative(before, after)
-        if difference < CHANGED:
-            raise LayoutError(self._verdict(f"{what} changed nothing ({difference:.1e}); true heads would change it"))
-
-    def _verdict(self, finding: str) -> str:
-        return (
-            f"{self.site.name or 'the model'}: layout {self.site.layout!r} with {self.site.num_heads} heads of "
-            f"{self.site.head_size} misreads {type(self.site.module).__name__}: {finding}. "
-            "Pass a layout row that describes it to find_heads."
-        )
+    silent = [site.name or "the model" for site in sites if site.name not in seen]
+    if silent:
+        raise NotFired(f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs.")
+    return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
 
 
-class _Restored:
-    """Puts the parameters of some slabs, and their biases, back after a block."""
-
-    def __init__(self, *slabs: Slab) -> None:
-        self.owners = {id(slab.owner): slab.owner for slab in slabs}.values()
-
-    def __enter__(self) -> None:
-        self.saved = [[(p, p.detach().clone()) for p in o._parameters.values() if p is not None] for o in self.owners]
-
-    def __exit__(self, *_: object) -> None:
-        for parameters in self.saved:
-            for parameter, value in parameters:
-                parameter.copy_(value)
+def _common(first: str, second: str) -> str:
+    """Return the name of the innermost module that holds both modules."""
+    both = []
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        both.append(a)
+    return ".".join(both)
 
 
-def _relative(before: Tensor, after: Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max().clamp_min(1e-12))
-
-
-def _double(value: object) -> object:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _depths(name: str) -> list[int]:
+    """Return where to cut a dotted name for itself, its parent, and so on up to the model."""
+    cuts = [len(name), *(i for i in range(len(name) - 1, 0, -1) if name[i] == "."), 0]
+    return list(dict.fromkeys(cuts))
 
 
 def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
@@ -275,7 +181,7 @@ def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Si
     def slab_again(slab: Slab) -> Slab:
         owner = again(slab.owner)
         assert owner is not None
-        return replace(slab, owner=owner)
+        return replace(slab, owner=owner, module=again(slab.module))
 
     copies = []
     for site in sites:

@@ -28,7 +28,8 @@ def scaled(name: str, **changes: object):
 @needs_published_data
 def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
     reproduction = REPRODUCTIONS["diversify/figure-4"]
-    scale = scaled("cpu", width=8, heads=2, classifier_width=16, epochs=1, train_examples=256, dev_examples=80)
+    small = {"width": 8, "heads": 2, "classifier_width": 16, "epochs": 1, "train_examples": 256, "dev_examples": 80}
+    scale = scaled("cpu", compile_routing=False, **small)
     console = Console(record=True, width=100)
     comparison = Comparison("logic", tuple(parse_arms(reproduction.arms)), (0,), scale, tmp_path, PUBLISHED, workers=2)
     assert compare(comparison, console) == []

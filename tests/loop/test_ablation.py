@@ -46,7 +46,7 @@ def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
     with pytest.raises(hw.NotFired, match="no forward pass"):
         hw.importance(heads, lambda: 1.0)
     without = SeparateAttention()
-    without.o_proj = nn.Identity()
+    del without.o_proj
     with pytest.raises(hw.LayoutError, match="no output projection was found"):
         hw.ablate(hw.find_heads(without), 0)
 

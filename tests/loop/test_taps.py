@@ -186,7 +186,7 @@ def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
     assert capture.outputs.shape == (3, 6, 4, 5)
     torch.testing.assert_close(capture.values, model.v_proj(x).unflatten(-1, (2, 5)))
     assert torch.equal(capture.key_keep, ~padding)
-    with pytest.raises(hw.LayoutError, match="attention weights can be read inside"):
+    with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
         hw.Taps(heads, weights=True)
     assert not model._forward_pre_hooks
 

