@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic.")]
+TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
