@@ -63,6 +63,8 @@ def write_comparison(
         "sizes": {"kind": "Scale", "name": "demo", "width": 32},
         "data": "3f9a1c",
         "primary": "accuracy pooled over all test bins",
+        "metric": "accuracy",
+        "difficulty": "number of operators",
         "arms": [arm.name for arm in arms if not arm.baseline],
         "seeds": list(seeds),
     }
@@ -98,7 +100,7 @@ def write_run(
     folder = out / arm.name.replace(":", "@").replace("/", "_") / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     correct = predicted == labels
-    np.savez(folder / "predictions.npz", correct=correct, predicted=predicted)
+    np.savez(folder / "predictions.npz", statistics=correct, predicted=predicted)
     result = {
         "task": "logic",
         "scale": "demo",
@@ -106,11 +108,11 @@ def write_run(
         "control": arm.control,
         "seed": seed,
         "settings": {"seed": seed, **_settings(arm)},
-        "accuracy": {
+        "score": {
             "pooled": float(correct.mean()),
             "bins": {str(name): float(correct[item_bins == name].mean()) for name in np.unique(item_bins)},
         },
-        "dev_accuracy": float(correct.mean()),
+        "dev_score": float(correct.mean()),
         **_measures(arm, jitter),
         "versions": {"python": "3.11.7", "headwise": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"},
         **changed,

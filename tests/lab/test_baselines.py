@@ -10,7 +10,8 @@ import pytest
 from headwise.checks import SettingError
 from headwise.lab.data import Ragged
 from headwise.lab.models.baselines import counts, majority, token_counts
-from headwise.lab.tasks.logic import SCALES, LogicSplit, LogicTask
+from headwise.lab.tasks.logic_data import LogicSplit, load_logic
+from headwise.lab.tasks.logic_scales import SCALES
 
 TOY = replace(SCALES["demo"], name="toy", generated_draws=5_000)
 
@@ -21,14 +22,14 @@ def part(split, order):
 
 
 def test_majority_answers_the_most_frequent_training_label():
-    data = LogicTask.load(None, TOY, None)
+    data = load_logic(None, TOY, None)
     predicted = majority(data.train, data.test)
     assert len(predicted) == len(data.test)
     assert {data.labels[label] for label in predicted} == {"#"}
 
 
 def test_counts_beats_majority_repeats_itself_and_answers_in_test_order():
-    data = LogicTask.load(None, TOY, None)
+    data = load_logic(None, TOY, None)
     predicted = counts(data.train, data.test, len(data.vocabulary), seed=3)
     assert (predicted == data.test.labels).mean() > (majority(data.train, data.test) == data.test.labels).mean()
     order = np.arange(len(data.test))[::-1]
@@ -39,7 +40,7 @@ def test_counts_beats_majority_repeats_itself_and_answers_in_test_order():
 def test_counts_tell_the_sides_apart_but_not_the_order_of_tokens():
     rows = token_counts(Ragged.of([[4, 2, 4], [2, 4, 4], []]), 6)
     assert rows.tolist() == [[0, 0, 1, 0, 2, 0], [0, 0, 1, 0, 2, 0], [0, 0, 0, 0, 0, 0]]
-    train = LogicTask.load(None, TOY, None).train
+    train = load_logic(None, TOY, None).train
     # swapping the sides turns `<` into `>`: the two can only be told apart by which side a count is of
     directed = np.flatnonzero((train.labels == 1) | (train.labels == 2))
     chosen = part(train, directed)
@@ -49,6 +50,6 @@ def test_counts_tell_the_sides_apart_but_not_the_order_of_tokens():
 
 
 def test_a_negative_seed_is_refused():
-    data = LogicTask.load(None, TOY, None)
+    data = load_logic(None, TOY, None)
     with pytest.raises(SettingError, match="seed is -1"):
         counts(data.train, data.test, len(data.vocabulary), seed=-1)

@@ -19,7 +19,7 @@ def comparison(tmp_path, *arms, seeds=(0, 1, 2, 3, 4)):
 
 def mean_difference(results, arm, against, first, last):
     inside = (results.bins >= first) & (results.bins <= last)
-    by_seed = {name: {r.seed: r.correct[inside] for r in results.runs if r.arm == name} for name in (arm, against)}
+    by_seed = {name: {r.seed: r.statistics[inside] for r in results.runs if r.arm == name} for name in (arm, against)}
     return float(np.mean([by_seed[arm][s].mean() - by_seed[against][s].mean() for s in by_seed[arm]]))
 
 
@@ -28,6 +28,14 @@ def test_a_contrast_is_the_difference_of_mean_accuracies_on_its_bins(tmp_path):
     (judged,) = judge([Claim("", (Contrast("output", "plain", (2, 5)),))], results)
     expected = mean_difference(results, "output", "plain", 2, 5)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_contrast_without_bins_is_over_all_items(tmp_path):
+    results = comparison(tmp_path, Drawn("output", effect=0.4, slope=-0.05))
+    (judged,) = judge([Claim("", (Contrast("output", "plain"),))], results)
+    expected = mean_difference(results, "output", "plain", 1, 12)
+    assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+    assert str(judged.found[0].contrast) == "output over plain"
 
 
 def test_a_lead_beyond_another_range_is_the_difference_of_the_two_leads(tmp_path):

@@ -22,7 +22,9 @@ from headwise.lab.compare import Comparison, compare, default_workers
 from headwise.lab.jobs import do_job
 from headwise.lab.progress import Bars, Clock, Lines, watch_for
 from headwise.lab.runs import first_difference, read_progress, write_json
-from headwise.lab.tasks.logic import SCALES
+from headwise.lab.tasks.logic import LogicTask
+from headwise.lab.tasks.logic_data import load_logic
+from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.workers import Failure, Watch, run_jobs
 
 TOY = dataclasses.replace(
@@ -243,7 +245,7 @@ def test_a_comparison_goes_seed_by_seed_and_ends_with_its_table(inline, tmp_path
     ]
     record = json.loads((tmp_path / "comparison.json").read_text())
     assert (record["arms"], record["seeds"], record["scale"]) == (["plain", "svgd:alpha=1.0"], [0, 1], "toy")
-    assert set(np.load(tmp_path / "test.npz").files) == {"bins", "labels"}
+    assert set(np.load(tmp_path / "test.npz").files) == {"bins"}
     assert {row["arm"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]} == {
         *("majority", "counts", "plain", "svgd:alpha=1.0")
     }
@@ -304,7 +306,7 @@ def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
     here = tmp_path / "here"
     comparison = dataclasses.replace(toy(tmp_path / "pool", "plain", 2), workers=2)
     assert compare(comparison, console()) == []
-    for job in compare_module._jobs(comparison, compare_module.LogicTask.load(None, TOY, None)):
+    for job in compare_module._jobs(comparison, LogicTask(), load_logic(None, TOY, None)):
         if job.name == "plain seed 1":
             do_job(job.settings, here, lambda: False)
     name = "model.safetensors"

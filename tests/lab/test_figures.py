@@ -13,7 +13,7 @@ from synthetic_comparison import PAPER, Drawn, write_comparison
 
 from headwise.checks import DataError
 from headwise.lab.drawing import styles
-from headwise.lab.figures import accuracy_by_bin, accuracy_by_force, accuracy_by_similarity, pictures, write_pictures
+from headwise.lab.figures import pictures, score_by_bin, score_by_force, score_by_similarity, write_pictures
 from headwise.lab.labels import overlap, place_labels
 from headwise.lab.table import Table, read_table
 
@@ -29,7 +29,7 @@ def small(folder: Path, arms: list[Drawn], **changed) -> Table:
 
 def test_each_figure_is_a_png_with_words(table):
     drawn = pictures(table)
-    names = ["accuracy-by-operators", "diversity-against-accuracy", "accuracy-against-force-ratio"]
+    names = ["score-by-difficulty", "diversity-against-score", "score-against-force-ratio"]
     assert [picture.name for picture in drawn] == names
     for picture in drawn:
         assert picture.png.startswith(b"\x89PNG")
@@ -67,14 +67,14 @@ def test_names_with_mathematics_and_markup_are_drawn_as_text(tmp_path):
 
 def test_a_figure_without_data_is_left_out(tmp_path):
     plain_only = small(tmp_path / "one", [PAPER[0], PAPER[2]], bins=(4,))
-    assert accuracy_by_bin(plain_only) is None
-    assert accuracy_by_force(plain_only) is None
-    assert accuracy_by_similarity(plain_only) is not None
+    assert score_by_bin(plain_only) is None
+    assert score_by_force(plain_only) is None
+    assert score_by_similarity(plain_only) is not None
     baselines = small(tmp_path / "two", [PAPER[0], PAPER[1]])
-    assert accuracy_by_similarity(baselines) is None
-    assert accuracy_by_bin(baselines) is not None
+    assert score_by_similarity(baselines) is None
+    assert score_by_bin(baselines) is not None
     one_strength = small(tmp_path / "three", [PAPER[2], PAPER[3], PAPER[4]])
-    assert accuracy_by_force(one_strength) is None
+    assert score_by_force(one_strength) is None
 
 
 def test_every_arm_looks_different_and_plain_is_black(tmp_path):

@@ -57,9 +57,9 @@ def test_each_grid_has_a_row_an_arm_and_as_many_cells_as_columns(table):
 def test_cells_say_what_the_table_says(table):
     row = next(row for row in table.rows if row.arm == "svgd:alpha=30")
     cells = next(cells for cells in verdict_grid(table).rows if cells[0] == row.arm)
-    half = 100 * (row.accuracy.high - row.accuracy.value)
+    half = 100 * (row.score.high - row.score.value)
     assert row.to_control is not None
-    assert cells[2] == f"{100 * row.accuracy.value:.1f} ±{half:.1f}"
+    assert cells[2] == f"{100 * row.score.value:.1f} ±{half:.1f}"
     assert cells[3:] == ("smooth", cells[4], row.verdict)
     assert cells[4].startswith(f"−{abs(100 * row.to_control.estimate.value):.1f} ±")  # noqa: RUF001
 

@@ -9,9 +9,10 @@ import pytest
 
 from headwise.checks import DataError, SettingError
 from headwise.lab.tasks import logic
-from headwise.lab.tasks.logic import SCALES, LogicTask, collate
+from headwise.lab.tasks.logic_data import collate, load_logic
 from headwise.lab.tasks.logic_formulas import RELATIONS
 from headwise.lab.tasks.logic_generator import generate
+from headwise.lab.tasks.logic_scales import SCALES
 
 TOY = replace(SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
 
@@ -41,7 +42,7 @@ def published(tmp_path):
 
 
 def test_generated_splits_are_disjoint_and_about_eighty_ten_ten():
-    data = LogicTask.load(None, replace(TOY, train_operators=3, test_bins=(0, 1, 2, 3)), None)
+    data = load_logic(None, replace(TOY, train_operators=3, test_bins=(0, 1, 2, 3)), None)
     train, dev, test = (texts(data, split) for split in (data.train, data.dev, data.test))
     assert train.isdisjoint(dev)
     assert train.isdisjoint(test)
@@ -53,19 +54,19 @@ def test_generated_splits_are_disjoint_and_about_eighty_ten_ten():
 
 
 def test_more_draws_never_move_a_pair_to_another_split():
-    few, many = (LogicTask.load(None, replace(TOY, generated_draws=draws), None) for draws in (2_000, 4_000))
+    few, many = (load_logic(None, replace(TOY, generated_draws=draws), None) for draws in (2_000, 4_000))
     for name in ("train", "dev", "test"):
         assert texts(few, getattr(few, name)) < texts(many, getattr(many, name))
 
 
 def test_each_split_holds_its_bins_alone():
-    data = LogicTask.load(None, TOY, None)
+    data = load_logic(None, TOY, None)
     assert set(np.unique(data.train.bins)) == {0, 1, 2}
     assert set(np.unique(data.dev.bins)) == set(np.unique(data.test.bins)) == {1, 2, 3}
 
 
 def test_an_example_decodes_to_the_pair_it_came_from():
-    data = LogicTask.load(None, replace(TOY, train_operators=3), None)
+    data = load_logic(None, replace(TOY, train_operators=3), None)
     known = {(pair.premise, pair.hypothesis): pair for pair in generate(3_000, seed=logic.GENERATOR_SEED)}
     for split in (data.train, data.dev, data.test):
         for index, example in enumerate(split):
@@ -80,7 +81,7 @@ def test_an_example_decodes_to_the_pair_it_came_from():
 
 
 def test_files_give_their_test_lines_in_order_and_dev_comes_from_train(published):
-    data = LogicTask.load(published, replace(TOY, train_operators=3), None)
+    data = load_logic(published, replace(TOY, train_operators=3), None)
 
     def lines(name):
         return [tuple(line.split("\t")[1:]) for line in (published / name).read_text().splitlines()]
@@ -101,26 +102,26 @@ def test_files_give_their_test_lines_in_order_and_dev_comes_from_train(published
 
 def test_a_cap_takes_a_nested_choice_from_all_bins_alike(published):
     small, large = (
-        LogicTask.load(published, replace(TOY, train_examples=cap, dev_examples=cap // 4), None) for cap in (40, 80)
+        load_logic(published, replace(TOY, train_examples=cap, dev_examples=cap // 4), None) for cap in (40, 80)
     )
     assert (len(small.train), len(large.train), len(small.dev), len(large.dev)) == (40, 80, 10, 20)
     assert texts(small, small.train) < texts(large, large.train)
     assert texts(small, small.dev) < texts(large, large.dev)
-    whole = LogicTask.load(published, TOY, None).train
+    whole = load_logic(published, TOY, None).train
     assert large.train.bins.mean() == pytest.approx(whole.bins.mean(), abs=0.2)
 
 
 def test_a_token_training_lacks_is_unknown(published):
     (published / "test1").write_text("#\t( not zebra )\ta\n")
-    data = LogicTask.load(published, TOY, None)
+    data = load_logic(published, TOY, None)
     assert "zebra" not in data.vocabulary
     assert data.vocabulary[data.test[0]["premise"][2]] == "<unk>"
 
 
 def test_a_cached_load_equals_the_first_and_makes_nothing(tmp_path, monkeypatch):
-    first = LogicTask.load(None, TOY, tmp_path)
+    first = load_logic(None, TOY, tmp_path)
     monkeypatch.setattr(logic, "generate", None)
-    second = LogicTask.load(None, TOY, tmp_path)
+    second = load_logic(None, TOY, tmp_path)
     assert second.fingerprint == first.fingerprint
     assert second.vocabulary == first.vocabulary
     for name in ("train", "dev", "test"):
@@ -130,12 +131,12 @@ def test_a_cached_load_equals_the_first_and_makes_nothing(tmp_path, monkeypatch)
 
 
 def test_a_damaged_cache_is_made_anew(tmp_path):
-    first = LogicTask.load(None, TOY, tmp_path)
+    first = load_logic(None, TOY, tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"not an archive"):
         path.write_bytes(damaged)
-        assert list(LogicTask.load(None, TOY, tmp_path).test) == list(first.test)
+        assert list(load_logic(None, TOY, tmp_path).test) == list(first.test)
         assert path.read_bytes() == whole
 
 
@@ -145,14 +146,14 @@ def test_an_interrupted_write_leaves_no_cache_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        LogicTask.load(None, TOY, tmp_path)
+        load_logic(None, TOY, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="the cache cannot be written"):
-        LogicTask.load(None, TOY, tmp_path / "file")
+        load_logic(None, TOY, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -166,56 +167,54 @@ def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path):
     ],
 )
 def test_the_fingerprint_changes_with_what_the_data_follows_from(changed):
-    assert (
-        LogicTask.load(None, replace(TOY, **changed), None).fingerprint != LogicTask.load(None, TOY, None).fingerprint
-    )
+    assert load_logic(None, replace(TOY, **changed), None).fingerprint != load_logic(None, TOY, None).fingerprint
 
 
 def test_the_fingerprint_does_not_change_with_the_model_but_with_the_files(published):
-    before = LogicTask.load(published, TOY, None).fingerprint
-    assert LogicTask.load(published, replace(TOY, width=64, learning_rate=0.5), None).fingerprint == before
+    before = load_logic(published, TOY, None).fingerprint
+    assert load_logic(published, replace(TOY, width=64, learning_rate=0.5), None).fingerprint == before
     with (published / "train1").open("a") as stream:
         stream.write("#\ta\tb\n")
-    assert LogicTask.load(published, TOY, None).fingerprint != before
+    assert load_logic(published, TOY, None).fingerprint != before
 
 
 def test_a_missing_folder_is_refused_with_what_was_expected(tmp_path):
     with pytest.raises(
         DataError, match=r"does not exist; expected a folder with train0, train1, train2 ... test3, plain or .gz"
     ):
-        LogicTask.load(tmp_path / "none", TOY, None)
+        load_logic(tmp_path / "none", TOY, None)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="is a file; expected a folder"):
-        LogicTask.load(tmp_path / "file", TOY, None)
+        load_logic(tmp_path / "file", TOY, None)
 
 
 def test_missing_files_are_refused_by_name(published):
     (published / "test2").unlink()
     (published / "train0").unlink()
     with pytest.raises(DataError, match="lacks train0, test2; expected each"):
-        LogicTask.load(published, TOY, None)
+        load_logic(published, TOY, None)
 
 
 def test_a_folder_one_level_too_high_is_told_where_the_files_are(published):
     with pytest.raises(DataError, match=f"They seem to be in {published}"):
-        LogicTask.load(published.parent, TOY, None)
+        load_logic(published.parent, TOY, None)
 
 
 def test_both_forms_of_one_file_are_refused(published):
     (published / "test2.gz").write_bytes(b"")
     with pytest.raises(DataError, match=r"both test2 and test2\.gz"):
-        LogicTask.load(published, TOY, None)
+        load_logic(published, TOY, None)
 
 
 def test_a_split_without_pairs_is_refused(published):
     for number in (1, 2, 3):
         (published / f"test{number}").write_text("")
     with pytest.raises(DataError, match="the test split of scale toy holds no pair"):
-        LogicTask.load(published, TOY, None)
+        load_logic(published, TOY, None)
 
 
 def test_a_batch_is_padded_with_zeros_to_its_longest_side():
-    data = LogicTask.load(None, TOY, None)
+    data = load_logic(None, TOY, None)
     examples = [data.train[index] for index in (0, 3, 7, -1)]
     batch = collate(examples)
     for side in ("premise", "hypothesis"):

@@ -13,7 +13,7 @@ from rich.console import Console
 from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.reproduce import REPRODUCTIONS, report
-from headwise.lab.tasks.logic import SCALES
+from headwise.lab.tasks.logic_scales import SCALES
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 needs_published_data = pytest.mark.skipif(
@@ -47,6 +47,6 @@ def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
 def test_the_plain_model_of_the_demo_learns_the_published_relations(tmp_path):
     comparison = Comparison("logic", tuple(parse_arms("plain")), (0,), SCALES["demo"], tmp_path, PUBLISHED, workers=1)
     assert compare(comparison, Console(record=True)) == []
-    rows = {row["arm"]: row["accuracy"]["value"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    rows = {row["arm"]: row["score"]["value"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     assert rows["plain"] > rows["majority"] + 0.12
     assert rows["plain"] > rows["counts"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headwise.checks import SettingError
-from headwise.lab.statistics import Estimate, accuracy, difference, estimate, holm, verdict
+from headwise.lab.statistics import Estimate, difference, estimate, holm, score, verdict
 
 
 def loops(scores: np.ndarray, items: list[int], seeds: list[int]) -> tuple[float, float]:
@@ -96,10 +96,10 @@ def test_where_only_seeds_differ_the_interval_is_that_of_students_t_over_seeds()
 def test_where_only_items_differ_the_interval_is_that_of_the_mean_over_items():
     generator = np.random.default_rng(2)
     row = generator.random(3000) < 0.7
-    wide = accuracy(np.repeat(row[None], 30, axis=0), seed=0)
+    wide = score(np.repeat(row[None], 30, axis=0), seed=0)
     expected = stats.t.ppf(0.975, 29) * np.std(row, ddof=1) / np.sqrt(len(row))
     assert wide.high - wide.value == pytest.approx(expected, rel=0.1)
-    one = accuracy(row[None], seed=0)
+    one = score(row[None], seed=0)
     assert one.high - one.value == pytest.approx(1.96 * np.std(row) / np.sqrt(len(row)), rel=0.1)
 
 
@@ -148,7 +148,7 @@ def test_equal_answers_give_no_difference_and_no_warning():
     assert difference(same, same, seed=0) == Estimate(0.0, 0.0, 0.0, 1.0, seeds=5, items=40)
     always = np.ones((5, 40), dtype=bool)
     assert difference(always, ~always, seed=0).p < 0.001
-    assert accuracy(always, seed=0).low == 1.0
+    assert score(always, seed=0).low == 1.0
 
 
 def test_rounding_is_no_spread():
@@ -161,21 +161,21 @@ def test_rounding_is_no_spread():
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)])
 def test_single_seeds_and_items_give_finite_numbers(shape):
-    found = accuracy(np.random.default_rng(1).random(shape) < 0.5, seed=0)
+    found = score(np.random.default_rng(1).random(shape) < 0.5, seed=0)
     assert np.isfinite([found.value, found.low, found.high, found.p]).all()
 
 
 def test_intervals_of_accuracies_and_differences_stay_in_range():
     correct = np.ones((2, 20), dtype=bool)
     correct[0, 0] = False
-    found = accuracy(correct, seed=0)
+    found = score(correct, seed=0)
     assert 0 <= found.low < found.value < found.high == 1.0
     assert difference(correct, ~correct, seed=0).high == 1.0
 
 
 def test_the_same_seed_gives_the_same_numbers():
     row = np.random.default_rng(0).random((1, 60)) < 0.5
-    found = [accuracy(row, seed=seed, resamples=99) for seed in (1, 1, 2, 3, 4)]
+    found = [score(row, seed=seed, resamples=99) for seed in (1, 1, 2, 3, 4)]
     assert found[0] == found[1]
     assert len(set(found)) > 1
 
@@ -245,5 +245,5 @@ def test_verdicts_in_words(value, seeds, adjusted, words):
 def test_answers_that_are_nearly_all_right_have_a_narrow_interval():
     correct = np.ones((3, 286), dtype=bool)
     correct[0, 5] = correct[1, 9] = False
-    found = accuracy(correct, seed=0, resamples=500)
+    found = score(correct, seed=0, resamples=500)
     assert 0.95 < found.low < found.value < found.high == 1.0

@@ -11,7 +11,7 @@ from synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, wr
 from headwise.checks import DataError, NotFired
 from headwise.lab.protocol import key
 from headwise.lab.results import read_results
-from headwise.lab.statistics import accuracy, difference, holm
+from headwise.lab.statistics import difference, holm, score
 from headwise.lab.table import Row, Table, make_table, read_table
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}
@@ -45,10 +45,10 @@ def test_baselines_come_first_then_plain_then_arms_as_asked_for(table):
 def test_accuracies_and_differences_are_those_of_the_answers_on_disk(table, tmp_path):
     results = read_results(write_comparison(tmp_path, **SMALL))
     correct = {
-        arm: np.stack([run.correct for run in results.runs if run.arm == arm]) for arm in ("plain", "smooth", "svgd")
+        arm: np.stack([run.statistics for run in results.runs if run.arm == arm]) for arm in ("plain", "smooth", "svgd")
     }
     row = known(table.row("svgd"))
-    assert row.accuracy == accuracy(correct["svgd"], seed=key("accuracy", "svgd"))
+    assert row.score == score(correct["svgd"], seed=key("accuracy", "svgd"))
     assert row.bins[1].value == pytest.approx(correct["svgd"][:, 40:80].mean())
     assert row.to_plain is not None
     assert row.to_control is not None
@@ -182,8 +182,8 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
         ("predictions.npz", lambda path: path.unlink(), "does not exist"),
         ("predictions.npz", lambda path: path.write_bytes(b""), "is damaged"),
         ("predictions.npz", lambda path: path.write_bytes(path.read_bytes()[:200]), "is damaged"),
-        ("predictions.npz", lambda path: np.savez(path, correct=np.ones(3)), "is damaged"),
-        ("predictions.npz", lambda path: with_arrays(path, correct=np.ones(3)), "different lengths"),
+        ("predictions.npz", lambda path: np.savez(path, statistics=np.ones(3)), "is damaged"),
+        ("predictions.npz", lambda path: with_arrays(path, statistics=np.ones(3)), "different lengths"),
         ("predictions.npz", lambda path: with_arrays(path, predicted=np.zeros(60)), "does not answer the 60"),
     ],
 )

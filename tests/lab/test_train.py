@@ -20,7 +20,8 @@ from headwise.lab.callback import RunCallback
 from headwise.lab.methods import Methods
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.logic import SCALES, LogicTask, Scale
+from headwise.lab.tasks.logic_data import load_logic
+from headwise.lab.tasks.logic_scales import SCALES, Scale
 from headwise.lab.train import train_run
 
 TOY = dataclasses.replace(
@@ -80,12 +81,12 @@ def same_bits(one: Path, other: Path) -> bool:
 def test_a_run_leaves_everything_the_table_needs(whole, cache):
     folder = whole("svgd")
     found = result(folder)
-    test = LogicTask.load(None, TOY, cache).test
+    test = load_logic(None, TOY, cache).test
     predictions = np.load(folder / "predictions.npz")
-    assert predictions["correct"].dtype == bool
-    assert len(predictions["correct"]) == len(predictions["predicted"]) == len(test)
-    assert found["accuracy"]["pooled"] == pytest.approx(predictions["correct"].mean())
-    assert set(found["accuracy"]["bins"]) == {"1", "2", "3"}
+    assert predictions["statistics"].dtype == bool
+    assert len(predictions["statistics"]) == len(predictions["predicted"]) == len(test)
+    assert found["score"]["pooled"] == pytest.approx(predictions["statistics"].mean())
+    assert set(found["score"]["bins"]) == {"1", "2", "3"}
     assert found["arm"] == "svgd"
     assert found["control"] == "smooth"
     for name in ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm"):
@@ -96,7 +97,7 @@ def test_a_run_leaves_everything_the_table_needs(whole, cache):
     epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in epochs] == [1, 2]
     assert epochs[1]["train_loss"] < epochs[0]["train_loss"]
-    assert epochs[1]["dev_accuracy"]["pooled"] == found["dev_accuracy"]
+    assert epochs[1]["dev"]["pooled"] == found["dev_score"]
     assert not list(folder.glob("checkpoint-*"))
     assert not (folder / ".writing").exists()
 
@@ -232,7 +233,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path)
 
 def test_tuning_runs_never_see_the_test_split(cache, tmp_path):
     train_run(settings("plain", cache, test=False), tmp_path)
-    assert result(tmp_path)["accuracy"] is None
+    assert result(tmp_path)["score"] is None
     assert not (tmp_path / "predictions.npz").exists()
 
 

@@ -12,7 +12,7 @@ from headwise.checks import HeadwiseError, SettingError
 from headwise.lab import compare as compare_module
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import named_arms
-from headwise.lab.tasks.logic import SCALES
+from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
 from headwise.lab.workers import Failure
 
@@ -104,14 +104,14 @@ def test_the_controls_keep_what_makes_them_controls():
 def test_the_best_draw_on_dev_is_the_result_and_all_are_kept(tmp_path, inline):
     found = tune(tuning("output", tmp_path), quiet())
     record = json.loads((tmp_path / "output" / "tuned.json").read_text())
-    scores = {entry["arm"]: entry["dev_accuracy"] for entry in record["tried"]}
+    scores = {entry["arm"]: entry["dev_score"] for entry in record["tried"]}
     assert len(scores) == 3
-    assert (found.arm.name, found.dev_accuracy) == (record["arm"], record["dev_accuracy"])
-    assert found.dev_accuracy == max(scores.values())
+    assert (found.arm.name, found.dev_score) == (record["arm"], record["dev_score"])
+    assert found.dev_score == max(scores.values())
     assert parse_arm(record["arm"]) == found.arm
     assert len(inline) == 3
     result = json.loads((tmp_path / "output" / "draw-1" / "result.json").read_text())
-    assert result["accuracy"] is None
+    assert result["score"] is None
     # a second call finds everything done
     assert tune(tuning("output", tmp_path), quiet()) == found
     assert len(inline) == 3

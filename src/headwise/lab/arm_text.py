@@ -29,6 +29,8 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 }
 # How an aggregator walks through its tokens changes no number of a run, so it is no setting of an arm.
 HIDDEN = {"chunks"}
+# Settings that choose where a method acts: without them it acts everywhere.
+PLACES = {"layers", "kinds", "projections"}
 # What makes a control a control cannot be set.
 FIXED = {"smooth": {"alpha", "smoothing"}, "scaled": {"alpha", "smoothing", "kernel", "bandwidth"}}
 
@@ -82,12 +84,15 @@ def settings_of(arm: Arm) -> dict[str, Path]:
             found |= _leaves(value, (field,))
     if arm.term is not None:
         found["weight"] = ("penalty_weight",)
+        found["kind_weights"] = ("kind_weights",)
     if arm.drophead:
         found["rate"] = ("drophead",)
     if arm.rule is not None or arm.term is not None:
-        found["layers"] = ("layers",)
+        found["layers"], found["kinds"] = ("layers",), ("kinds",)
+    if arm.rule is not None:
+        found["projections"] = ("projections",)
     if arm.aggregation is not None:
-        found["layers"] = ("aggregation_layers",)
+        found["layers"], found["kinds"] = ("aggregation_layers",), ("aggregation_kinds",)
     found["learning_rate"] = ("learning_rate",)
     return {name: path for name, path in found.items() if name not in FIXED.get(arm.name, ())}
 
@@ -184,12 +189,12 @@ def _annotation(arm: Arm, path: Path) -> tuple[Any, ...]:
 def _typed(place: str, text: str, name: str, allowed: tuple[Any, ...]) -> Any:
     if name in WORDS:
         return _word(place, text, name)
-    if type(None) in allowed and text.lower() == ("all" if name == "layers" else "none"):
+    if type(None) in allowed and text.lower() == ("all" if name in PLACES else "none"):
         return None
     kind = next(kind for kind in allowed if kind is not type(None))
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        return tuple(_scalar(place, piece, item) for piece in text.split("/"))
+        return tuple(piece.strip() if item is str else _scalar(place, piece, item) for piece in text.split("/"))
     if typing.get_origin(kind) is Literal:
         require_choice(place, text, typing.get_args(kind))
         return text
@@ -225,5 +230,5 @@ def _written(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return "/".join(str(item) for item in value)
     if value is None:
-        return "all" if name == "layers" else "none"
+        return "all" if name in PLACES else "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

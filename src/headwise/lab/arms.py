@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.checks import SettingError, require_integer, require_positive, require_range
+from headwise.checks import SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.heads import PROJECTIONS
 from headwise.kernels import NormalizedRBF
 from headwise.particles import SGLD, SPOS, SVGD, Relative, Rule
 from headwise.penalty import Output, Position, Similarity, Subspace, Sum
@@ -20,6 +21,7 @@ from headwise.routing import EMRouting, SimpleRouting, Trunk
 __all__ = ["Aggregation", "Arm", "combine", "control_of", "named_arms"]
 
 Aggregation = SimpleRouting | EMRouting | Trunk
+KINDS = ("self", "decoder", "cross")
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,16 @@ class Arm:
     Attributes:
         name: Its name in tables and folders, and what `--arms` takes.
         rule: Repulsion between the parameters of heads, or None.
-        layers: Layers that rule and term act on, from 0; None for all encoder layers.
+        layers: Layers that rule and term act on, from 0, in each kind of attention; None for all.
+        kinds: Kinds of attention that rule and term act on, of self, decoder and cross; None for all.
+        projections: Projections that the rule acts on, of query, key and value; None for all.
         term: Similarity of heads that is added to the loss, or None.
         penalty_weight: Its weight, lambda of Li et al. 2021 (1 there).
+        kind_weights: Weights of the term on self, decoder and cross attention; None for 1 each. The released code of
+            Li et al. 2021 has 1, 0.5 and 0.5.
         aggregation: What stands in the place of the output projection, or None.
-        aggregation_layers: Layers it stands in; None for all encoder layers.
+        aggregation_layers: Layers it stands in; None for all.
+        aggregation_kinds: Kinds of attention it stands in; None for all.
         drophead: Probability of zeroing a head while training, in [0, 1).
         learning_rate: Peak learning rate; None for that of the scale.
         control: Name of the arm it is judged against; None for plain itself.
@@ -46,10 +53,14 @@ class Arm:
     name: str
     rule: Rule | None = None
     layers: tuple[int, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    projections: tuple[str, ...] | None = None
     term: Similarity | Sum | None = None
     penalty_weight: float = 1.0
+    kind_weights: tuple[float, ...] | None = None
     aggregation: Aggregation | None = None
     aggregation_layers: tuple[int, ...] | None = None
+    aggregation_kinds: tuple[str, ...] | None = None
     drophead: float = 0.0
     learning_rate: float | None = None
     control: str | None = "plain"
@@ -62,6 +73,13 @@ class Arm:
         for name in ("layers", "aggregation_layers"):
             for layer in getattr(self, name) or ():
                 require_integer(name, layer)
+        for name, known in (("kinds", KINDS), ("aggregation_kinds", KINDS), ("projections", PROJECTIONS)):
+            for value in getattr(self, name) or ():
+                require_choice(name, value, known)
+        if self.kind_weights is not None and len(self.kind_weights) != len(KINDS):
+            raise SettingError(f"kind_weights is {self.kind_weights}; expected one number for each of {KINDS}.")
+        for weight in self.kind_weights or ():
+            require_range("kind_weights", weight)
 
     @property
     def folder(self) -> str:
@@ -123,10 +141,14 @@ def combine(arms: Iterable[Arm]) -> Arm:
         "+".join(arm.name for arm in parts),
         rule=_the_one(parts, "rule", None),
         layers=_the_one([arm for arm in parts if arm.rule or arm.term], "layers", None),
+        kinds=_the_one([arm for arm in parts if arm.rule or arm.term], "kinds", None),
+        projections=_the_one(parts, "projections", None),
         term=term,
         penalty_weight=weight,
+        kind_weights=_the_one(parts, "kind_weights", None),
         aggregation=_the_one(parts, "aggregation", None),
         aggregation_layers=_the_one(parts, "aggregation_layers", None),
+        aggregation_kinds=_the_one(parts, "aggregation_kinds", None),
         drophead=_the_one(parts, "drophead", 0.0),
         learning_rate=_the_one(parts, "learning_rate", None),
         control="+".join(dict.fromkeys(str(name) for name in controls)) or "plain",

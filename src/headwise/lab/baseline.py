@@ -1,6 +1,6 @@
-"""Baselines as runs: the rows `counts` and `majority` get folders like those of arms, so they stand in every table.
+"""Baselines as runs: rows that no arm makes get folders like those of arms, so they stand in every table.
 
-Owns what such a folder holds. The predictions are `models/baselines`'.
+Owns what such a folder holds. The answers are the task's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 from headwise.checks import require_choice
 from headwise.lab import runs
-from headwise.lab.evaluation import accuracies
-from headwise.lab.tasks.logic import LogicTask, Scale
+from headwise.lab.evaluation import scores_by_bin
+from headwise.lab.metric import METRICS
+from headwise.lab.results import MEASURES
+from headwise.lab.tasks.named import named_task
+from headwise.lab.tasks.task import Scale
 from headwise.lab.versions import versions
 
-__all__ = ["BASELINES", "BaselineSettings", "baseline_run"]
-
-BASELINES = ("majority", "counts")
+__all__ = ["BaselineSettings", "baseline_run"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class BaselineSettings:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        require_choice("name", self.name, BASELINES)
+        require_choice("name", self.name, named_task(self.task).baselines)
 
     def record(self) -> dict[str, Any]:
         """Return what determines the row's numbers, as JSON data."""
@@ -49,20 +50,14 @@ class BaselineSettings:
 
 def baseline_run(settings: BaselineSettings, folder: Path) -> None:
     """Fit one baseline, ask it about the test split, and leave the folder of a finished run."""
-    # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
-    from headwise.lab.models import baselines
-
     runs.claim(folder, settings.record())
     if runs.is_finished(folder):
         return
     began = time.monotonic()
-    data = LogicTask.load(settings.data, settings.scale, settings.cache)
-    if settings.name == "counts":
-        predicted = baselines.counts(data.train, data.test, len(data.vocabulary), seed=settings.seed)
-    else:
-        predicted = baselines.majority(data.train, data.test)
-    correct = predicted == data.test.labels
-    runs.write_arrays(folder / runs.PREDICTIONS, correct=correct, predicted=predicted)
+    task = named_task(settings.task)
+    data = task.load(settings.data, settings.scale, settings.cache)
+    answers = task.baseline(settings.name, data, settings.seed)
+    runs.write_answers(folder, answers.statistics, answers.predicted, answers.text)
     result = {
         "task": settings.task,
         "scale": settings.scale.name,
@@ -70,18 +65,13 @@ def baseline_run(settings: BaselineSettings, folder: Path) -> None:
         "control": None,
         "seed": settings.seed,
         "settings": settings.record(),
-        "accuracy": accuracies(correct, data.test.bins),
-        "dev_accuracy": None,
+        "score": scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data)),
+        "dev_score": None,
+        "answers": dict(answers.measures),
         "parameters": None,
         "step_seconds": None,
         "train_seconds": time.monotonic() - began,
-        "distance": None,
-        "output_cosine": None,
-        "output_cka": None,
-        "position_js": None,
-        "parameter_cosine": None,
-        "particle_norm": None,
-        "force_ratio": None,
+        **dict.fromkeys(MEASURES),
         "versions": versions("numpy", "scikit-learn"),
     }
     runs.write_json(folder / runs.RESULT, result)

@@ -18,9 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from headwise.checks import HeadwiseError
-from headwise.lab.batches import LengthBatches
+from headwise.lab.averaging import keep_epoch_weights
 from headwise.lab.runs import EPOCHS, PROGRESS, write_json, write_lines
 from headwise.lab.settings import SAVE_SECONDS
+from headwise.lab.tasks.task import Batches
 from headwise.lab.workers import Heartbeat
 
 __all__ = ["RunCallback"]
@@ -41,6 +42,7 @@ class RunCallback(TrainerCallback):
         evaluate: Called after each epoch; returns what goes into that epoch's record.
         heartbeat: Asked after each step; True saves a checkpoint and stops.
         save_seconds: Time between two checkpoints inside an epoch; one is written after each epoch anyway.
+        averaged: How many of the last epochs' weights are kept to be averaged; 1 keeps none.
     """
 
     def __init__(
@@ -48,15 +50,17 @@ class RunCallback(TrainerCallback):
         folder: Path,
         steps_per_epoch: int,
         *,
-        batches: LengthBatches,
+        batches: Batches,
         dropout_seed: int,
         evaluate: Callable[[], Mapping[str, Any]],
         heartbeat: Heartbeat,
         save_seconds: float = SAVE_SECONDS,
+        averaged: int = 1,
     ) -> None:
         self.folder, self.steps_per_epoch = folder, steps_per_epoch
         self.batches, self.dropout_seed = batches, dropout_seed
         self.evaluate, self.heartbeat, self.save_seconds = evaluate, heartbeat, save_seconds
+        self.averaged = averaged
         self.records: list[dict[str, Any]] = []
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self.train_seconds = 0.0
@@ -164,6 +168,8 @@ class RunCallback(TrainerCallback):
         record = {"epoch": epoch, "train_loss": train_loss, **self.evaluate(), "force_ratio": force_ratio}
         self.records.append(record)
         write_lines(self.folder / EPOCHS, self.records)
+        if self.averaged > 1:
+            keep_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
         self._loss, self._force = torch.zeros_like(self._loss), torch.zeros_like(self._force)
         self._counted = self._forced = 0
         control.should_save = True
@@ -185,6 +191,6 @@ class RunCallback(TrainerCallback):
         self._shown = time.monotonic()
         note = ""
         if self.records:
-            note = f"dev {100 * self.records[-1]['dev_accuracy']['pooled']:.1f} %"
+            note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"
         progress = {"step": state.global_step, "steps": state.max_steps, "note": note}
         write_json(self.folder / PROGRESS, progress)

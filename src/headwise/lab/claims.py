@@ -24,23 +24,27 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Contrast:
-    """The accuracy of one arm minus another's on a range of bins, expected to be above zero.
+    """The score of one arm minus another's on a range of bins, expected to be above zero.
 
     Attributes:
         arm: Name of the arm that should be ahead.
         against: Name of the arm that should be behind.
-        bins: First and last bin.
+        bins: First and last bin; None for all items.
         beyond: First and last bin of a range whose difference is taken off: the contrast then says that the lead is
             larger on `bins` than there. None for a plain difference.
+        of: What the bins count, as in "operators".
     """
 
     arm: str
     against: str
-    bins: tuple[int, int]
+    bins: tuple[int, int] | None = None
     beyond: tuple[int, int] | None = None
+    of: str = "operators"
 
     def __str__(self) -> str:
-        lead = f"{self.arm} over {self.against} on {self.bins[0]} to {self.bins[1]} operators"
+        if self.bins is None:
+            return f"{self.arm} over {self.against}"
+        lead = f"{self.arm} over {self.against} on {self.bins[0]} to {self.bins[1]} {self.of}"
         return lead if self.beyond is None else f"{lead}, less its lead on {self.beyond[0]} to {self.beyond[1]}"
 
 
@@ -105,19 +109,26 @@ def _measure(contrast: Contrast, results: Results) -> Estimate | None:
     seeds = sorted(arm.keys() & against.keys())
     if not seeds:
         return None
-    weights = _shares(results.bins, contrast.bins)
+    ranges = [(1.0, _inside(results.bins, contrast.bins))]
     if contrast.beyond is not None:
-        weights = weights - _shares(results.bins, contrast.beyond)
-    used = weights != 0
-    # scores whose plain mean over the items used is the weighted difference
-    scale = weights[used] * np.count_nonzero(used)
-    scores = np.stack([(arm[s].correct[used].astype(float) - against[s].correct[used]) * scale for s in seeds])
-    return estimate(scores, seed=key("claim", str(contrast)))
+        ranges.append((-1.0, _inside(results.bins, contrast.beyond)))
+    ranges = [(sign, inside) for sign, inside in ranges if inside.any()]
+    if not ranges:
+        return None
+    used = sum(np.count_nonzero(inside) for _, inside in ranges)
+
+    def values(run: Run, sign: float, inside: NDArray[np.bool_]) -> NDArray[np.float64]:
+        # values whose plain mean over all items used is the difference between the two means
+        return sign * used / np.count_nonzero(inside) * results.metric.values(run.statistics[inside])
+
+    leads = [[values(arm[s], *part) - values(against[s], *part) for part in ranges] for s in seeds]
+    return estimate(np.stack([np.concatenate(lead) for lead in leads]), seed=key("claim", str(contrast)))
 
 
-def _shares(bins: NDArray[np.int64], ends: tuple[int, int]) -> NDArray[np.float64]:
-    inside = (bins >= ends[0]) & (bins <= ends[1])
-    return inside / max(np.count_nonzero(inside), 1)
+def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
+    if ends is None:
+        return np.ones(len(bins), dtype=bool)
+    return (bins >= ends[0]) & (bins <= ends[1])
 
 
 def _by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:

@@ -18,12 +18,11 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.lab.tasks.logic import Scale
+    from headwise.lab.tasks.task import Scale
     from headwise.lab.workers import Failure
 
 __all__ = ["app", "main"]
 
-TASKS = ("logic",)
 DEMO_ARMS = "plain,svgd,output,em,output+em"
 
 app = typer.Typer(
@@ -32,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic.")]
+TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
@@ -71,7 +70,7 @@ def compare(
     workers: Workers = None,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
-    require_known("task", task, TASKS)
+    _require_task(task)
     _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
 
 
@@ -88,7 +87,7 @@ def _compare(
         task,
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
-        _scale(scale),
+        _scale(task, scale),
         out,
         data,
         default_workers() if workers is None else workers,
@@ -109,7 +108,7 @@ def tune(
     workers: Workers = None,
 ) -> None:
     """Draw an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
-    require_known("task", task, TASKS)
+    _require_task(task)
     from headwise.lab.compare import default_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
@@ -119,14 +118,14 @@ def tune(
         arm,
         draws,
         seed,
-        _scale(scale),
+        _scale(task, scale),
         out or Path("runs") / f"tune-{task}-{scale}",
         data,
         default_workers() if workers is None else workers,
     )
     with _stoppable():
         tuned = run(tuning, _console())
-    typer.echo(f"dev accuracy {100 * tuned.dev_accuracy:.1f} % with")
+    typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
     typer.echo(tuned.arm.name)
     _end(tuned.failures)
 
@@ -193,11 +192,18 @@ def require_known(kind: str, name: str, known: Iterable[str]) -> None:
     raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
 
 
-def _scale(name: str) -> Scale:
-    from headwise.lab.tasks.logic import SCALES
+def _require_task(name: str) -> None:
+    from headwise.lab.tasks.named import TASKS
 
-    require_known("scale", name, SCALES)
-    return SCALES[name]
+    require_known("task", name, TASKS)
+
+
+def _scale(task: str, name: str) -> Scale:
+    from headwise.lab.tasks.named import named_task
+
+    scales = named_task(task).scales
+    require_known("scale", name, scales)
+    return scales[name]
 
 
 def _console() -> Console:

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError, HeadwiseError, SettingError, require_choice, require_integer
+from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
 from headwise.lab.arms import Arm
-from headwise.lab.baseline import BASELINES, BaselineSettings
+from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal, write_record
 from headwise.lab.jobs import do_job
 from headwise.lab.methods import Methods
-from headwise.lab.models.pair import PairClassifier
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import read_table
-from headwise.lab.tasks.logic import LogicData, LogicTask, Scale
+from headwise.lab.tasks.named import named_task
+from headwise.lab.tasks.task import Data, Scale, Task
 from headwise.lab.workers import Failure, Job, run_jobs
 
 __all__ = ["Comparison", "compare", "default_workers", "do_jobs", "publish", "require_fits", "run_folder"]
@@ -39,7 +39,6 @@ RESULTS = "results.json"
 REPORT = "report.html"
 FIGURES = "figures"
 CACHE = "data"
-PRIMARY = "accuracy pooled over all test bins"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Comparison:
     """What is compared, on what, and where the results go.
 
     Attributes:
-        task: Name of the task; "logic".
+        task: Name of the task.
         arms: The arms; each is run with every seed.
         seeds: The seeds.
         scale: Sizes of data, model and training.
@@ -65,7 +64,7 @@ class Comparison:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        require_choice("task", self.task, ["logic"])
+        named_task(self.task)
         require_integer("workers", self.workers, low=1)
         if not self.arms or not self.seeds:
             raise SettingError(
@@ -92,13 +91,14 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
     """
     out = comparison.out
     runs.prepare_folder(out)
-    data = LogicTask.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
-    _claim(comparison, data)
-    jobs = _jobs(comparison, data)
+    task = named_task(comparison.task)
+    data = task.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
+    _claim(comparison, task, data)
+    jobs = _jobs(comparison, task, data)
     for job in jobs:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
     for arm in comparison.arms:
-        require_fits(arm, data, comparison.scale)
+        require_fits(arm, task, data, comparison.scale)
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
     if any(runs.is_finished(job.folder) for job in jobs):
@@ -158,20 +158,20 @@ def run_folder(out: Path, arm: str, seed: int) -> Path:
     return out / arm / f"seed-{seed}"
 
 
-def require_fits(arm: Arm, data: LogicData, scale: Scale) -> None:
+def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
     """Make sure that an arm can be put on the model of a scale, before any run starts.
 
     Raises:
         SettingError: It cannot; the message says why.
     """
-    model = PairClassifier(len(data.vocabulary), len(data.labels), scale)
+    model = task.model(data, scale)
     try:
-        Methods(arm, model, model.encoder, seed=0).repel(torch.optim.Adam(model.parameters()))
+        Methods(arm, model, task.studied(model), seed=0).repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
 
-def _claim(comparison: Comparison, data: LogicData) -> None:
+def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     """Write what the comparison is, adding to the arms and seeds of an earlier one in the same folder."""
     path = comparison.out / COMPARISON
     fixed: dict[str, Any] = {
@@ -179,7 +179,9 @@ def _claim(comparison: Comparison, data: LogicData) -> None:
         "scale": comparison.scale.name,
         "sizes": runs.as_record(comparison.scale),
         "data": data.fingerprint,
-        "primary": PRIMARY,
+        "primary": task.primary,
+        "metric": task.metric,
+        "difficulty": task.difficulty,
     }
     arms, seeds = [arm.name for arm in comparison.arms], list(comparison.seeds)
     if path.exists():
@@ -191,16 +193,16 @@ def _claim(comparison: Comparison, data: LogicData) -> None:
         seeds = sorted({*old["seeds"], *seeds})
     runs.write_json(path, fixed | {"arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
-        runs.write_arrays(comparison.out / TEST, bins=data.test.bins, labels=data.test.labels)
+        runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
 
 
-def _jobs(comparison: Comparison, data: LogicData) -> list[Job]:
+def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
     """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms."""
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
     places = {"data": comparison.data, "cache": comparison.out / CACHE}
     rows = [
         Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05)
-        for name in BASELINES
+        for name in task.baselines
     ]
     rows += [
         Job(

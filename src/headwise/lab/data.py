@@ -67,6 +67,11 @@ class Ragged:
         """Number of tokens of each sequence, [N]."""
         return np.diff(self.offsets)
 
+    def first(self, most: int) -> Ragged:
+        """Return the first sequences, at most `most`, without a copy."""
+        offsets = self.offsets[: most + 1]
+        return Ragged(self.values[: offsets[-1]], offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -136,7 +141,8 @@ def digest(description: str, files: Iterable[Path] = ()) -> str:
     state = hashlib.blake2b(description.encode(), digest_size=8)
     for path in files:
         try:
-            state.update(hashlib.blake2b(path.read_bytes()).digest())
+            with path.open("rb") as stream:
+                state.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error}).") from error
     return state.hexdigest()

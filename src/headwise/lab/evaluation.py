@@ -1,59 +1,54 @@
-"""What is asked of a model after training: its answers on a split, and how alike its heads are.
+"""What is measured of a model after training: its score in each bin, and how alike its heads are.
 
-Owns the loops over a split without gradients; callers put the model into evaluation mode. The measures are the
-library's `metrics`.
+Owns the means over sites and batches; the measures are the library's `metrics`. Callers put the model into evaluation
+mode. Must not know any task.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from headwise import metrics
 from headwise.heads import Heads
-from headwise.lab.batches import length_sorted
-from headwise.lab.tasks.logic import LogicSplit, collate
+from headwise.lab.metric import Metric
 from headwise.taps import Capture, Taps
 
-__all__ = ["accuracies", "diversity", "predict"]
+__all__ = ["diversity", "scores_by_bin", "spread_evenly"]
 
-BATCH = 256
 PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
 
 
-def predict(model: nn.Module, split: LogicSplit) -> NDArray[np.int64]:
-    """Return the predicted label of each example of a split, [N], in the split's order."""
-    device = next(model.parameters()).device
-    predicted = np.zeros(len(split), dtype=np.int64)
-    for batch in length_sorted(split.lengths, BATCH):
-        sides = collate([split[index] for index in batch])
-        logits = model(sides["premise"].to(device), sides["hypothesis"].to(device))["logits"]
-        predicted[batch] = logits.argmax(dim=-1).cpu().numpy()
-    return predicted
+def scores_by_bin(metric: Metric, statistics: NDArray, bins: NDArray[np.integer]) -> dict[str, Any]:
+    """Return {"pooled": score, "bins": {bin: score}} of items with statistics [N] or [N, K] in bins [N].
 
-
-def accuracies(correct: NDArray[np.bool_], bins: NDArray[np.integer]) -> dict[str, Any]:
-    """Return {"pooled": accuracy, "bins": {bin: accuracy}} of answers [N] in bins [N].
-
-    >>> accuracies(np.array([True, False, True]), np.array([1, 1, 2]))
+    >>> from headwise.lab.metric import Accuracy
+    >>> scores_by_bin(Accuracy(), np.array([True, False, True]), np.array([1, 1, 2]))
     {'pooled': 0.6666666666666666, 'bins': {'1': 0.5, '2': 1.0}}
     """
-    per_bin = {str(number): float(correct[bins == number].mean()) for number in np.unique(bins).tolist()}
-    return {"pooled": float(correct.mean()), "bins": per_bin}
+    per_bin = {str(b): float(metric.values(statistics[bins == b]).mean()) for b in np.unique(bins).tolist()}
+    return {"pooled": float(metric.values(statistics).mean()), "bins": per_bin}
 
 
-def diversity(model: nn.Module, heads: Heads, split: LogicSplit, *, examples: int = 512) -> dict[str, float | None]:
-    """Return how alike the heads are: means over sites, on examples spread evenly over a split.
+def spread_evenly(items: int, most: int) -> NDArray[np.int64]:
+    """Return at most `most` places spread evenly over `items`.
+
+    >>> spread_evenly(9, 3).tolist()
+    [0, 4, 8]
+    """
+    return np.unique(np.linspace(0, items - 1, min(most, items)).astype(np.int64))
+
+
+def diversity(heads: Heads, probe: Iterable[None]) -> dict[str, float | None]:
+    """Return how alike the heads are: means over sites.
 
     Args:
-        model: The model.
-        heads: Its heads.
-        split: Where the examples come from.
-        examples: How many are used at most.
+        heads: The heads.
+        probe: Runs the model on a batch each time it is asked for the next item; see `Task.probe`.
 
     Returns:
         "distance" (Dist of An et al. 2020, per token), "output_cosine", "output_cka", "position_js" (Jensen-Shannon
@@ -69,12 +64,8 @@ def diversity(model: nn.Module, heads: Heads, split: LogicSplit, *, examples: in
         [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters]
     )
     sites: dict[str, _Site] = {site.name: _Site() for site in heads}
-    device = next(model.parameters()).device
-    chosen = np.unique(np.linspace(0, len(split) - 1, min(examples, len(split))).astype(int))
     with Taps(heads, outputs=True, weights=True) as taps:
-        for batch in length_sorted(split.lengths[chosen], BATCH):
-            sides = collate([split[int(chosen[index])] for index in batch])
-            model(sides["premise"].to(device), sides["hypothesis"].to(device))
+        for _ in probe:
             for capture in taps.read():
                 sites[capture.site.name].add(capture)
     for name in PAIRWISE[:-1]:

@@ -1,4 +1,4 @@
-"""The figures of a comparison, as PNG bytes: accuracy by difficulty, by diversity and by strength of repulsion.
+"""The figures of a comparison, as PNG bytes: score by difficulty, by diversity and by strength of repulsion.
 
 Owns what is plotted against what, and the words beside it; how it looks is `drawing`'s.
 """
@@ -24,7 +24,7 @@ from headwise.lab.grids import MINUS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
 
-__all__ = ["Picture", "accuracy_by_bin", "accuracy_by_force", "accuracy_by_similarity", "pictures", "write_pictures"]
+__all__ = ["Picture", "pictures", "score_by_bin", "score_by_force", "score_by_similarity", "write_pictures"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Picture:
 
 def pictures(table: Table) -> tuple[Picture, ...]:
     """Return the figures that the table has data for."""
-    drawn = (accuracy_by_bin(table), accuracy_by_similarity(table), accuracy_by_force(table))
+    drawn = (score_by_bin(table), score_by_similarity(table), score_by_force(table))
     return tuple(picture for picture in drawn if picture is not None)
 
 
@@ -62,8 +62,8 @@ def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
     return drawn
 
 
-def accuracy_by_bin(table: Table) -> Picture | None:
-    """Return accuracy by number of operators, and the difference to plain below it; None with a single bin."""
+def score_by_bin(table: Table) -> Picture | None:
+    """Return the score by difficulty, and the difference to plain below it; None with a single bin."""
     if len(table.bins) < 2:
         return None
     style, plain = styles(table), table.row(PLAIN)
@@ -78,7 +78,7 @@ def accuracy_by_bin(table: Table) -> Picture | None:
                 draw_line(upper, table.bins, row.bins, GRAY_DASHED, width=1.2)
             else:
                 draw_line(upper, table.bins, row.bins, style[row.arm], label=row.arm)
-        upper.set_ylabel("accuracy, %")
+        upper.set_ylabel(table.axis)
         if lower is not None:
             lower.axhline(0, color=style[PLAIN].color, linewidth=1.4)
             width = 0.55 * min(b - a for a, b in zip(table.bins, table.bins[1:], strict=False))
@@ -88,27 +88,25 @@ def accuracy_by_bin(table: Table) -> Picture | None:
             lower.set_ylabel("difference to plain, points")
             lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", MINUS) if value else "0")
         bottom = lower or upper
-        bottom.set_xlabel("number of operators")
+        bottom.set_xlabel(table.difficulty)
         bottom.set_xticks(list(table.bins))
         if table.arms:
             figure.legend(loc="outside right upper", frameon=False)
         name_ends(figure, upper, {row.arm: 100 * row.bins[-1].value for row in table.rows if row.baseline})
         png = to_png(figure)
-    caption = "Accuracy by number of operators with 95 % intervals over seeds and test items"
+    title = f"{_metric(table)} by {table.difficulty}"
+    caption = f"{title} with 95 % intervals over seeds and test items"
     caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
-    ends = f"from {table.bins[0]} to {table.bins[-1]} operators"
-    alt = f"Accuracy {ends}: " + "; ".join(
-        f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f} %" for row in table.rows
+    alt = f"{title}, from {table.bins[0]} to {table.bins[-1]}: " + "; ".join(
+        f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f}" for row in table.rows
     )
-    return Picture("accuracy-by-operators", png, caption, alt)
+    return Picture("score-by-difficulty", png, caption, alt)
 
 
-def accuracy_by_similarity(table: Table) -> Picture | None:
-    """Return pooled accuracy against how alike the outputs of the heads are, or None when nothing was measured."""
+def score_by_similarity(table: Table) -> Picture | None:
+    """Return the pooled score against how alike the outputs of the heads are, or None when nothing was measured."""
     dots = {
-        row.arm: [
-            (point.output_cosine, 100 * point.accuracy) for point in row.points if point.output_cosine is not None
-        ]
+        row.arm: [(point.output_cosine, 100 * point.score) for point in row.points if point.output_cosine is not None]
         for row in table.arms
     }
     dots = {arm: found for arm, found in dots.items() if found}
@@ -117,20 +115,20 @@ def accuracy_by_similarity(table: Table) -> Picture | None:
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
         axes.set_xlabel("mean cosine between the outputs of two heads (further left: heads differ more)")
-        axes.set_ylabel("accuracy pooled over bins, %")
+        axes.set_ylabel(table.axis)
         draw_means(figure, axes, dots, styles(table))
         png = to_png(figure)
-    caption = "Diversity against accuracy: each small dot a seed, each large one the mean of an arm."
-    alt = "Output cosine and accuracy: " + "; ".join(
-        f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f} %" for arm, found in dots.items()
+    caption = f"Diversity against {table.metric.name}: each small dot a seed, each large one the mean of an arm."
+    alt = f"Output cosine and {table.metric.name}: " + "; ".join(
+        f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
-    return Picture("diversity-against-accuracy", png, caption, alt)
+    return Picture("diversity-against-score", png, caption, alt)
 
 
-def accuracy_by_force(table: Table) -> Picture | None:
-    """Return pooled accuracy against the force ratio, or None with fewer than two strengths of repulsion."""
+def score_by_force(table: Table) -> Picture | None:
+    """Return the pooled score against the force ratio, or None with fewer than two strengths of repulsion."""
     dots = {
-        row.arm: [(point.force_ratio, 100 * point.accuracy) for point in row.points if point.force_ratio]
+        row.arm: [(point.force_ratio, 100 * point.score) for point in row.points if point.force_ratio]
         for row in table.arms
     }
     dots = {arm: found for arm, found in dots.items() if found}
@@ -140,18 +138,23 @@ def accuracy_by_force(table: Table) -> Picture | None:
         axes = figure.subplots()
         plain = table.row(PLAIN)
         if plain is not None:
-            draw_reference(axes, plain.accuracy)
+            draw_reference(axes, plain.score)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
-        axes.set_ylabel("accuracy pooled over bins, %")
+        axes.set_ylabel(table.axis)
         draw_means(figure, axes, dots, styles(table))
         png = to_png(figure)
     caption = (
-        "Accuracy against the strength of repulsion: each small dot a seed, each large one the mean of an arm; "
-        "the band is plain with its 95 % interval."
+        f"{_metric(table)} against the strength of repulsion: each small dot a seed, each large one the mean of an "
+        "arm; the band is plain with its 95 % interval."
     )
-    alt = "Force ratio and accuracy: " + "; ".join(
-        f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f} %" for arm, found in dots.items()
+    alt = f"Force ratio and {table.metric.name}: " + "; ".join(
+        f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
-    return Picture("accuracy-against-force-ratio", png, caption, alt)
+    return Picture("score-against-force-ratio", png, caption, alt)
+
+
+def _metric(table: Table) -> str:
+    """Return the metric's name at the start of a sentence."""
+    return table.metric.name[:1].upper() + table.metric.name[1:]

@@ -62,19 +62,19 @@ class Grid:
 
 
 def verdict_grid(table: Table) -> Grid:
-    """Return the accuracy of each arm and the verdict about it, against the arm that differs in one thing."""
+    """Return the score of each arm and the verdict about it, against the arm that differs in one thing."""
     rows = tuple(
         (
             row.arm,
             str(len(row.seeds)),
-            percent(row.accuracy),
+            percent(row.score),
             "baseline" if row.baseline else row.control or NONE,
             points(row.to_control),
             row.verdict or NONE,
         )
         for row in table.rows
     )
-    header = ("arm", "seeds", "accuracy,\n%", "judged\nagainst", "difference,\npoints", "verdict")
+    header = ("arm", "seeds", table.axis.replace(" ", "\n"), "judged\nagainst", "difference,\npoints", "verdict")
     return Grid(f"{table.task} at scale {table.scale}: {table.primary}", header, rows, "lrrlrl")
 
 
@@ -89,15 +89,16 @@ def plain_grid(table: Table) -> Grid:
 
 
 def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
-    """Return the accuracy in each bin, one row an arm.
+    """Return the score in each bin, one row an arm.
 
     Args:
         table: The comparison.
-        intervals: Whether each accuracy carries half its 95 % interval.
+        intervals: Whether each score carries half its 95 % interval.
     """
     rows = tuple((row.arm, *(percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
     header = ("arm", *map(str, table.bins))
-    return Grid("accuracy by number of operators, %", header, rows, "l" + "r" * len(table.bins))
+    title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
+    return Grid(title, header, rows, "l" + "r" * len(table.bins))
 
 
 def diversity_grid(table: Table) -> Grid:
@@ -159,7 +160,7 @@ def write_record(table: Table, path: Path) -> None:
 
 
 def percent(found: Estimate, *, interval: bool = True) -> str:
-    """Return an accuracy in percent.
+    """Return a score times 100.
 
     >>> percent(Estimate(0.9812, 0.976, 0.9864, 0.001, seeds=5, items=100))
     '98.1 ±0.5'
@@ -250,7 +251,7 @@ def _row_record(row: Row, table: Table) -> dict[str, Any]:
         "control": row.control,
         "baseline": row.baseline,
         "seeds": list(row.seeds),
-        "accuracy": _estimate_record(row.accuracy),
+        "score": _estimate_record(row.score),
         "bins": {str(name): _estimate_record(found) for name, found in zip(table.bins, row.bins, strict=True)},
         "to_plain": _difference_record(row.to_plain),
         "to_control": _difference_record(row.to_control),

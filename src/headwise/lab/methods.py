@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.aggregation import aggregate
 from headwise.aggregators import Residual, Routing
 from headwise.heads import Heads
-from headwise.lab.arms import Arm
+from headwise.lab.arms import KINDS, Arm
 from headwise.lab.drophead import DropHead
 from headwise.lab.protocol import initialise, key
 from headwise.layouts import find_heads
@@ -45,11 +45,16 @@ class Methods:
         self.heads = find_heads(part)
         if arm.aggregation is not None:
             setting = _compiled(arm.aggregation) if compile_routing else arm.aggregation
-            aggregate(_chosen(self.heads, arm.aggregation_layers), setting)
+            aggregate(_chosen(self.heads, arm.aggregation_layers, arm.aggregation_kinds), setting)
         initialise(model, seed)
         self.penalty: Disagreement | None = None
         if arm.term is not None:
-            self.penalty = Disagreement(_chosen(self.heads, arm.layers), arm.term)
+            chosen = _chosen(self.heads, arm.layers, arm.kinds)
+            there = {site.kind for site in chosen}
+            weights = {
+                kind: weight for kind, weight in zip(KINDS, arm.kind_weights or (), strict=False) if kind in there
+            }
+            self.penalty = Disagreement(chosen, arm.term, weights=weights)
         self.drophead: DropHead | None = None
         if arm.drophead:
             self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
@@ -58,7 +63,9 @@ class Methods:
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
         if self.arm.rule is not None:
-            heads = _chosen(self.heads, self.arm.layers)
+            heads = _chosen(self.heads, self.arm.layers, self.arm.kinds)
+            if self.arm.projections is not None:
+                heads = heads.projection(*self.arm.projections)
             noise_seed = key(self.seed, "noise")
             self.repulsion = repel(optimizer, heads, self.arm.rule, when="manual", seed=noise_seed)
 
@@ -111,8 +118,14 @@ class Methods:
             self.repulsion.load_state_dict(state["repulsion"])
 
 
-def _chosen(heads: Heads, layers: tuple[int, ...] | None) -> Heads:
-    return heads if layers is None else heads.layers(*layers)
+def _chosen(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...] | None) -> Heads:
+    if kinds is not None:
+        heads = heads.kind(*kinds)
+    if layers is None:
+        return heads
+    # the layers of each stack and kind are counted from 0
+    every = dict.fromkeys(site.kind for site in heads)
+    return replace(heads, sites=tuple(site for kind in every for site in heads.kind(kind).layers(*layers)))
 
 
 def _compiled(setting: Routing | Residual) -> Routing | Residual:

@@ -58,8 +58,8 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
         "Holm-adjusted, each table by itself.",
         kind="note",
     )
-    page.heading("Accuracy by number of operators")
-    _add(page, bins_grid(table), caption="%, with half a 95 % interval over seeds and test items")
+    page.heading(f"Score by {table.difficulty}")
+    _add(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
     page.paragraph(f"Test items: {_items(table)}.", kind="note")
     for picture in pictures:
         page.figure(picture.png, caption=picture.caption, alt=picture.alt)
@@ -153,8 +153,9 @@ def _protocol(table: Table) -> str:
 
 def _items(table: Table) -> str:
     if len(set(table.items)) == 1:
-        return f"{table.items[0]:,} with each number of operators"
-    return ", ".join(f"{count:,} with {number}" for number, count in zip(table.bins, table.items, strict=True))
+        return f"{table.items[0]:,} of each {table.difficulty}"
+    counted = zip(table.bins, table.items, strict=True)
+    return f"by {table.difficulty}: " + ", ".join(f"{count:,} of {number}" for number, count in counted)
 
 
 def _add(page: Page, grid: Grid, *, caption: str = "") -> None:

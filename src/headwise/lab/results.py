@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.checks import DataError
+from headwise.checks import DataError, ShapeError
+from headwise.lab.metric import METRICS, Metric
 from headwise.lab.runs import PREDICTIONS, RESULT, read_json
 
 __all__ = ["MEASURES", "Results", "Run", "read_results"]
@@ -44,8 +45,8 @@ class Run:
         seed: Its seed.
         control: Name of the arm it is judged against; None for plain and for baselines.
         baseline: Whether it is a row to compare with rather than an arm.
-        correct: Which test items it answered correctly, bool [N].
-        predicted: Its answers, int [N].
+        statistics: What is kept of each test item for the metric, [N] or [N, K].
+        predicted: Its answers, or what tells them apart, int [N].
         measures: `MEASURES` by name; None where one does not apply.
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
@@ -57,7 +58,7 @@ class Run:
     seed: int
     control: str | None
     baseline: bool
-    correct: NDArray[np.bool_]
+    statistics: NDArray
     predicted: NDArray[np.int64]
     measures: Mapping[str, float | None]
     parameters: int | None
@@ -74,16 +75,20 @@ class Results:
         task: Name of the task.
         scale: Name of the scale.
         primary: The metric that verdicts are about, named before the first run.
+        metric: That metric.
+        difficulty: What the bins of test items are by, as in "number of operators".
         data: Fingerprint of the data.
         arms: Names of the arms asked for, in their order.
         seeds: The seeds asked for.
-        bins: Number of operators (or another difficulty) of each test item, int [N].
+        bins: Difficulty of each test item, int [N].
         runs: The finished runs.
     """
 
     task: str
     scale: str
     primary: str
+    metric: Metric
+    difficulty: str
     data: str
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -109,32 +114,33 @@ def read_results(out: Path) -> Results:
         raise DataError(f"{out} holds no {COMPARISON}; expected the --out folder of a comparison.")
     record = read_json(path)
     try:
-        names = {name: str(record[name]) for name in ("task", "scale", "primary", "data")}
+        names = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
+        metric = METRICS[str(record["metric"])]
         arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
     except (KeyError, TypeError, ValueError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
-    test = _arrays(out / TEST, ("bins", "labels"), f"delete {out / TEST} and give the same command again.")
+    test = _arrays(out / TEST, ("bins",), f"delete {out / TEST} and give the same command again.")
     places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
-    runs = tuple(_read_run(place, test["labels"]) for place in places)
+    runs = tuple(_read_run(place, metric, len(test["bins"])) for place in places)
     if not runs:
         raise DataError(f"{out} holds no finished run; give the comparison's command again to go on with it.")
     for index, run in enumerate(runs):
         if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
             raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
-    return Results(**names, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
+    return Results(**names, metric=metric, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
 
 
-def _read_run(path: Path, labels: NDArray[np.int64]) -> Run:
+def _read_run(path: Path, metric: Metric, items: int) -> Run:
     again = AGAIN.format(path.parent)
     try:
         record = read_json(path)
     except DataError:
         raise DataError(f"{path} is not readable as JSON; {again}") from None
-    answers = _arrays(path.with_name(PREDICTIONS), ("correct", "predicted"), again)
-    predicted, correct = answers["predicted"].astype(np.int64), answers["correct"].astype(bool)
-    if not np.array_equal(predicted == labels, correct):
+    answers = _arrays(path.with_name(PREDICTIONS), ("statistics", "predicted"), again)
+    predicted, statistics = answers["predicted"].astype(np.int64), answers["statistics"]
+    if len(predicted) != items:
         raise DataError(
-            f"{path.with_name(PREDICTIONS)} does not answer the {len(labels)} items of "
+            f"{path.with_name(PREDICTIONS)} answers {len(predicted)} items, not the {items} of "
             f"{path.parents[2] / TEST}; {again}"
         )
     try:
@@ -144,7 +150,7 @@ def _read_run(path: Path, labels: NDArray[np.int64]) -> Run:
             seed=int(record["seed"]),
             control=None if record["control"] is None else str(record["control"]),
             baseline="baseline" in settings,
-            correct=correct,
+            statistics=statistics,
             predicted=predicted,
             measures={name: _float(record[name]) for name in MEASURES},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
@@ -152,13 +158,14 @@ def _read_run(path: Path, labels: NDArray[np.int64]) -> Run:
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
         )
-        accuracy = float(record["accuracy"]["pooled"])
+        score = float(record["score"]["pooled"])
+        found = float(metric.values(statistics).mean())
     except KeyError as error:
         raise DataError(f"{path} has no {error}; {again}") from None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ShapeError):
         raise DataError(f"{path} is not the result of a run; {again}") from None
-    if abs(accuracy - correct.mean()) > 1e-6:
-        raise DataError(f"{path} says accuracy {accuracy:.6f}, its predictions say {correct.mean():.6f}; {again}")
+    if abs(score - found) > 1e-6:
+        raise DataError(f"{path} says {metric.name} {score:.6f}, its predictions say {found:.6f}; {again}")
     return run
 
 
@@ -171,7 +178,7 @@ def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArra
         raise DataError(f"{path} does not exist; {remedy}") from None
     except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile):
         raise DataError(f"{path} is damaged; {remedy}") from None
-    if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
+    if len({array.shape[:1] for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim < 1:
         raise DataError(f"{path} holds arrays of different lengths; {remedy}")
     return arrays
 

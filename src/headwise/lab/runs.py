@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "read_json",
     "read_progress",
     "require_same",
+    "write_answers",
     "write_arrays",
     "write_json",
     "write_lines",
@@ -41,6 +42,7 @@ SETTINGS = "settings.json"
 EPOCHS = "epochs.jsonl"
 PROGRESS = "progress.json"
 PREDICTIONS = "predictions.npz"
+TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
 LOG = "log.txt"
@@ -173,6 +175,13 @@ def write_text(path: Path, text: str) -> None:
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object a line, replacing the file as a whole."""
     _replace(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: Sequence[str] | None) -> None:
+    """Write a run's answers on the test split: what the metric needs, what tells them apart, and their text if any."""
+    if text is not None:
+        write_text(folder / TEXT, "".join(f"{line}\n" for line in text))
+    write_arrays(folder / PREDICTIONS, statistics=statistics, predicted=predicted)
 
 
 def write_arrays(path: Path, **arrays: NDArray) -> None:

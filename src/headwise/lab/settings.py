@@ -11,14 +11,12 @@ from typing import Any
 
 from headwise.lab.arms import Arm
 from headwise.lab.runs import as_record
-from headwise.lab.tasks.logic import Scale
+from headwise.lab.tasks.task import Scale
 
-__all__ = ["CLIP_NORM", "SAVE_SECONDS", "RunSettings"]
+__all__ = ["SAVE_SECONDS", "RunSettings"]
 
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0
-# The clip norm of Tran et al. 2018; repulsion is applied before it.
-CLIP_NORM = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class RunSettings:
             "data": self.fingerprint,
             "seed": self.seed,
             "test": self.test,
-            "clip_norm": CLIP_NORM,
             "arm": as_record(self.arm),
             "scale": as_record(self.scale),
+            "recipe": as_record(self.scale.recipe),
         }

@@ -15,7 +15,7 @@ from scipy import stats
 
 from headwise.checks import SettingError, require_integer, require_range
 
-__all__ = ["MINIMUM_SEEDS", "RESAMPLES", "Estimate", "accuracy", "difference", "estimate", "holm", "verdict"]
+__all__ = ["MINIMUM_SEEDS", "RESAMPLES", "Estimate", "difference", "estimate", "holm", "score", "verdict"]
 
 MINIMUM_SEEDS = 5
 RESAMPLES = 2000
@@ -44,26 +44,24 @@ class Estimate:
     items: int
 
 
-def accuracy(correct: NDArray[np.bool_], *, seed: int, resamples: int = RESAMPLES) -> Estimate:
-    """Return the accuracy of an arm with its 95 % interval, within [0, 1]; see `estimate`.
+def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
+    """Return the score of an arm with its 95 % interval, within [0, 1]; see `estimate`.
 
     Args:
-        correct: [S, N], one row a seed, one column a test item.
+        values: [S, N], one row a seed, one column a test item; see `metric`.
         seed: Seed of the resampling.
         resamples: Number of resamples.
     """
-    found = estimate(correct, seed=seed, resamples=resamples)
+    found = estimate(values, seed=seed, resamples=resamples)
     return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
-def difference(
-    arm: NDArray[np.bool_], control: NDArray[np.bool_], *, seed: int, resamples: int = RESAMPLES
-) -> Estimate:
-    """Return the accuracy of an arm minus its control's with its 95 % interval, within [-1, 1]; see `estimate`.
+def difference(arm: NDArray, control: NDArray, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
+    """Return the score of an arm minus its control's with its 95 % interval, within [-1, 1]; see `estimate`.
 
     Args:
-        arm: Correct answers of the arm, [S, N], one row a seed, one column a test item.
-        control: Correct answers of the control under the same seeds on the same items, [S, N].
+        arm: Values of the arm, [S, N], one row a seed, one column a test item.
+        control: Values of the control under the same seeds on the same items, [S, N].
         seed: Seed of the resampling.
         resamples: Number of resamples.
 
@@ -74,7 +72,7 @@ def difference(
         raise SettingError(
             f"arm and control have shapes {arm.shape} and {control.shape}; expected the same seeds and items in both."
         )
-    found = estimate(arm.astype(np.int8) - control.astype(np.int8), seed=seed, resamples=resamples)
+    found = estimate(arm.astype(np.float64) - control.astype(np.float64), seed=seed, resamples=resamples)
     return replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))
 
 

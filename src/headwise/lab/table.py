@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import NotFired
+from headwise.lab.metric import Metric
 from headwise.lab.protocol import key
 from headwise.lab.results import MEASURES, Results, Run, read_results
-from headwise.lab.statistics import RESAMPLES, Estimate, accuracy, difference, holm, verdict
+from headwise.lab.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
 
 __all__ = ["PLAIN", "Difference", "Point", "Row", "Table", "make_table", "read_table"]
 
@@ -31,7 +32,7 @@ BIN_RESAMPLES = 500
 
 @dataclass(frozen=True)
 class Difference:
-    """Accuracy of an arm minus that of another, paired by seed and test item.
+    """Score of an arm minus that of another, paired by seed and test item.
 
     Attributes:
         against: Name of the other arm.
@@ -48,10 +49,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Point:
-    """One run as a dot in a figure: its seed, pooled accuracy and measures."""
+    """One run as a dot in a figure: its seed, pooled score and measures."""
 
     seed: int
-    accuracy: float
+    score: float
     output_cosine: float | None
     force_ratio: float | None
 
@@ -65,8 +66,8 @@ class Row:
         control: Name of the arm it is judged against; None for plain and for baselines.
         baseline: Whether it is a row to compare with rather than an arm.
         seeds: The finished seeds.
-        accuracy: Accuracy pooled over all test bins.
-        bins: Accuracy in each bin, in the order of `Table.bins`.
+        score: The metric pooled over all test bins.
+        bins: The metric in each bin, in the order of `Table.bins`.
         to_plain: Difference to plain; None for plain itself and where plain is not there.
         to_control: Difference to the control, the one that `verdict` is about; None where it is not there. The same
             object as `to_plain` when the control is plain.
@@ -83,7 +84,7 @@ class Row:
     control: str | None
     baseline: bool
     seeds: tuple[int, ...]
-    accuracy: Estimate
+    score: Estimate
     bins: tuple[Estimate, ...]
     to_plain: Difference | None
     to_control: Difference | None
@@ -103,10 +104,12 @@ class Table:
     Attributes:
         task: Name of the task.
         scale: Name of the scale.
-        primary: The metric that verdicts are about.
+        primary: The metric that verdicts are about, in words.
+        metric: That metric.
+        difficulty: What the bins are by, as in "number of operators".
         data: Fingerprint of the data.
         seeds: The seeds asked for.
-        bins: Number of operators, or another difficulty, of each bin.
+        bins: Difficulty of each bin.
         items: Number of test items in each bin.
         rows: The rows.
         missing: Runs that were asked for and are not finished, as text.
@@ -116,6 +119,8 @@ class Table:
     task: str
     scale: str
     primary: str
+    metric: Metric
+    difficulty: str
     data: str
     seeds: tuple[int, ...]
     bins: tuple[int, ...]
@@ -127,6 +132,11 @@ class Table:
     def row(self, arm: str) -> Row | None:
         """Return the row of an arm, or None."""
         return next((row for row in self.rows if row.arm == arm), None)
+
+    @property
+    def axis(self) -> str:
+        """The metric with its unit, as beside an axis."""
+        return f"{self.metric.name}, {self.metric.unit}".removesuffix(", ")
 
     @property
     def arms(self) -> tuple[Row, ...]:
@@ -163,7 +173,7 @@ def make_table(results: Results) -> Table:
     if plain is not None:
         for runs in arms.values():
             _require_distinct(runs, plain)
-    rows = [_row(arms[name], arms, results.bins) for name in _order(arms, results.arms)]
+    rows = [_row(arms[name], arms, results.bins, results.metric) for name in _order(arms, results.arms)]
     judged = _adjusted({row.arm: row.to_control for row in rows})
     others = _adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
     bins, items = np.unique(results.bins, return_counts=True)
@@ -171,6 +181,8 @@ def make_table(results: Results) -> Table:
         task=results.task,
         scale=results.scale,
         primary=results.primary,
+        metric=results.metric,
+        difficulty=results.difficulty,
         data=results.data,
         seeds=results.seeds,
         bins=tuple(bins.tolist()),
@@ -187,8 +199,8 @@ def _order(arms: Mapping[str, Sequence[Run]], asked: Sequence[str]) -> list[str]
     return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
 
 
-def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDArray[np.int64]) -> Row:
-    first, correct = runs[0], np.stack([run.correct for run in runs])
+def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDArray[np.int64], metric: Metric) -> Row:
+    first = runs[0]
     plain = arms.get(PLAIN, [])
     other = [] if first.arm == PLAIN else plain
     control = [] if first.control is None else arms.get(first.control, [])
@@ -198,21 +210,29 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
         control=first.control,
         baseline=first.baseline,
         seeds=tuple(run.seed for run in runs),
-        accuracy=accuracy(correct, seed=key("accuracy", first.arm)),
+        score=score(_values(runs, metric), seed=key("accuracy", first.arm)),
         bins=tuple(
-            accuracy(correct[:, mask], seed=key("accuracy", first.arm), resamples=BIN_RESAMPLES) for mask in masks
+            score(_values(runs, metric, mask), seed=key("accuracy", first.arm), resamples=BIN_RESAMPLES)
+            for mask in masks
         ),
-        to_plain=_compared(runs, other),
-        to_control=_compared(runs, control),
+        to_plain=_compared(runs, other, metric),
+        to_control=_compared(runs, control, metric),
         bins_to_plain=tuple(
-            found.estimate for mask in masks if (found := _compared(runs, other, mask, BIN_RESAMPLES)) is not None
+            found.estimate
+            for mask in masks
+            if (found := _compared(runs, other, metric, mask, BIN_RESAMPLES)) is not None
         ),
         verdict="",
         measures={name: _mean(run.measures[name] for run in runs) for name in MEASURES},
         parameters=first.parameters,
         step_ratio=_step_ratio(runs, plain),
         points=tuple(
-            Point(run.seed, float(run.correct.mean()), run.measures["output_cosine"], run.measures["force_ratio"])
+            Point(
+                run.seed,
+                float(metric.values(run.statistics).mean()),
+                run.measures["output_cosine"],
+                run.measures["force_ratio"],
+            )
             for run in runs
         ),
         settings=first.settings,
@@ -222,16 +242,22 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
 def _compared(
     runs: Sequence[Run],
     others: Sequence[Run],
+    metric: Metric,
     mask: NDArray[np.bool_] | slice = slice(None),
     resamples: int = RESAMPLES,
 ) -> Difference | None:
     pairs = _pairs(runs, others)
     if not pairs:
         return None
-    one = np.stack([run.correct[mask] for run, _ in pairs])
-    other = np.stack([run.correct[mask] for _, run in pairs])
+    one = _values([run for run, _ in pairs], metric, mask)
+    other = _values([run for _, run in pairs], metric, mask)
     name = others[0].arm
     return Difference(name, difference(one, other, seed=key("difference", runs[0].arm, name), resamples=resamples))
+
+
+def _values(runs: Sequence[Run], metric: Metric, mask: NDArray[np.bool_] | slice = slice(None)) -> NDArray[np.float64]:
+    """Return the metric's values of the items of a bin, [S, N]."""
+    return np.stack([metric.values(run.statistics[mask]) for run in runs])
 
 
 def _pairs(runs: Sequence[Run], others: Sequence[Run]) -> list[tuple[Run, Run]]:
@@ -267,7 +293,7 @@ def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:
     pairs = _pairs(runs, plain)
     if pairs and all(_same(run, other) for run, other in pairs):
         raise NotFired(
-            f"arm {runs[0].arm} gave the answers of plain on all {len(runs[0].correct)} test items under all "
+            f"arm {runs[0].arm} gave the answers of plain on all {len(runs[0].predicted)} test items under all "
             f"{len(pairs)} seeds, with the same measures to {SAME:g}: its method did not act. Give it other settings "
             "or leave it out, and remove its folder."
         )

@@ -5,28 +5,31 @@ Owns the one Trainer subclass and the order of a run. The methods are `methods`'
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
 from headwise.lab import runs
-from headwise.lab.batches import LengthBatches
+from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
-from headwise.lab.evaluation import accuracies, diversity, predict
+from headwise.lab.evaluation import diversity, scores_by_bin
 from headwise.lab.methods import Methods
-from headwise.lab.models.pair import PairClassifier
+from headwise.lab.metric import METRICS
 from headwise.lab.protocol import key
-from headwise.lab.settings import CLIP_NORM, RunSettings
-from headwise.lab.tasks.logic import LogicData, LogicSplit, LogicTask, collate
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.named import named_task
+from headwise.lab.tasks.task import Data, Recipe, Task
 from headwise.lab.versions import versions
 from headwise.lab.workers import Heartbeat
 
@@ -57,12 +60,12 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     runs.claim(folder, settings.record())
     if runs.is_finished(folder):
         return
-    data = LogicTask.load(settings.data, settings.scale, settings.cache)
-    model = PairClassifier(len(data.vocabulary), len(data.labels), settings.scale)
-    methods = Methods(
-        settings.arm, model, model.encoder, seed=settings.seed, compile_routing=settings.scale.compile_routing
-    )
-    trainer = _trainer(settings, folder, model, methods, data, heartbeat)
+    task, scale = named_task(settings.task), settings.scale
+    data = task.load(settings.data, scale, settings.cache)
+    model = task.model(data, scale)
+    part = task.studied(model)
+    methods = Methods(settings.arm, model, part, seed=settings.seed, compile_routing=scale.compile_routing)
+    trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = runs.latest_checkpoint(folder)
     if checkpoint is not None:
         verify(checkpoint)
@@ -71,7 +74,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.run.stopped:
-        _finish(settings, folder, model, methods, data, trainer)
+        _finish(settings, folder, task, model, methods, data, trainer)
 
 
 class HeadTrainer(Trainer):
@@ -82,11 +85,12 @@ class HeadTrainer(Trainer):
     which know tied parameters. A checkpoint gets its name once all of it is written.
 
     Args:
-        model: The model; its forward returns {"loss", "logits"}.
+        model: The model; its forward returns "loss" among others.
         args: The Trainer's arguments; checkpoints are written under `output_dir` and then moved to `folder`.
         folder: The run's folder.
         split: Training split.
         batches: Its batches.
+        collate: Makes a batch of examples.
         methods: The arm on the model.
         run: The callback that counts, shows, saves and stops.
         optimizer: The optimizer that the arm's rule is attached to.
@@ -98,8 +102,9 @@ class HeadTrainer(Trainer):
         args: TrainingArguments,
         *,
         folder: Path,
-        split: LogicSplit,
-        batches: LengthBatches,
+        split: Dataset,
+        batches: Sampler[list[int]],
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         methods: Methods,
         run: RunCallback,
         optimizer: torch.optim.Optimizer,
@@ -107,13 +112,13 @@ class HeadTrainer(Trainer):
         methods.repel(optimizer)
         super().__init__(model=model, args=args, train_dataset=split, callbacks=[run], optimizers=(optimizer, None))
         self.remove_callback(PrinterCallback)
-        self.trained, self.folder, self.split, self.batches = model, folder, split, batches
+        self.trained, self.folder, self.split, self.batches, self.collate = model, folder, split, batches, collate
         self.methods, self.run = methods, run
 
     @override
     def get_train_dataloader(self) -> DataLoader:
         """Return the training split in the batches of the run."""
-        loader = DataLoader(self.split, batch_sampler=self.batches, collate_fn=collate)
+        loader = DataLoader(self.split, batch_sampler=self.batches, collate_fn=self.collate)
         return self.accelerator.prepare(loader)
 
     @override
@@ -164,22 +169,28 @@ class HeadTrainer(Trainer):
 
 
 def _trainer(
-    settings: RunSettings, folder: Path, model: PairClassifier, methods: Methods, data: LogicData, heartbeat: Heartbeat
+    settings: RunSettings,
+    folder: Path,
+    task: Task,
+    model: nn.Module,
+    methods: Methods,
+    data: Data,
+    heartbeat: Heartbeat,
 ) -> HeadTrainer:
-    scale, seed = settings.scale, settings.seed
-    rate = settings.arm.learning_rate or scale.learning_rate
-    order = key(seed, "order")
-    batches = LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=order)
+    recipe, seed = settings.scale.recipe, settings.seed
+    rate = settings.arm.learning_rate or recipe.learning_rate
+    batches: Any = task.batches(data, settings.scale, key(seed, "order"))
     staging = folder / runs.UNFINISHED
     shutil.rmtree(staging, ignore_errors=True)
     args = TrainingArguments(
         output_dir=str(staging),
-        num_train_epochs=scale.epochs,
+        num_train_epochs=recipe.epochs,
         learning_rate=rate,
-        warmup_steps=scale.warmup_steps,
-        lr_scheduler_type="linear",
-        max_grad_norm=CLIP_NORM,
-        per_device_train_batch_size=scale.batch_size,
+        warmup_steps=recipe.warmup_steps,
+        lr_scheduler_type=recipe.schedule,
+        max_grad_norm=recipe.clip_norm,
+        gradient_accumulation_steps=recipe.accumulation,
+        bf16=recipe.bfloat16 and torch.cuda.is_available(),
         seed=seed,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
@@ -193,46 +204,65 @@ def _trainer(
     )
     run = RunCallback(
         folder,
-        len(batches),
+        math.ceil(len(batches) / recipe.accumulation),
         batches=batches,
         dropout_seed=key(seed, "dropout"),
-        evaluate=lambda: _on_dev(model, methods, data),
+        evaluate=lambda: _on_dev(task, model, methods, data),
         heartbeat=heartbeat,
         save_seconds=settings.save_seconds,
+        averaged=recipe.averaged,
     )
-    # Adam as Kingma and Ba wrote it, without decay; the fused form costs a small model least
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     return HeadTrainer(
         model,
         args,
         folder=folder,
         split=data.train,
         batches=batches,
+        collate=task.collate,
         methods=methods,
         run=run,
-        optimizer=optimizer,
+        optimizer=_adam(model, rate, recipe),
     )
 
 
-def _on_dev(model: nn.Module, methods: Methods, data: LogicData) -> dict[str, Any]:
+def _adam(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
+    # the fused form costs a small model least; without decay AdamW is Adam as Kingma and Ba wrote it
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=rate,
+        betas=recipe.betas,
+        eps=recipe.epsilon,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )
+
+
+def _on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:
     with methods.evaluating(model):
-        predicted = predict(model, data.dev)
-    return {"dev_accuracy": accuracies(predicted == data.dev.labels, data.dev.bins)}
+        return {"dev": task.on_dev(model, data)}
 
 
 def _finish(
-    settings: RunSettings, folder: Path, model: nn.Module, methods: Methods, data: LogicData, trainer: HeadTrainer
+    settings: RunSettings,
+    folder: Path,
+    task: Task,
+    model: nn.Module,
+    methods: Methods,
+    data: Data,
+    trainer: HeadTrainer,
 ) -> None:
     """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
     run = trainer.run
-    accuracy = None
+    score, answered = None, {}
+    if settings.scale.recipe.averaged > 1:
+        load_averaged(model, folder)
     with methods.evaluating(model):
         if settings.test:
-            predicted = predict(model, data.test)
-            correct = predicted == data.test.labels
-            accuracy = accuracies(correct, data.test.bins)
-            runs.write_arrays(folder / runs.PREDICTIONS, correct=correct, predicted=predicted)
-        measured = diversity(model, methods.heads, data.dev)
+            answers = task.on_test(model, data)
+            score = scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data))
+            runs.write_answers(folder, answers.statistics, answers.predicted, answers.text)
+            answered = dict(answers.measures)
+        measured = diversity(methods.heads, task.probe(model, data))
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)
@@ -243,16 +273,18 @@ def _finish(
         "control": settings.arm.control,
         "seed": settings.seed,
         "settings": settings.record(),
-        "accuracy": accuracy,
-        "dev_accuracy": run.records[-1]["dev_accuracy"]["pooled"],
+        "score": score,
+        "dev_score": run.records[-1]["dev"]["pooled"],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step_seconds": run.median_step_seconds,
         "train_seconds": run.train_seconds,
         **measured,
+        "answers": answered,
         "force_ratio": run.force_ratio,
         "versions": versions("torch", "transformers", "accelerate", "numpy"),
     }
     runs.write_json(folder / runs.RESULT, result)
     for path in folder.glob(f"{runs.CHECKPOINT}*"):
         shutil.rmtree(path, ignore_errors=True)
+    drop_epoch_weights(folder)
     shutil.rmtree(folder / runs.UNFINISHED, ignore_errors=True)

@@ -13,14 +13,15 @@ from typing import Any
 
 from rich.console import Console
 
-from headwise.checks import HeadwiseError, require_choice, require_integer
+from headwise.checks import HeadwiseError, require_integer
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import Arm, named_arms
 from headwise.lab.compare import CACHE, do_jobs, require_fits
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.logic import LogicTask, Scale
+from headwise.lab.tasks.named import named_task
+from headwise.lab.tasks.task import Scale
 from headwise.lab.workers import Failure, Job
 
 __all__ = ["RANGES", "Choice", "LogUniform", "Tuned", "Tuning", "Uniform", "drawn_arm", "tune"]
@@ -81,7 +82,7 @@ class Tuning:
     """What is tuned, on what, and where the draws go.
 
     Attributes:
-        task: Name of the task; "logic".
+        task: Name of the task.
         arm: The arm as text; settings given in it are kept and not drawn.
         draws: Number of draws, at least 1. The arm as it is given is the first; every arm tuned into one folder
             has the same number.
@@ -102,7 +103,7 @@ class Tuning:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        require_choice("task", self.task, ["logic"])
+        named_task(self.task)
         require_integer("draws", self.draws, low=1)
         require_integer("seed", self.seed, low=0, high=2**32 - 1)
         require_integer("workers", self.workers, low=1)
@@ -111,10 +112,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best draw: its arm, its accuracy on dev, and the draws that failed."""
+    """The best draw: its arm, its score on dev, and the draws that failed."""
 
     arm: Arm
-    dev_accuracy: float
+    dev_score: float
     failures: tuple[Failure, ...] = ()
 
 
@@ -128,7 +129,8 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
     runs.prepare_folder(tuning.out)
-    data = LogicTask.load(tuning.data, tuning.scale, tuning.out / CACHE, progress=console.is_terminal)
+    task = named_task(tuning.task)
+    data = task.load(tuning.data, tuning.scale, tuning.out / CACHE, progress=console.is_terminal)
     record: dict[str, Any] = {
         "task": tuning.task,
         "scale": tuning.scale.name,
@@ -140,24 +142,24 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     runs.require_same(tuning.out / TUNING, record)
     arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
-        require_fits(arm, data, tuning.scale)
+        require_fits(arm, task, data, tuning.scale)
     runs.write_json(tuning.out / TUNING, record)
     home = tuning.out / parse_arm(tuning.arm).folder
     jobs = [_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
     scored = [
-        (float(runs.read_json(job.folder / runs.RESULT)["dev_accuracy"]), arm)
+        (float(runs.read_json(job.folder / runs.RESULT)["dev_score"]), arm)
         for job, arm in zip(jobs, arms, strict=True)
         if runs.is_finished(job.folder)
     ]
     if not scored:
         raise HeadwiseError(f"every draw of {tuning.arm} failed; the first: {failures[0]}")
     # of equals the first, which is nearest to the arm as given
-    accuracy, best = max(scored, key=lambda item: item[0])
-    draws = [{"arm": arm.name, "dev_accuracy": score} for score, arm in scored]
-    runs.write_json(home / TUNED, {"arm": best.name, "dev_accuracy": accuracy, **record, "tried": draws})
-    return Tuned(best, accuracy, tuple(failures))
+    score, best = max(scored, key=lambda item: item[0])
+    draws = [{"arm": arm.name, "dev_score": score} for score, arm in scored]
+    runs.write_json(home / TUNED, {"arm": best.name, "dev_score": score, **record, "tried": draws})
+    return Tuned(best, score, tuple(failures))
 
 
 def drawn_arm(tuning: Tuning, index: int) -> Arm:
@@ -169,7 +171,7 @@ def drawn_arm(tuning: Tuning, index: int) -> Arm:
     if index == 0:
         return parse_arm(tuning.arm)
     parts = []
-    rate = tuning.scale.learning_rate * float(_draw(RATE_FACTOR, tuning.seed, index, "learning_rate"))
+    rate = tuning.scale.recipe.learning_rate * float(_draw(RATE_FACTOR, tuning.seed, index, "learning_rate"))
     given = parse_arm(tuning.arm).learning_rate is not None
     for number, part in enumerate(parse_arm(tuning.arm).name.split("+")):
         name, _, rest = part.partition(":")

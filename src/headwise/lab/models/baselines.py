@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from headwise.checks import require_integer
 from headwise.lab.data import Ragged
-from headwise.lab.tasks.logic import LogicSplit
+from headwise.lab.tasks.logic_data import LogicSplit
 
 __all__ = ["counts", "majority", "token_counts"]
 

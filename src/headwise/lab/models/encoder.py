@@ -124,18 +124,16 @@ class Encoder(nn.Module):
         return self.norm(states)
 
 
-def sinusoids(length: int, width: int, *, like: Tensor) -> Tensor:
+def sinusoids(length: int, width: int, *, like: Tensor, longest: float = MAX_TIMESCALE) -> Tensor:
     """Return the positional encodings, [L, d], in the dtype and on the device of `like`.
 
-    p[t, 2i] = sin(t / s^(2i/d)), p[t, 2i+1] = cos(t / s^(2i/d)) (Vaswani et al. 2017, with longest timescale
-    s = 1000 instead of 10000 as formulas are short).
+    p[t, 2i] = sin(t / s^(2i/d)), p[t, 2i+1] = cos(t / s^(2i/d)) with s the longest timescale (Vaswani et al. 2017,
+    where it is 10000; 1000 here as formulas are short).
 
     >>> sinusoids(2, 4, like=torch.zeros(()))[0].tolist()
     [0.0, 1.0, 0.0, 1.0]
     """
     positions = torch.arange(length, device=like.device, dtype=torch.float32)
-    rates = torch.exp(
-        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-math.log(MAX_TIMESCALE) / width)
-    )
+    rates = torch.exp(torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-math.log(longest) / width))
     angles = positions[:, None] * rates
     return torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1).to(like.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headwise.checks import SettingError, require_integer, require_positive, require_range
+from headwise.lab.tasks.task import Recipe
 
 __all__ = ["SCALES", "Scale"]
 
@@ -77,6 +78,11 @@ class Scale:
             raise SettingError(
                 f"test_bins is {self.test_bins!r}; expected rising numbers of operators, such as (1, 2, 3)."
             )
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is trained; the clip norm is that of Tran et al. 2018."""
+        return Recipe(self.learning_rate, self.epochs, self.warmup_steps)
 
 
 SCALES: Mapping[str, Scale] = {

@@ -1,0 +1,100 @@
+"""What a task is scored by: from what is kept of each test item to numbers whose mean is the score.
+
+Owns the metrics of the laboratory's tasks. Every comparison is one of means over seeds and test items, so a metric of
+a whole corpus is brought to that form here. Must not know tasks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.checks import ShapeError
+
+__all__ = ["METRICS", "Accuracy", "Bleu", "Metric"]
+
+ORDERS = 4
+
+
+class Metric(Protocol):
+    """A metric between 0 and 1, shown times 100."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, as in "accuracy"."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What stands behind a number of it: "%" or nothing."""
+        ...
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return one number a test item, [N], whose mean is the metric on these items.
+
+        Args:
+            statistics: What a run keeps of each item, [N] or [N, K].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The share of items answered correctly; an item's statistic is whether it was."""
+
+    name: str = "accuracy"
+    unit: str = "%"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return 1.0 where an item was answered correctly.
+
+        >>> Accuracy().values(np.array([True, False])).tolist()
+        [1.0, 0.0]
+        """
+        if statistics.ndim != 1:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected one answer an item, (N,).")
+        return statistics.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Bleu:
+    """Corpus BLEU (Papineni et al. 2002), of which each sentence has a share.
+
+    A sentence's statistics are its matched and its possible n-grams of orders 1 to 4, its length and its reference's:
+    [c_1..c_4, t_1..t_4, h, r], as sacreBLEU counts them. With S their sums over N sentences,
+    BLEU(S) = min(1, e^(1 - r/h)) (prod_n c_n / t_n)^(1/4), and a sentence's value is BLEU(S) + N grad BLEU(S) . s.
+    BLEU does not change with the scale of S, so the values' mean is BLEU itself; their spread is that of BLEU under
+    resampling of sentences, to first order (the infinitesimal jackknife). Without a single match of some order every
+    value is 0.
+    """
+
+    name: str = "BLEU"
+    unit: str = ""
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each sentence, [N], from statistics [N, 10].
+
+        >>> perfect = np.array([[4, 3, 2, 1, 4, 3, 2, 1, 4, 4], [6, 5, 4, 3, 6, 5, 4, 3, 6, 6]])
+        >>> Bleu().values(perfect).tolist()
+        [1.0, 1.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 2 * ORDERS + 2:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected (N, {2 * ORDERS + 2}).")
+        shares = statistics.astype(np.float64)
+        total = shares.sum(axis=0)
+        matched, possible, length, reference = total[:ORDERS], total[ORDERS:-2], total[-2], total[-1]
+        if not matched.all():
+            return np.zeros(len(shares))
+        penalty = min(0.0, 1.0 - reference / length)
+        score = float(np.exp(penalty + np.log(matched / possible).mean()))
+        logarithm = (shares[:, :ORDERS] / matched - shares[:, ORDERS:-2] / possible).mean(axis=1)
+        if penalty < 0.0:
+            logarithm += (reference * shares[:, -2] / length - shares[:, -1]) / length
+        return score * (1.0 + len(shares) * logarithm)
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu())}

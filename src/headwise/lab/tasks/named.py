@@ -1,0 +1,29 @@
+"""The tasks there are, each imported when it is asked for.
+
+Owns their names. Must not know what a task does.
+"""
+
+from __future__ import annotations
+
+from headwise.checks import require_choice
+from headwise.lab.tasks.task import Task
+
+__all__ = ["TASKS", "named_task"]
+
+TASKS = ("logic", "translation")
+
+
+def named_task(name: str) -> Task:
+    """Return the task of that name.
+
+    Raises:
+        SettingError: There is no such task.
+    """
+    require_choice("task", name, TASKS)
+    if name == "logic":
+        from headwise.lab.tasks.logic import LogicTask
+
+        return LogicTask()
+    from headwise.lab.tasks.translation import TranslationTask
+
+    return TranslationTask()

@@ -1,0 +1,186 @@
+"""What the laboratory asks of a task, so that training, comparing and tuning are written once.
+
+Owns the protocol of tasks and the small values that pass between a task and the laboratory. Must not know any task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+
+from headwise.checks import require_choice, require_integer, require_positive, require_range
+
+__all__ = ["Answers", "Batches", "Data", "Recipe", "Scale", "Task"]
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a run of a scale is trained.
+
+    Attributes:
+        learning_rate: Peak rate of Adam.
+        epochs: Passes over the training split.
+        warmup_steps: Steps of linear warm-up.
+        schedule: How the rate falls after the warm-up: to zero in a line, or with the inverse square root of the step.
+        clip_norm: Largest norm of the gradient, repulsion included; 0 clips nothing.
+        betas: Adam's decay rates.
+        epsilon: Adam's epsilon.
+        weight_decay: Decoupled weight decay (AdamW); 0 is Adam as Kingma and Ba wrote it.
+        accumulation: Batches a step.
+        averaged: How many of the last epochs' weights are averaged for the test; 1 takes the last.
+        bfloat16: Whether a GPU computes under bfloat16 autocast; a CPU never does.
+
+    Raises:
+        SettingError: A value is outside its range.
+    """
+
+    learning_rate: float
+    epochs: int
+    warmup_steps: int
+    schedule: Literal["linear", "inverse_sqrt"] = "linear"
+    clip_norm: float = 5.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    accumulation: int = 1
+    averaged: int = 1
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        require_positive("epsilon", self.epsilon)
+        for name in ("epochs", "accumulation"):
+            require_integer(name, getattr(self, name), low=1)
+        require_integer("averaged", self.averaged, low=1, high=self.epochs)
+        require_integer("warmup_steps", self.warmup_steps)
+        require_choice("schedule", self.schedule, ("linear", "inverse_sqrt"))
+        require_range("clip_norm", self.clip_norm, low=0.0)
+        require_range("weight_decay", self.weight_decay, low=0.0)
+
+
+class Scale(Protocol):
+    """A size of a task: a frozen dataclass whose fields are its record."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is trained."""
+        ...
+
+    @property
+    def compile_routing(self) -> bool:
+        """Whether routing is compiled."""
+        ...
+
+
+class Data(Protocol):
+    """The splits of a task."""
+
+    @property
+    def train(self) -> Dataset:
+        """The training split."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the data follows from."""
+        ...
+
+
+class Batches(Protocol):
+    """A batch sampler whose order follows from (seed, epoch) alone, with the same number of batches each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a model answered on a split.
+
+    Attributes:
+        statistics: What the metric needs of each item, [N] or [N, K].
+        predicted: The answers, or what tells them apart, int64 [N].
+        measures: Further numbers about them, by name.
+        text: The answers as lines of text, where they are text.
+    """
+
+    statistics: NDArray
+    predicted: NDArray
+    measures: Mapping[str, float] = field(default_factory=dict)
+    text: Sequence[str] | None = None
+
+
+class Task(Protocol):
+    """A task of the laboratory.
+
+    Attributes:
+        name: Its name on the command line.
+        metric: Name of its metric, one of `metric.METRICS`.
+        primary: What verdicts are about, in words.
+        difficulty: What the bins of test items are by.
+        scales: Its scales by name.
+        baselines: Rows of its table that no arm makes.
+    """
+
+    name: str
+    metric: str
+    primary: str
+    difficulty: str
+    scales: Mapping[str, Any]
+    baselines: tuple[str, ...]
+
+    def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
+        """Return the data of a scale, from a folder of files or, where the task can, generated."""
+        ...
+
+    def model(self, data: Any, scale: Any) -> nn.Module:
+        """Return a new model, whose forward takes a collated batch and returns "loss" among others."""
+        ...
+
+    def studied(self, model: Any) -> nn.Module:
+        """Return the part of a model whose heads the arms act on."""
+        ...
+
+    def batches(self, data: Any, scale: Any, seed: int) -> Sampler[list[int]]:
+        """Return the batches of the training split; also `Batches`."""
+        ...
+
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return examples of the training split as a batch of the model's arguments."""
+        ...
+
+    def on_dev(self, model: Any, data: Any) -> dict[str, Any]:
+        """Return what the epoch's record says of dev: "pooled", the number tuning goes by, and what else there is."""
+        ...
+
+    def on_test(self, model: Any, data: Any) -> Answers:
+        """Return a trained model's answers on the test split."""
+        ...
+
+    def difficulties(self, data: Any) -> NDArray:
+        """Return the bin of each test item, int [N]."""
+        ...
+
+    def probe(self, model: Any, data: Any) -> Iterable[None]:
+        """Run the model on examples spread evenly over dev, one batch each time it is asked, for measures of heads."""
+        ...
+
+    def baseline(self, name: str, data: Any, seed: int) -> Answers:
+        """Return the answers of a baseline on the test split."""
+        ...

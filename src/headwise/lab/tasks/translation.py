@@ -1,0 +1,242 @@
+"""The translation task: a parallel corpus, an encoder-decoder Transformer, beam search and BLEU.
+
+Owns what the laboratory asks of the task: model, batches, answers. The data is `translation_data`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sacrebleu
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.checks import DataError
+from headwise.lab.data import stable_key
+from headwise.lab.evaluation import spread_evenly
+from headwise.lab.metric import Bleu
+from headwise.lab.models.marian import Marian
+from headwise.lab.models.seq2seq import PADDING, START, Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.task import Answers
+from headwise.lab.tasks.translation_corpora import CORPORA, Corpus, find_files
+from headwise.lab.tasks.translation_data import (
+    TranslationData,
+    TranslationExample,
+    TranslationSplit,
+    collate,
+    load_translation,
+    open_prepared,
+)
+from headwise.lab.tasks.translation_preparation import RECORD
+from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
+from headwise.lab.token_batches import TokenBatches, token_sorted
+
+__all__ = ["TranslationTask", "bleu_statistics", "translated"]
+
+# A target may be this many times as long as its source, and this many tokens longer.
+LONGER, EXTRA = 2, 10
+DECODED_TOKENS = 4_096
+PROBED = 256
+BIN = 10
+
+
+class TranslationTask:
+    """Translation (Vaswani et al. 2017); see `task.Task` for the methods."""
+
+    name: str = "translation"
+    metric: str = Bleu().name
+    primary: str = "BLEU (sacreBLEU, 13a, cased) on the test set"
+    difficulty: str = "source words, up to"
+    scales: Mapping[str, Any] = TRANSLATION_SCALES
+    baselines: tuple[str, ...] = ("copy",)
+
+    def load(
+        self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
+    ) -> ScaledTranslation:
+        """Return the data of a corpus in `folder`, or of a folder that was prepared before.
+
+        Raises:
+            DataError: No folder was named, or it holds no corpus that is known.
+        """
+        if folder is None:
+            raise DataError(
+                f"translation needs --data, a folder with the files of {', '.join(CORPORA)}, or with train.SOURCE, "
+                "train.TARGET and likewise dev and test of your own."
+            )
+        if (folder / RECORD).exists():
+            return ScaledTranslation(open_prepared(folder), scale)
+        if cache is None:
+            raise DataError("translation prepares its data in a cache folder, and none was given.")
+        corpus = corpus_in(folder)
+        data = load_translation(corpus, folder, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        return ScaledTranslation(data, scale)
+
+    def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
+        """Return our Transformer or Marian."""
+        config = Seq2SeqConfig(
+            vocab_size=data.whole.tokenizer.vocabulary_size,
+            width=scale.width,
+            hidden=scale.hidden,
+            encoder_layers=scale.encoder_layers,
+            decoder_layers=scale.decoder_layers,
+            heads=scale.heads,
+            norm_first=scale.norm_first,
+            dropout=scale.dropout,
+            label_smoothing=scale.label_smoothing,
+        )
+        return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
+
+    def studied(self, model: nn.Module) -> nn.Module:
+        """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
+        return model
+
+    def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
+        """Return batches of pairs of like length, by tokens."""
+        return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
+
+    def collate(self, examples: Sequence[TranslationExample]) -> dict[str, Tensor]:
+        """Return a padded batch with its mask."""
+        batch = collate(examples)
+        return {**batch, "attention_mask": (batch["input_ids"] != PADDING).long()}
+
+    def on_dev(self, model: Any, data: ScaledTranslation) -> dict[str, Any]:
+        """Return the BLEU of greedy decoding on dev."""
+        found = translated(model, data.dev, data.whole, beams=1, length_penalty=1.0)
+        score = sacrebleu.corpus_bleu(found, [data.references("dev")]).score
+        return {"pooled": score / 100}
+
+    def on_test(self, model: Any, data: ScaledTranslation) -> Answers:
+        """Return the translations of beam search, and their scores."""
+        began = time.monotonic()
+        scale = data.scale
+        found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
+        return _answers(found, data.references("test"), seconds=time.monotonic() - began)
+
+    def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
+        """Return the number of words of each test source, rounded up to the next ten."""
+        words = np.array([len(line.split()) for line in data.sources("test")])
+        return np.maximum(BIN, -(-words // BIN) * BIN)
+
+    def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
+        """Run the model on dev pairs, a batch each time it is asked."""
+        device = next(model.parameters()).device
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in token_sorted(data.dev.lengths[chosen], tokens=DECODED_TOKENS):
+            examples = [data.dev[int(index)] for index in chosen[batch]]
+            model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
+            yield
+
+    def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
+        """Return each source as its own translation."""
+        return _answers(data.sources("test"), data.references("test"), seconds=0.0)
+
+
+class ScaledTranslation:
+    """A corpus as a scale sees it: its splits cut to the scale's size.
+
+    Attributes:
+        whole: The data that was prepared.
+        scale: The scale.
+    """
+
+    def __init__(self, whole: TranslationData, scale: TranslationScale) -> None:
+        self.whole, self.scale = whole, scale
+        self.train = _first(whole.train, scale.train_examples)
+        self.dev, self.test = _first(whole.dev, scale.dev_examples), _first(whole.test, scale.test_examples)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what the data follows from; the caps are part of the scale's record."""
+        return self.whole.fingerprint
+
+    def sources(self, split: str) -> list[str]:
+        """Return the source lines of dev or test."""
+        return self.whole.sources(split)[: len(self.dev if split == "dev" else self.test)]
+
+    def references(self, split: str) -> list[str]:
+        """Return the target lines of dev or test."""
+        return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
+
+
+def corpus_in(folder: Path) -> Corpus:
+    """Return the corpus whose files a folder holds.
+
+    Raises:
+        DataError: It holds those of none; the message says what the first of them lacks.
+    """
+    faults = []
+    for corpus in CORPORA.values():
+        try:
+            find_files(corpus, folder)
+        except DataError as error:
+            faults.append(str(error))
+        else:
+            return corpus
+    raise DataError(f"{folder} holds no corpus that is known ({', '.join(CORPORA)}). {faults[0]}")
+
+
+@torch.no_grad()
+def translated(
+    model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
+) -> list[str]:
+    """Return the translation of each source of a split, in its order.
+
+    Args:
+        model: A model with Hugging Face's generate(), in evaluation mode.
+        split: The sources; their targets are not looked at.
+        data: What the split belongs to; its tokenizer makes text of ids.
+        beams: Beams of the search; 1 is greedy.
+        length_penalty: p in the score log P / length^p.
+    """
+    device = next(model.parameters()).device
+    found = [""] * len(split)
+    lengths = split.sources.lengths
+    for batch in token_sorted(lengths, tokens=max(int(lengths.max()), DECODED_TOKENS // beams)):
+        examples = [TranslationExample(source=split.sources[index], target=[START]) for index in batch]
+        ids = collate(examples)["input_ids"].to(device)
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=(ids != PADDING).long(),
+            num_beams=beams,
+            do_sample=False,
+            length_penalty=length_penalty,
+            early_stopping=beams > 1,
+            max_new_tokens=LONGER * ids.shape[1] + EXTRA,
+            suppress_tokens=[PADDING, START],
+        )
+        for index, row in zip(batch, generated.tolist(), strict=True):
+            found[index] = data.tokenizer.decode(row)
+    return found
+
+
+def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
+    """Return what `metric.Bleu` needs of each sentence, [N, 10], as sacreBLEU counts it.
+
+    >>> bleu_statistics(["a b"], ["a c"]).tolist()
+    [[1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 2.0, 2.0]]
+    """
+    bleu = sacrebleu.BLEU()
+    scores = [bleu.corpus_score([one], [[other]]) for one, other in zip(hypotheses, references, strict=True)]
+    rows = [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
+    return np.array(rows, dtype=np.float64)
+
+
+def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float) -> Answers:
+    told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
+    measures = {
+        "BLEU": sacrebleu.corpus_bleu(found, [references]).score,
+        "chrF": sacrebleu.corpus_chrf(found, [references]).score,
+        "decoding_seconds": seconds,
+    }
+    return Answers(bleu_statistics(found, references), told_apart, measures, found)
+
+
+def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:
+    if most is None or most >= len(split):
+        return split
+    return TranslationSplit(split.sources.first(most), split.targets.first(most))

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import sacrebleu
+
+from headwise.checks import ShapeError
+from headwise.lab.metric import METRICS, Accuracy, Bleu
+
+
+def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], list[str]]:
+    """Return hypotheses and references that share many n-grams."""
+    generator = np.random.default_rng(seed)
+    references = [
+        [f"w{word}" for word in generator.integers(0, 30, generator.integers(6, 15))] for _ in range(sentences)
+    ]
+    hypotheses = []
+    for reference in references:
+        kept = reference[: len(reference) - shorter]
+        hypotheses.append([word if generator.random() < 0.8 else "wrong" for word in kept])
+    return [" ".join(words) for words in hypotheses], [" ".join(words) for words in references]
+
+
+def statistics(hypotheses: list[str], references: list[str]) -> np.ndarray:
+    bleu = sacrebleu.BLEU()
+    found = [bleu.corpus_score([h], [[r]]) for h, r in zip(hypotheses, references, strict=True)]
+    return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in found])
+
+
+@pytest.mark.parametrize("shorter", [0, 2])
+def test_the_mean_of_the_values_is_sacrebleus_corpus_score(shorter):
+    hypotheses, references = corpus(60, seed=1, shorter=shorter)
+    expected = sacrebleu.corpus_bleu(hypotheses, [references])
+    assert (expected.bp < 1) == (shorter > 0)
+    assert 100 * Bleu().values(statistics(hypotheses, references)).mean() == pytest.approx(expected.score, abs=1e-9)
+
+
+@pytest.mark.parametrize("shorter", [0, 2])
+def test_the_spread_of_the_values_is_that_of_bleu_under_resampling(shorter):
+    counted = statistics(*corpus(400, seed=2, shorter=shorter))
+    generator = np.random.default_rng(3)
+    scores = [Bleu().values(counted[generator.integers(0, 400, 400)]).mean() for _ in range(400)]
+    # the standard deviation of 400 resamples is itself known to 3.5 %
+    assert Bleu().values(counted).std() / np.sqrt(400) == pytest.approx(np.std(scores), rel=0.12)
+
+
+def test_a_corpus_without_any_match_of_four_words_scores_nothing():
+    counted = statistics(["a b c x", "q r"], ["a b c d", "q r s t"])
+    assert Bleu().values(counted).tolist() == [0.0, 0.0]
+
+
+def test_statistics_of_another_shape_are_refused():
+    with pytest.raises(ShapeError, match=r"\(3,\)"):
+        Bleu().values(np.ones(3))
+    with pytest.raises(ShapeError, match=r"\(3, 2\)"):
+        Accuracy().values(np.ones((3, 2)))
+
+
+def test_metrics_are_found_by_their_names():
+    assert {name: metric.name for name, metric in METRICS.items()} == {"accuracy": "accuracy", "BLEU": "BLEU"}
