@@ -21,10 +21,11 @@ from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
-from headwise.repulsion import Repulsion, jitter, repel
+from headwise.repulsion import Repulsion, repel
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.saving import load, save
 from headwise.scores import ScoreCall
+from headwise.separation import jitter
 from headwise.taps import Capture, Taps
 from headwise.verify import Verification, verify
 from headwise.votes import DistinctCapsules, PerHead, SharedTrunk

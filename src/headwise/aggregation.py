@@ -12,6 +12,7 @@ from torch import nn
 
 from headwise.aggregators import Aggregator, Residual, Routing, build, require_setting
 from headwise.checks import HeadwiseError, LayoutError
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Seam
 from headwise.saving import SavePretrained, aggregators_of
 
@@ -87,10 +88,11 @@ def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
         The handle; printing it lists the sites.
 
     Raises:
-        SettingError: `setting` is no such setting, or its capsules do not divide a site's width.
+        SettingError: `heads` or `setting` is something else, or its capsules do not divide a site's width.
         LayoutError: There is no site, a site's output projection was not found, it is an aggregator already, or
             two sites share one. Nothing is replaced then.
     """
+    require_heads(heads)
     require_setting(setting)
     sites = tuple(heads.sites)
     if not sites:

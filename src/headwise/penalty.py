@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.checks import NotFired, SettingError, ShapeError, require_choice, require_range
+from headwise.checks import LayoutError, NotFired, SettingError, ShapeError, require_choice, require_range
 from headwise.disagreement import (
     frobenius_penalty_sum,
     output_similarity_sum,
@@ -22,7 +22,8 @@ from headwise.disagreement import (
     position_squared_difference_sum,
     subspace_similarity_sum,
 )
-from headwise.heads import Heads
+from headwise.given_heads import require_heads
+from headwise.heads import Heads, Site
 from headwise.taps import Capture, Taps
 
 __all__ = [
@@ -147,9 +148,14 @@ class Disagreement:
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
 
+    A site with one head (of values: one key/value head) has nobody to disagree with: its similarity does not tell heads
+    apart. Beside others it counts in the mean as it is, and printing the penalty says so.
+
     Raises:
-        LayoutError: A site cannot be read that way.
-        SettingError: A weight names an unknown kind or a kind that `heads` does not hold.
+        LayoutError: A site cannot be read that way, the model was changed since its heads were found, or no site has
+            more than one head of what a term reads.
+        SettingError: `heads` or `term` is something else, or a weight names an unknown kind or a kind that `heads` does
+            not hold.
 
     Example:
         >>> import headwise as hw
@@ -160,7 +166,12 @@ class Disagreement:
     """
 
     def __init__(self, heads: Heads, term: Similarity | Sum, *, weights: Mapping[str, float] | None = None) -> None:
+        require_heads(heads)
         self._parts = _parts(term)
+        for _, similarity in self._parts:
+            _require_several(similarity, heads)
+        if weights is not None and not isinstance(weights, Mapping):
+            raise SettingError(f"weights is {weights!r}; expected a mapping such as {{'cross': 0.5}}.")
         kinds = sorted({site.kind for site in heads.sites})
         for kind, weight in (weights or {}).items():
             require_choice("kind of attention", kind, kinds)
@@ -213,7 +224,31 @@ class Disagreement:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {weight:g}" for kind, weight in self.weights.items())
-        return f"{self.term} on {len(self.heads)} sites ({kinds})"
+        alone = {
+            site.name or "(model)": None
+            for _, similarity in self._parts
+            for site in self.heads
+            if _heads_read(similarity, site) == 1
+        }
+        names = f"; with one head: {', '.join(list(alone)[:4])}{', ...' if len(alone) > 4 else ''}" if alone else ""
+        return f"{self.term} on {len(self.heads)} sites ({kinds}){names}"
+
+    __repr__ = __str__
+
+
+def _heads_read(similarity: Similarity, site: Site) -> int:
+    return site.key_value_heads if similarity.reads == "values" else site.num_heads
+
+
+def _require_several(similarity: Similarity, heads: Heads) -> None:
+    if all(_heads_read(similarity, site) == 1 for site in heads):
+        what = "key/value head" if similarity.reads == "values" else "head"
+        grouped = what != "head" and any(site.num_heads > 1 for site in heads)
+        raise LayoutError(
+            f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
+            f"{what}, which has nothing to disagree with; "
+            + ("take a term on outputs, such as hw.Output()." if grouped else "choose attention with more heads.")
+        )
 
 
 def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
@@ -237,6 +272,8 @@ def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None
     if keep is None:
         keep = capture.key_keep if similarity.reads == "values" else capture.query_keep
     expected = (tensor.shape[0], tensor.shape[2 if similarity.reads == "weights" else 1])
+    if keep is not None and not isinstance(keep, Tensor):
+        raise ShapeError(f"{name}: keep is a {type(keep).__name__}; expected a torch.bool tensor of shape {expected}.")
     if keep is not None and (keep.dtype != torch.bool or tuple(keep.shape) != expected):
         raise ShapeError(
             f"{name}: keep is {keep.dtype} of shape {tuple(keep.shape)}; expected torch.bool of shape {expected}. "

@@ -31,7 +31,8 @@ KNOWN: tuple[type, ...] = (
 def setting_of(aggregator: Any) -> Routing | Residual:
     """Return the setting an aggregator was built from."""
     if isinstance(aggregator, ResidualAggregator):
-        return Residual(setting_of(aggregator.aggregator))  # pyright: ignore[reportArgumentType]
+        routed: Any = aggregator.aggregator
+        return Residual(routed.setting)
     return aggregator.setting
 
 

@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "nn.py",
             "padding.py",
             "heads.py",
+            "given_heads.py",
             "projections.py",
             "places.py",
             "sites.py",
@@ -61,6 +62,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "F3 methods",
         (
             "ensembles.py",
+            "separation.py",
             "attachments.py",
             "repulsion.py",
             "penalty.py",
