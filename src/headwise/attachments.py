@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from headwise.checks import LayoutError, SettingError
+from headwise.checks import LayoutError, SettingError, require_integer, require_range
 from headwise.ensembles import Ensemble, ForceNorms
 
-__all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "torch_optimizers"]
+__all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "require_state", "torch_optimizers"]
 
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 
@@ -245,6 +245,23 @@ def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> li
                 f"the {taken[0]} are repelled by this optimizer already; call .remove() on the earlier handle first."
             )
     return attachments
+
+
+def require_state(state: Mapping[str, Any], expected: int) -> None:
+    """Raise `SettingError` unless this is what `Repulsion.state_dict` returned on `expected` optimizers."""
+    names = ("steps", "turns", "strength")
+    if not isinstance(state, Mapping) or any(name not in state for name in names):
+        held = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise SettingError(f"the state holds {held}; expected {', '.join(names)}, as state_dict() of a repulsion has.")
+    steps, turns, strength = (state[name] for name in names)
+    if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
+        raise SettingError(
+            f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
+        )
+    for name, counts in (("steps", steps), ("turns", turns)):
+        for count in counts:
+            require_integer(name, count)
+    require_range("strength", strength, low=0.0)
 
 
 def _held(optimizer: Optimizer) -> set[int]:

@@ -47,10 +47,8 @@ class Ensemble:
         return {(id(slab.parameter), slab.start): f"{slab.projection} heads of {slab.name}" for slab in self.slabs}
 
     def check(self) -> None:
-        """Raise `LayoutError` unless every parameter is there, whole on this process and trainable."""
+        """Raise `LayoutError` unless every parameter is whole on this process and trainable."""
         for slab in self.slabs:
-            if slab.parameter.is_meta:
-                raise LayoutError(f"{slab.name} is on the meta device; load the weights before hw.repel.")
             if hasattr(slab.parameter, "device_mesh"):
                 raise LayoutError(f"{slab.name} is sharded (DTensor); repulsion acts on whole parameters.")
             if not slab.parameter.requires_grad:

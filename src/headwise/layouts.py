@@ -122,7 +122,7 @@ def _with_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
 
 
 def _rows(layouts: Any) -> tuple[Layout, ...]:
-    several = isinstance(layouts, Iterable) and not isinstance(layouts, str) and not hasattr(layouts, "site")
+    several = isinstance(layouts, Iterable) and not isinstance(layouts, str)
     rows: tuple[Any, ...] = tuple(layouts) if several else (layouts,)
     for row in rows:
         if isinstance(row, type) or not callable(getattr(row, "site", None)):

@@ -247,7 +247,7 @@ def _require_several(similarity: Similarity, heads: Heads) -> None:
         raise LayoutError(
             f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
             f"{what}, which has nothing to disagree with; "
-            + ("take a term on outputs, such as hw.Output()." if grouped else "choose attention with more heads.")
+            + ("take a term on outputs, such as hw.Output()." if grouped else "select sites with more heads.")
         )
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headwise.attachments import Attachment, assign, torch_optimizers
+from headwise.attachments import Attachment, assign, require_state, torch_optimizers
 from headwise.checks import (
     NotFired,
     SettingError,
+    require_boolean,
     require_choice,
     require_integer,
     require_range,
@@ -71,6 +72,7 @@ def repel(
         ShapeError: A head is zero and the rule's kernel compares directions.
 
     Example:
+        >>> import torch
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -84,7 +86,9 @@ def repel(
         raise SettingError(f"rule is {rule!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
     require_choice("when", when, ("step", "manual"))
     require_choice("noise", noise, ("step", "apply"))
+    require_boolean("joint", joint)
     require_integer("seed", seed)
+    optimizers = torch_optimizers(optimizer)
     require_heads(heads)
     ensembles = ensembles_of(heads, joint=joint)
     for ensemble in ensembles:
@@ -95,18 +99,20 @@ def repel(
         require_apart(ensemble)
         if rule.needs_inner:
             ensemble.require_nonzero()
-    return Repulsion(assign(torch_optimizers(optimizer), ensembles), rule, when=when, noise=noise, seed=seed)
+    return Repulsion(heads, assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
 
 
 class Repulsion:
     """The handle of `repel`: what it acts on, how strongly, and what it did last. A context manager.
 
     Attributes:
+        heads: The heads it was made for.
         rule: The particle rule.
     """
 
     def __init__(
         self,
+        heads: Heads,
         attachments: Sequence[Attachment],
         rule: Rule,
         *,
@@ -114,7 +120,7 @@ class Repulsion:
         noise: Literal["step", "apply"],
         seed: int,
     ) -> None:
-        self.rule, self.when, self.noise, self.seed = rule, when, noise, seed
+        self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
         self._strength = 1.0
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
@@ -186,7 +192,7 @@ class Repulsion:
 
         Raises:
             NotFired: The hook is gone, no step was acted on, or heads never had a gradient.
-            LayoutError: A parameter was replaced, or left its optimizer.
+            LayoutError: A parameter or the layer that held it was replaced or wrapped, or left its optimizer.
             HeadwiseError: All heads of an ensemble have become equal, or are not finite.
         """
         attached = [attachment.optimizer for attachment in self._attachments]
@@ -196,6 +202,7 @@ class Repulsion:
                 "the repulsion is not attached to the optimizer in use: it was removed, another optimizer was built, "
                 "or the optimizer was copied or unpickled, which drops hooks. Call hw.repel on the optimizer in use."
             )
+        require_heads(self.heads)
         for attachment in self._attachments:
             if attachment.steps == 0:
                 raise NotFired(
@@ -226,21 +233,9 @@ class Repulsion:
             SettingError: It is no such state, or of a repulsion on another number of optimizers. Nothing is changed
                 then.
         """
-        wanted = ("steps", "turns", "strength")
-        if not isinstance(state, Mapping) or any(name not in state for name in wanted):
-            held = sorted(map(str, state)) if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            raise SettingError(f"the state is {held}; expected what state_dict() returned, with {', '.join(wanted)}.")
-        steps, turns, strength = (state[name] for name in wanted)
-        expected = len(self._attachments)
-        if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
-            raise SettingError(
-                f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
-            )
-        for name, counts in (("steps", steps), ("turns", turns)):
-            for count in counts:
-                require_integer(name, count)
-        self.strength = strength
-        for attachment, step, turn in zip(self._attachments, steps, turns, strict=True):
+        require_state(state, len(self._attachments))
+        self.strength = state["strength"]
+        for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
             attachment.clear()
 
@@ -277,6 +272,9 @@ class Repulsion:
 
     def _act(self, attachment: Attachment, scale: Tensor | None) -> None:
         attachment.require_current()
+        if any(ensemble.gradients() is None for ensemble in attachment.ensembles):
+            # none comes to a layer that was wrapped or replaced
+            require_heads(self.heads)
         forces = apply_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(

@@ -41,12 +41,16 @@ def require_several(ensembles: Sequence[Ensemble], heads: Heads) -> None:
     raise LayoutError(
         f"no ensemble has more than one particle ({listed}{', ...' if len(ensembles) > 4 else ''}), and one head has "
         "nothing to be repelled from; "
-        + (f"choose {choose}, with {max(grouped.values())} heads a layer." if grouped else "choose other attention.")
+        + (
+            f"choose {choose}, with {max(grouped.values())} heads a layer."
+            if grouped
+            else "select sites with more heads."
+        )
     )
 
 
 def require_apart(ensemble: Ensemble) -> None:
-    """Raise `HeadwiseError` where heads of an ensemble are not finite, or all of them equal."""
+    """Raise `HeadwiseError` where heads of an ensemble are not finite, or all of them equal; `LayoutError` on meta."""
     for slab in ensemble.slabs:
         _require_finite(slab)
     if ensemble.particles > 1 and spread(ensemble) == 0.0:
@@ -98,6 +102,8 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
 
 
 def _require_finite(slab: Slab) -> None:
+    if slab.parameter.is_meta:
+        raise LayoutError(f"{slab.name} is on the meta device and has no values; load the weights first.")
     with torch.no_grad():
         sound = slab.view(slab.parameter).isfinite().flatten(1).all(1)
     if not sound.all():

@@ -16,6 +16,7 @@ from layouts.attentions import SeparateAttention
 from loop.by_hand import RULE, assert_as_by_hand, loss_of, model_with_gradients, repel_by_hand
 
 RATE = 0.5
+NOISY = hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)
 
 
 class Flaky(SGD):
@@ -123,7 +124,9 @@ def run_with_a_retry(rule, when: str, noise: str, *, failing: bool):
     return handle, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("rule", [RULE, hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)], ids=["svgd", "spos"])
+@pytest.mark.parametrize(
+    "rule", [RULE, hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)], ids=["svgd", "spos"]
+)
 @pytest.mark.parametrize("when", ["step", "manual"])
 @pytest.mark.parametrize("noise", ["step", "apply"])
 def test_the_same_gradients_tried_again_are_not_acted_on_twice_and_have_their_noise_once(rule, when, noise):
@@ -140,7 +143,7 @@ def test_a_scaler_and_a_patched_step_stand_between_and_change_nothing():
         repel(optimizer)
         # what accelerate does to know whether a step was skipped
         step = type(optimizer).step
-        optimizer.step = MethodType(lambda self, *args: step(self, *args), optimizer)
+        optimizer.step = MethodType(step, optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
         scaler.scale(loss_of(model, 0)).backward()
         fails(lambda: scaler.step(optimizer))
