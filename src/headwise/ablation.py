@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headwise.checks import NotFired, SettingError, require_integer
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 from headwise.recomputation import in_checkpoint
@@ -122,6 +123,7 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
         >>> ablation.called
         True
     """
+    require_heads(heads)
     if not indices:
         raise SettingError("ablate was given no head; expected at least one index, counted from 0.")
     for site in heads.sites:
@@ -149,6 +151,7 @@ def importance(heads: Heads, score: Callable[[], float]) -> Importance:
         >>> result.drops["self_attn"].shape
         torch.Size([2])
     """
+    require_heads(heads)
     with torch.no_grad():
         return _importance(heads, score)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.checks import MaskError, NotFired
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
 from headwise.recomputation import recomputing
 from headwise.scores import ScoreCall
@@ -36,6 +37,7 @@ class HeadBias:
     """
 
     def __init__(self, heads: Heads, bias: Tensor | BiasFunction) -> None:
+        require_heads(heads)
         if isinstance(bias, Tensor):
             _check_values(bias)
         elif not callable(bias):

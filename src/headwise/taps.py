@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.captures import Call, Capture, Padding, padding_of
 from headwise.checks import LayoutError, NotFired, SettingError, ShapeError
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 from headwise.padding import named_arguments, parameter_names
@@ -62,6 +63,7 @@ class Taps:
     """
 
     def __init__(self, heads: Heads, *, outputs: bool = False, values: bool = False, weights: bool = False) -> None:
+        require_heads(heads)
         if not (outputs or values or weights):
             raise SettingError("Taps was asked to read nothing; expected some of outputs, values, weights.")
         self.heads = heads
