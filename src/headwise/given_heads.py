@@ -45,7 +45,7 @@ def _require_current(site: Site) -> None:
             raise LayoutError(
                 f"{slab.name} is not where the model calls it any more"
                 f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
-                "replace or quantise layers first, then call find_heads."
+                "prune, replace or quantise layers first, then call find_heads."
             )
         if slab.obstacle is None and slab.owner._parameters.get(slab.attribute) is None:
             raise LayoutError(slab.vanished)

@@ -193,6 +193,7 @@ def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: F
     model = family.build().train()
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, hw.Output())
+    torch.manual_seed(0)  # Wav2Vec2 leaves whole layers out at random
     model(**family.inputs(padded=family.maskable))
     penalty().backward()
     for slab in heads.slabs():
