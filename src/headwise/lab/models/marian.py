@@ -67,9 +67,8 @@ class Marian(MarianMTModel):
             kwargs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
         output = super().forward(*args, **kwargs)
         if labels is not None:
-            logits: Any = output.logits
             output.loss = F.cross_entropy(
-                logits.flatten(0, 1),
+                output.logits.flatten(0, 1),
                 labels.flatten(),
                 ignore_index=IGNORED,
                 label_smoothing=self.label_smoothing,
