@@ -279,8 +279,8 @@ def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline
     path = tmp_path / "plain" / "seed-1" / "settings.json"
     record = json.loads((tmp_path / "plain" / "seed-0" / "settings.json").read_text())
     path.parent.mkdir()
-    path.write_text(json.dumps({**record, "seed": 1, "clip_norm": 7.0}))
-    with pytest.raises(SettingError, match=r"seed-1/settings\.json has clip_norm 7\.0 but 5\.0 is asked for"):
+    path.write_text(json.dumps({**record, "seed": 1, "recipe": {**record["recipe"], "clip_norm": 7.0}}))
+    with pytest.raises(SettingError, match=r"seed-1/settings\.json has recipe\.clip_norm 7\.0 but 5\.0 is asked for"):
         compare(toy(tmp_path, "plain,smooth", 2), console())
     assert inline == []
 

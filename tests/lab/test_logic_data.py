@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from headwise.checks import DataError, SettingError
-from headwise.lab.tasks import logic
-from headwise.lab.tasks.logic_data import collate, load_logic
+from headwise.lab.tasks import logic_data
+from headwise.lab.tasks.logic_data import GENERATOR_SEED, collate, load_logic
 from headwise.lab.tasks.logic_formulas import RELATIONS
 from headwise.lab.tasks.logic_generator import generate
 from headwise.lab.tasks.logic_scales import SCALES
@@ -48,7 +48,7 @@ def test_generated_splits_are_disjoint_and_about_eighty_ten_ten():
     assert train.isdisjoint(test)
     assert dev.isdisjoint(test)
     total = len(train) + len(dev) + len(test)
-    assert total == sum(1 for _ in generate(3_000, seed=logic.GENERATOR_SEED, max_operators=3))
+    assert total == sum(1 for _ in generate(3_000, seed=GENERATOR_SEED, max_operators=3))
     assert len(dev) / total == pytest.approx(0.1, abs=0.03)
     assert len(test) / total == pytest.approx(0.1, abs=0.03)
 
@@ -67,7 +67,7 @@ def test_each_split_holds_its_bins_alone():
 
 def test_an_example_decodes_to_the_pair_it_came_from():
     data = load_logic(None, replace(TOY, train_operators=3), None)
-    known = {(pair.premise, pair.hypothesis): pair for pair in generate(3_000, seed=logic.GENERATOR_SEED)}
+    known = {(pair.premise, pair.hypothesis): pair for pair in generate(3_000, seed=GENERATOR_SEED)}
     for split in (data.train, data.dev, data.test):
         for index, example in enumerate(split):
             premise, hypothesis = (
@@ -120,7 +120,7 @@ def test_a_token_training_lacks_is_unknown(published):
 
 def test_a_cached_load_equals_the_first_and_makes_nothing(tmp_path, monkeypatch):
     first = load_logic(None, TOY, tmp_path)
-    monkeypatch.setattr(logic, "generate", None)
+    monkeypatch.setattr(logic_data, "generate", None)
     second = load_logic(None, TOY, tmp_path)
     assert second.fingerprint == first.fingerprint
     assert second.vocabulary == first.vocabulary

@@ -24,7 +24,7 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
         headline(table),
         ">Verdicts<",
         "the others against plain",
-        ">Accuracy by number of operators<",
+        ">Score by number of operators<",
         "data:image/png",
         ">How alike the heads are",
         ">Settings of the arms<",

@@ -177,14 +177,18 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
         ("result.json", lambda path: path.write_text("[1]"), "is not the result of a run"),
         ("result.json", lambda path: path.write_text("{}"), "has no 'settings'"),
         ("result.json", lambda path: change(path, seed="x"), "is not the result of a run"),
-        ("result.json", lambda path: change(path, accuracy=None), "is not the result of a run"),
-        ("result.json", lambda path: change(path, accuracy={"pooled": 0.123}), "says accuracy 0.123000"),
+        ("result.json", lambda path: change(path, score=None), "is not the result of a run"),
+        ("result.json", lambda path: change(path, score={"pooled": 0.123}), "says accuracy 0.123000"),
         ("predictions.npz", lambda path: path.unlink(), "does not exist"),
         ("predictions.npz", lambda path: path.write_bytes(b""), "is damaged"),
         ("predictions.npz", lambda path: path.write_bytes(path.read_bytes()[:200]), "is damaged"),
         ("predictions.npz", lambda path: np.savez(path, statistics=np.ones(3)), "is damaged"),
         ("predictions.npz", lambda path: with_arrays(path, statistics=np.ones(3)), "different lengths"),
-        ("predictions.npz", lambda path: with_arrays(path, predicted=np.zeros(60)), "does not answer the 60"),
+        (
+            "predictions.npz",
+            lambda path: with_arrays(path, statistics=np.ones(59), predicted=np.zeros(59)),
+            "answers 59 items, not the 60",
+        ),
     ],
 )
 def test_a_damaged_run_is_refused_by_its_file_with_what_to_do(out, name, spoil, message):

@@ -66,7 +66,7 @@ class Marian(MarianMTModel):
         if labels is not None and "decoder_input_ids" not in kwargs:
             kwargs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
         output = super().forward(*args, **kwargs)
-        if labels is not None:
+        if labels is not None and output.logits is not None:
             output.loss = F.cross_entropy(
                 output.logits.flatten(0, 1),
                 labels.flatten(),
