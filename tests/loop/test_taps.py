@@ -191,6 +191,15 @@ def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
     assert not model._forward_pre_hooks
 
 
+def test_values_that_do_not_match_the_mask_of_their_call_are_refused():
+    model = SeparateAttention()
+    with hw.Taps(hw.find_heads(model), values=True) as taps:
+        # broadcast by the attention
+        model(torch.randn(3, 6, 12), key_padding_mask=torch.zeros(3, 1, dtype=torch.bool))
+        with pytest.raises(hw.NotFired, match=r"values of 6 tokens, and the mask .* for 1 keys"):
+            taps.read()
+
+
 def test_a_tap_that_reads_nothing_is_refused():
     with pytest.raises(hw.SettingError, match="read nothing"):
         hw.Taps(hw.find_heads(encoder()))
