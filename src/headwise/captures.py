@@ -77,13 +77,13 @@ class Call:
         capture: What is filled while the call runs.
         own: Padding that the call received.
         queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
-        inside: Whether the model itself was being called.
+        forward: Number of the model's own forward in which it was made; 0 where a part was called without the model.
     """
 
     capture: Capture
     own: Padding
     queries: Padding
-    inside: bool
+    forward: int
 
     def finished(self, *, outputs: bool, values: bool, weights: bool) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.

@@ -33,10 +33,10 @@ class Taps(Handle):
     """Captures of chosen sites, from a forward pass until they are read.
 
     While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an
-    encoder called twice gives two captures a site. Otherwise a forward of the model drops what the one before it
-    left, and a part called without the model (the encoder, while generating) keeps its newest call. A module shared
-    between layers gives one capture a call, in their order. Recomputation by activation checkpointing is not captured
-    again. A copy of the model, or a pickle, is not tapped.
+    encoder called twice gives two captures a site; the next forward drops those of one that an error broke off.
+    Otherwise a forward of the model drops what the one before it left, and a part called without the model (the encoder,
+    while generating) keeps its newest call. A module shared between layers gives one capture a call, in their order.
+    Recomputation by activation checkpointing is not captured again. A copy of the model, or a pickle, is not tapped.
 
     Args:
         heads: The sites to read.
@@ -69,7 +69,7 @@ class Taps(Handle):
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
         self._transient = False
-        self._inside = False
+        self._forwards, self._running = 0, False
         try:
             self._attach()
         except BaseException:
@@ -157,13 +157,17 @@ class Taps(Handle):
     def _model_called(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._silent():
             return
+        if self._running:
+            # the forward before was broken off: half of it must not enter the next penalty
+            self._calls = [call for call in self._calls if call.forward != self._forwards]
         if not self._accumulates():
-            self._calls = [call for call in self._calls if not call.inside]
+            self._calls = [call for call in self._calls if not call.forward]
             self._padding = {}
-        self._inside = True
+        self._forwards += 1
+        self._running = True
 
     def _model_returned(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self._inside = False
+        self._running = False
 
     def _site_called(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
         names = parameter_names(site.module)
@@ -177,13 +181,15 @@ class Taps(Handle):
                 self._calls, self._padding = [], {}
             if not accumulates:
                 self._calls = [
-                    call for call in self._calls if call.capture.site is not site or (self._inside and call.inside)
+                    call for call in self._calls if call.capture.site is not site or (self._running and call.forward)
                 ]
             self._transient = not accumulates
             own = padding_of(module, named_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
-            self._calls.append(Call(Capture(site, key_keep=own.keep), own, queries, self._inside))
+            self._calls.append(
+                Call(Capture(site, key_keep=own.keep), own, queries, self._forwards if self._running else 0)
+            )
             if len(self._calls) > UNREAD_CALLS * len(self.heads):
                 raise NotFired(
                     f"{len(self._calls)} captures were kept and never read; call the penalty (or read the taps) "

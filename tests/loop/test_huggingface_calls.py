@@ -152,6 +152,41 @@ def swayed(name: str, noise: float = 0.0) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_without(name: str, beams: int):
+    model, inputs = swayed(name), prompt(name)
+    unrouted = model.generate(**inputs, **TOKENS, num_beams=beams)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        hw.aggregate(hw.find_heads(model), hw.EMRouting(capsules=8))
+    expected = model.generate(**inputs, **TOKENS, num_beams=beams, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **TOKENS, num_beams=beams), expected)
+    assert not torch.equal(unrouted, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["BERT", "Llama", "T5"])
+def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reentrant: bool):
+    family = BY_NAME[name]
+    gradients = []
+    for checkpointing in (False, True):
+        model = family.build().double().train()
+        without_dropout(model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            hw.aggregate(hw.find_heads(model), hw.EMRouting(capsules=8))
+        if checkpointing:
+            checkpoint_activations(model, reentrant=reentrant)
+            model.enable_input_require_grads()
+        results(model, family.inputs(padded=True))[0].square().mean().backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert any("vote" in key for key in gradients[0])
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
