@@ -15,7 +15,7 @@ from headwise.checks import NotFired, ShapeError
 from headwise.heads import Site
 from headwise.padding import cached_length, given_padding
 
-__all__ = ["Call", "Capture", "Padding", "padding_of", "split_heads"]
+__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "split_heads"]
 
 
 @dataclass
@@ -69,6 +69,10 @@ def padding_of(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     return Padding(given_padding(module, arguments), first or 0, first is not None)
 
 
+class Forward:
+    """One forward of the model itself, known by identity: torch.compile would compile anew for each number."""
+
+
 @dataclass
 class Call:
     """A capture on its way: with the padding of its queries' own attention.
@@ -77,13 +81,13 @@ class Call:
         capture: What is filled while the call runs.
         own: Padding that the call received.
         queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
-        forward: Number of the model's own forward in which it was made; 0 where a part was called without the model.
+        forward: The model's own forward in which it was made; None where a part was called without the model.
     """
 
     capture: Capture
     own: Padding
     queries: Padding
-    forward: int
+    forward: Forward | None
 
     def finished(self, *, outputs: bool, values: bool, weights: bool) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.

@@ -32,7 +32,7 @@ class HeadBias(Handle):
 
     Attributes:
         heads: The sites.
-        calls: Calls of each site that had a bias, by its name.
+        calls: Calls of each site that had a bias, by its name; 1 where it had one in a compiled model.
     """
 
     def __init__(self, heads: Heads, bias: Tensor | BiasFunction) -> None:
@@ -93,7 +93,10 @@ class HeadBias(Handle):
             )
         if not found.is_floating_point():
             raise MaskError(_not_additive(found))
-        if not recomputing():
+        if torch.compiler.is_compiling():
+            # a number that grows would be compiled anew at every call
+            self.calls[site.name] = 1
+        elif not recomputing():
             self.calls[site.name] += 1
         return found.to(call.device)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from headwise.captures import Call, Capture, Padding, padding_of, split_heads
+from headwise.captures import Call, Capture, Forward, Padding, padding_of, split_heads
 from headwise.checks import LayoutError, NotFired, SettingError
 from headwise.heads import Heads, Site
 from headwise.hooks import Handle, Hook, first_argument
@@ -34,8 +34,8 @@ class Taps(Handle):
 
     While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an
     encoder called twice gives two captures a site; the next forward drops those of one that an error broke off.
-    Otherwise a forward of the model drops what the one before it left, and a part called without the model (the encoder,
-    while generating) keeps its newest call. A module shared between layers gives one capture a call, in their order.
+    Otherwise a forward of the model drops what the one before it left, and a part called without the model (the
+    encoder, while generating) keeps its newest call. A module shared between layers gives one capture a call, in order.
     Recomputation by activation checkpointing is not captured again. A copy of the model, or a pickle, is not tapped.
 
     Args:
@@ -69,7 +69,7 @@ class Taps(Handle):
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
         self._transient = False
-        self._forwards, self._running = 0, False
+        self._forward, self._running = Forward(), False
         try:
             self._attach()
         except BaseException:
@@ -159,12 +159,11 @@ class Taps(Handle):
             return
         if self._running:
             # the forward before was broken off: half of it must not enter the next penalty
-            self._calls = [call for call in self._calls if call.forward != self._forwards]
+            self._calls = [call for call in self._calls if call.forward is not self._forward]
         if not self._accumulates():
-            self._calls = [call for call in self._calls if not call.forward]
+            self._calls = [call for call in self._calls if call.forward is None]
             self._padding = {}
-        self._forwards += 1
-        self._running = True
+        self._forward, self._running = Forward(), True
 
     def _model_returned(self, _module: nn.Module, _args: tuple, _output: object) -> None:
         self._running = False
@@ -181,14 +180,16 @@ class Taps(Handle):
                 self._calls, self._padding = [], {}
             if not accumulates:
                 self._calls = [
-                    call for call in self._calls if call.capture.site is not site or (self._running and call.forward)
+                    call
+                    for call in self._calls
+                    if call.capture.site is not site or (self._running and call.forward is not None)
                 ]
             self._transient = not accumulates
             own = padding_of(module, named_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
             self._calls.append(
-                Call(Capture(site, key_keep=own.keep), own, queries, self._forwards if self._running else 0)
+                Call(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
             )
             if len(self._calls) > UNREAD_CALLS * len(self.heads):
                 raise NotFired(

@@ -290,6 +290,31 @@ def test_what_is_attached_after_compiling_acts_or_is_told():
         torch.testing.assert_close(left, right)
 
 
+@pytest.mark.parametrize("name", ATTACH)
+@pytest.mark.parametrize("family", ["BERT", "torch.nn.Transformer"])
+def test_what_is_attached_is_compiled_a_few_times_and_not_at_every_call(family: str, name: str):
+    model, inputs = BY_NAME[family].build().train(), BY_NAME[family].inputs()
+    handle = ATTACH[name](hw.find_heads(model).kind("self"))
+    graphs: list[None] = []
+
+    def counted(graph: torch.fx.GraphModule, _inputs: list) -> Callable:
+        graphs.append(None)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counted)
+    sizes = []
+    for _ in range(7):
+        results(compiled, inputs)[0].sum().backward()
+        if name in ("taps", "penalty"):
+            handle() if name == "penalty" else handle.read()
+        sizes.append(len(graphs))
+    assert sizes[0] > 0
+    assert len(set(sizes[3:])) == 1
+    if name in ("bias", "ablation"):
+        handle.verify()
+
+
 def test_what_was_compiled_with_an_ablation_is_whole_again_after_it():
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs(padded=True)
