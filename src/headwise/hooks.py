@@ -47,7 +47,7 @@ class Hook:
 
 
 class Handle:
-    """Something attached to a model until `remove()` or the end of a `with` block.
+    """Something attached to a model or an optimizer until `remove()` or the end of a `with` block.
 
     A copy of a handle, or an unpickled one, is attached to nothing.
     """
@@ -61,7 +61,7 @@ class Handle:
         return bool(self._removers)
 
     def remove(self) -> None:
-        """Detach from the model."""
+        """Detach what is attached."""
         removers, self._removers = self._removers, []
         for remove in removers:
             remove()

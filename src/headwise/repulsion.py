@@ -7,8 +7,7 @@ Owns the verb, what happens before a step, and the handle. The hooks are in `att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from headwise.checks import (
 )
 from headwise.ensembles import Ensemble, ForceNorms, apply_rule, ensembles_of, langevin_rate, noise_key, spread
 from headwise.heads import Heads
+from headwise.hooks import Handle
 from headwise.particles import Rule
 
 __all__ = ["Repulsion", "jitter", "repel"]
@@ -95,7 +95,7 @@ def repel(
     return Repulsion(assign(torch_optimizers(optimizer), ensembles), rule, when=when, noise=noise, seed=seed)
 
 
-class Repulsion:
+class Repulsion(Handle):
     """The handle of `repel`: what it acts on, how strongly, and what it did last. A context manager.
 
     Attributes:
@@ -114,9 +114,11 @@ class Repulsion:
     ) -> None:
         self.rule, self.when, self.noise, self.seed = rule, when, noise, seed
         self.strength: float = 1.0
+        super().__init__()
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
+            self._removers.append(attachment.detach)
 
     @property
     def ensembles(self) -> tuple[Ensemble, ...]:
@@ -156,11 +158,6 @@ class Repulsion:
             if not attachment.applied:
                 self._act(attachment, scale=None)
                 attachment.mark()
-
-    def remove(self) -> None:
-        """Detach from the optimizer."""
-        for attachment in self._attachments:
-            attachment.detach()
 
     def verify(self, *optimizers: Optimizer) -> None:
         """Raise unless the repulsion is attached and has acted on all of its heads.
@@ -224,14 +221,6 @@ class Repulsion:
             attachment.steps, attachment.turn = step, turn
             attachment.clear()
         self.strength = float(state["strength"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, sorted({ensemble.particles for ensemble in self.ensembles})))
