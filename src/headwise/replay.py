@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from headwise.checks import LayoutError, NotFired
 from headwise.heads import Site, Slab
+from headwise.hooks import first_argument
 
 __all__ = ["Call", "Edit", "Replay", "noise"]
 
@@ -65,8 +66,8 @@ class Replay:
         """
         seen: list[Tensor] = []
 
-        def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append((args[0] if args else next(iter(kwargs.values()))).detach().clone())
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(first_argument(module, args, kwargs).detach().clone())
 
         with self._in_hand(edits):
             handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)

@@ -7,8 +7,7 @@ Owns the verb, what happens before a step, and the handle. The hooks are in `att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from headwise.checks import (
 from headwise.ensembles import Ensemble, ForceNorms, apply_rule, ensembles_of, langevin_rate, noise_key
 from headwise.given_heads import require_heads
 from headwise.heads import Heads
+from headwise.hooks import Handle
 from headwise.particles import Rule
 from headwise.separation import acts_apart, require_apart, require_several
 
@@ -102,7 +102,7 @@ def repel(
     return Repulsion(heads, assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
 
 
-class Repulsion:
+class Repulsion(Handle):
     """The handle of `repel`: what it acts on, how strongly, and what it did last. A context manager.
 
     Attributes:
@@ -120,11 +120,13 @@ class Repulsion:
         noise: Literal["step", "apply"],
         seed: int,
     ) -> None:
+        super().__init__()
         self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
         self._strength = 1.0
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
+            self._removers.append(attachment.detach)
 
     @property
     def strength(self) -> float:
@@ -178,11 +180,6 @@ class Repulsion:
             if not attachment.applied:
                 self._act(attachment, scale=None)
                 attachment.mark()
-
-    def remove(self) -> None:
-        """Detach from the optimizer."""
-        for attachment in self._attachments:
-            attachment.detach()
 
     def verify(self, *optimizers: Optimizer) -> None:
         """Raise unless the repulsion is attached and has acted on all of its heads.
@@ -238,14 +235,6 @@ class Repulsion:
         for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
             attachment.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, sorted({ensemble.particles for ensemble in self.ensembles})))

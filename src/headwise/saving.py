@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from headwise.aggregators import Aggregator, ResidualAggregator, build
 from headwise.checks import DataError, SettingError
 from headwise.nn import MultiheadAttention, adopt
-from headwise.scores import UNDERNEATH
 from headwise.setting_records import record, restored, setting_of
 from headwise.tensor_files import fill, shard_limit, shards_of, tensors_of
 
@@ -188,11 +187,7 @@ def _identity(model: nn.Module) -> dict | None:
         return None
     generation = getattr(model, "generation_config", None)
     names = {"": config, **{name: getattr(config, name) for name in config.sub_configs}}
-    attention = {
-        name: UNDERNEATH.get(part._attn_implementation, part._attn_implementation)
-        for name, part in names.items()
-        if part is not None
-    }
+    attention = {name: part._attn_implementation for name, part in names.items() if part is not None}
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "config": json.loads(config.to_json_string(use_diff=False)),

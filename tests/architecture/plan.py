@@ -75,7 +75,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("F4 reports", ("page.py", "testing.py")),
-    ("bridges", ("bridges/__init__.py", "bridges/huggingface.py")),
+    ("bridges", ("bridges/__init__.py", "bridges/configurations.py", "bridges/huggingface.py")),
     ("public names", ("__init__.py",)),
     (
         "laboratory",

@@ -195,7 +195,9 @@ def test_a_member_that_is_absent_or_no_file_is_refused_by_name(server, tmp_path)
         fetch(wanted, tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"no archive", packed("tgz")[:-40], gzip.compress(b"no archive", mtime=0), b"PK\x03\x04"])
+@pytest.mark.parametrize(
+    "damage", [b"no archive", packed("tgz")[:-40], gzip.compress(b"no archive", mtime=0), b"PK\x03\x04"]
+)
 @pytest.mark.parametrize("name", ["c.tgz", "c.zip"])
 def test_a_damaged_archive_is_refused(server, tmp_path, damage, name):
     server.content = damage

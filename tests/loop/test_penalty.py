@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -174,13 +176,25 @@ def test_wrong_terms_and_kinds_are_refused():
         float("nan") * hw.Output()
 
 
+def test_a_term_of_ones_own_reads_something_that_is_captured():
+    class Queries:
+        reads: ClassVar[str] = "queries"
+
+        def sum_and_count(self, tensor: torch.Tensor, keep: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return tensor.sum(), tensor.new_tensor(1.0 if keep is None else 2.0)
+
+    heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    with pytest.raises(hw.SettingError, match=r"reads is 'queries'; expected one of outputs, values, weights"):
+        hw.Disagreement(heads, hw.Output() + Queries())
+
+
 def test_an_aggregator_swapped_in_later_is_noticed():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, hw.Output())
     hw.aggregate(heads, hw.Trunk())
     model(torch.randn(2, 5, 8))
-    with pytest.raises(hw.NotFired, match=r"build the penalty after aggregate\(\)"):
+    with pytest.raises(hw.NotFired, match=r"outputs were not computed.* Attach after aggregate\(\)"):
         penalty()
 
 
