@@ -247,9 +247,11 @@ def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_aga
         }[what]
         if when == "found":
             pruned(model)
+            with pytest.raises(hw.LayoutError, match="is not where the model calls it any more: a Linear has taken its"):
+                attach(heads)
+            continue
         handle = attach(heads)
-        if when == "attached":
-            pruned(model)
+        pruned(model)
         told = r"find_heads, call|put there after ablate|expected \(2 or 1, 3 or 1|been replaced after"
         with pytest.raises(hw.HeadwiseError, match=told):
             read_after_a_forward(handle, model, inputs)
