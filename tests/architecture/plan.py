@@ -130,6 +130,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/jobs.py",
             "lab/progress.py",
             "lab/table.py",
+            "lab/table_record.py",
+            "lab/cells.py",
             "lab/grids.py",
             "lab/labels.py",
             "lab/drawing.py",

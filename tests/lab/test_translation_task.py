@@ -91,6 +91,12 @@ def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, c
     expected = sacrebleu.corpus_bleu(found, [references]).score
     assert result["answers"]["BLEU"] == pytest.approx(expected)
     assert set(result["answers"]) == {"BLEU", "chrF", "decoding_seconds"}
+    assert result["answers"]["chrF"] == pytest.approx(sacrebleu.corpus_chrf(found, [references]).score)
+    version = f"version:{sacrebleu.__version__}"
+    assert result["signatures"] == {
+        "BLEU": f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|{version}",
+        "chrF": f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}",
+    }
     statistics = np.load(folder / "predictions.npz")["statistics"]
     assert statistics.shape == (12, 10)
     if statistics[:, :4].sum(0).all():
@@ -141,6 +147,9 @@ def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
     assert "BLEU" in shown
     assert "copy" in shown
     assert "BLEU by source words, up to" in shown
+    assert "chrF ↑" in shown
+    assert "decoding, s ↓" in shown
+    assert "tok:13a" in shown
     record = json.loads((tmp_path / "results.json").read_text())
     assert sum(record["bins"].values()) == 12
     assert set(record["bins"]) <= {"10", "20", "30"}

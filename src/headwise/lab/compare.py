@@ -21,7 +21,7 @@ from headwise.lab import runs
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
-from headwise.lab.grids import terminal, write_record
+from headwise.lab.grids import terminal
 from headwise.lab.jobs import do_job
 from headwise.lab.methods import Methods
 from headwise.lab.progress import watch_for
@@ -29,6 +29,7 @@ from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import read_table
+from headwise.lab.table_record import write_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
 from headwise.lab.workers import Failure, Job, run_jobs
@@ -188,10 +189,12 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        runs.require_same(path, fixed | {"arms": old["arms"], "seeds": old["seeds"]})
+        runs.require_same(path, fixed | {name: old[name] for name in ("arms", "seeds", "shown") if name in old})
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
-    runs.write_json(path, fixed | {"arms": arms, "seeds": seeds})
+    # what is shown determines no run: an older folder shows what the task shows now
+    shown = [runs.as_record(measure) for measure in task.shown]
+    runs.write_json(path, fixed | {"shown": shown, "arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
 

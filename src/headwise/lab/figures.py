@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from headwise.lab.cells import MINUS
 from headwise.lab.drawing import (
     GRAY_DASHED,
     draw_differences,
@@ -20,7 +21,6 @@ from headwise.lab.drawing import (
     styles,
     to_png,
 )
-from headwise.lab.grids import MINUS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
 

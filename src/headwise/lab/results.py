@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import DataError, ShapeError
-from headwise.lab.metric import METRICS, Metric
+from headwise.lab.metric import METRICS, Measure, Metric
 from headwise.lab.runs import PREDICTIONS, RESULT, read_json
 
 __all__ = ["MEASURES", "Results", "Run", "read_results"]
@@ -48,6 +48,8 @@ class Run:
         statistics: What is kept of each test item for the metric, [N] or [N, K].
         predicted: Its answers, or what tells them apart, int [N].
         measures: `MEASURES` by name; None where one does not apply.
+        answered: Further numbers about its answers, by `metric.Measure.key`.
+        signatures: How each score was computed, by its name, where that is known.
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
         settings: What determined the run, as JSON data.
@@ -61,6 +63,8 @@ class Run:
     statistics: NDArray
     predicted: NDArray[np.int64]
     measures: Mapping[str, float | None]
+    answered: Mapping[str, float | None]
+    signatures: Mapping[str, str]
     parameters: int | None
     step_seconds: float | None
     settings: Mapping[str, Any]
@@ -76,6 +80,7 @@ class Results:
         scale: Name of the scale.
         primary: The metric that verdicts are about, named before the first run.
         metric: That metric.
+        shown: What is shown beside it.
         difficulty: What the bins of test items are by, as in "number of operators".
         data: Fingerprint of the data.
         arms: Names of the arms asked for, in their order.
@@ -88,6 +93,7 @@ class Results:
     scale: str
     primary: str
     metric: Metric
+    shown: tuple[Measure, ...]
     difficulty: str
     data: str
     arms: tuple[str, ...]
@@ -117,7 +123,11 @@ def read_results(out: Path) -> Results:
         names = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
         metric = METRICS[str(record["metric"])]
         arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
-    except (KeyError, TypeError, ValueError):
+        shown = tuple(
+            Measure(**{name: value for name, value in measure.items() if name != "kind"})
+            for measure in record.get("shown", [])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
     test = _arrays(out / TEST, ("bins",), f"delete {out / TEST} and give the same command again.")
     places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
@@ -127,7 +137,7 @@ def read_results(out: Path) -> Results:
     for index, run in enumerate(runs):
         if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
             raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
-    return Results(**names, metric=metric, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
+    return Results(**names, metric=metric, shown=shown, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
 
 
 def _read_run(path: Path, metric: Metric, items: int) -> Run:
@@ -153,6 +163,8 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             statistics=statistics,
             predicted=predicted,
             measures={name: _float(record[name]) for name in MEASURES},
+            answered={str(name): _float(value) for name, value in dict(record.get("answers", {})).items()},
+            signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
             step_seconds=_float(record["step_seconds"]),
             settings=settings,

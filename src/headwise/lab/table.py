@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import NotFired
-from headwise.lab.metric import Metric
+from headwise.lab.metric import Measure, Metric
 from headwise.lab.protocol import key
 from headwise.lab.results import MEASURES, Results, Run, read_results
 from headwise.lab.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
@@ -49,12 +49,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Point:
-    """One run as a dot in a figure: its seed, pooled score and measures."""
+    """One run as a dot in a figure: its seed, pooled score, measures, and further numbers about its answers."""
 
     seed: int
     score: float
     output_cosine: float | None
     force_ratio: float | None
+    answered: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Row:
         bins_to_plain: Difference to plain in each bin; empty where there is none.
         verdict: The verdict in words; "" for plain and for baselines.
         measures: Means over seeds of `results.MEASURES`; None where one does not apply.
+        answered: Means over seeds of what `Table.shown` names, by key; None where one does not apply.
         parameters: Number of parameters, or None.
         step_ratio: Time of a training step over plain's, median over seeds, or None.
         points: One point a seed.
@@ -91,6 +93,7 @@ class Row:
     bins_to_plain: tuple[Estimate, ...]
     verdict: str
     measures: Mapping[str, float | None]
+    answered: Mapping[str, float | None]
     parameters: int | None
     step_ratio: float | None
     points: tuple[Point, ...]
@@ -106,6 +109,8 @@ class Table:
         scale: Name of the scale.
         primary: The metric that verdicts are about, in words.
         metric: That metric.
+        shown: What is shown beside it.
+        signatures: How each score was computed, as (name, signature); one entry a name unless runs differ.
         difficulty: What the bins are by, as in "number of operators".
         data: Fingerprint of the data.
         seeds: The seeds asked for.
@@ -120,6 +125,8 @@ class Table:
     scale: str
     primary: str
     metric: Metric
+    shown: tuple[Measure, ...]
+    signatures: tuple[tuple[str, str], ...]
     difficulty: str
     data: str
     seeds: tuple[int, ...]
@@ -173,7 +180,7 @@ def make_table(results: Results) -> Table:
     if plain is not None:
         for runs in arms.values():
             _require_distinct(runs, plain)
-    rows = [_row(arms[name], arms, results.bins, results.metric) for name in _order(arms, results.arms)]
+    rows = [_row(arms[name], arms, results) for name in _order(arms, results.arms)]
     judged = _adjusted({row.arm: row.to_control for row in rows})
     others = _adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
     bins, items = np.unique(results.bins, return_counts=True)
@@ -182,6 +189,8 @@ def make_table(results: Results) -> Table:
         scale=results.scale,
         primary=results.primary,
         metric=results.metric,
+        shown=results.shown,
+        signatures=tuple(dict.fromkeys(item for run in results.runs for item in run.signatures.items())),
         difficulty=results.difficulty,
         data=results.data,
         seeds=results.seeds,
@@ -199,12 +208,12 @@ def _order(arms: Mapping[str, Sequence[Run]], asked: Sequence[str]) -> list[str]
     return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
 
 
-def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDArray[np.int64], metric: Metric) -> Row:
-    first = runs[0]
+def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Results) -> Row:
+    first, metric = runs[0], results.metric
     plain = arms.get(PLAIN, [])
     other = [] if first.arm == PLAIN else plain
     control = [] if first.control is None else arms.get(first.control, [])
-    masks = [item_bins == number for number in np.unique(item_bins)]
+    masks = [results.bins == number for number in np.unique(results.bins)]
     return Row(
         arm=first.arm,
         control=first.control,
@@ -224,6 +233,7 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
         ),
         verdict="",
         measures={name: _mean(run.measures[name] for run in runs) for name in MEASURES},
+        answered={measure.key: _mean(run.answered.get(measure.key) for run in runs) for measure in results.shown},
         parameters=first.parameters,
         step_ratio=_step_ratio(runs, plain),
         points=tuple(
@@ -232,6 +242,7 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
                 float(metric.values(run.statistics).mean()),
                 run.measures["output_cosine"],
                 run.measures["force_ratio"],
+                run.answered,
             )
             for run in runs
         ),

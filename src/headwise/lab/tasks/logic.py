@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import scores_by_bin, spread_evenly
-from headwise.lab.metric import Accuracy
+from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
@@ -36,6 +36,7 @@ class LogicTask:
     difficulty: str = "number of operators"
     scales: Mapping[str, Any] = SCALES
     baselines: tuple[str, ...] = ("majority", "counts")
+    shown: tuple[Measure, ...] = ()
 
     def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
