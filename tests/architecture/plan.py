@@ -111,6 +111,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/protocol.py",
             "lab/arms.py",
             "lab/arm_text.py",
+            "lab/paired_tests.py",
             "lab/results.py",
             "lab/settings.py",
             "lab/drophead.py",

@@ -5,10 +5,12 @@ Owns digits, signs and dashes. Must not know which numbers a table has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headwise.lab.statistics import Estimate
 from headwise.lab.table import Difference
 
-__all__ = ["MINUS", "NONE", "number", "percent", "points", "signed"]
+__all__ = ["MINUS", "NONE", "number", "p_range", "percent", "points", "signed"]
 
 NONE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -45,17 +47,26 @@ def signed(value: float) -> str:
     return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", MINUS)
 
 
+def p_range(values: Sequence[float]) -> str:
+    """Return the lowest and the highest of some p-values, which belong to different runs and are not one.
+
+    >>> p_range([0.2104, 0.00012, 0.034]), p_range([0.034])
+    ('<0.001 to 0.210', '0.034')
+    """
+    ends = dict.fromkeys("<0.001" if value < 0.0005 else f"{value:.3f}" for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
 def number(value: float | None) -> str:
     """Return a measure with three digits that count, or a dash.
 
-    >>> number(0.98765), number(12.345), number(0.000123), number(None)
-    ('0.988', '12.3', '0.00012', '–')
+    >>> number(0.98765), number(12.345), number(0.000123), number(-0.25), number(None)
+    ('0.988', '12.3', '0.00012', '−0.250', '–')
     """
     if value is None:
         return NONE
-    if value == 0 or abs(value) >= 0.01:
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return f"{value:.2g}".replace("-", MINUS)
+    digits = ".2g" if 0 < abs(value) < 0.01 else ".3f" if abs(value) < 10 else ".1f"
+    return f"{value:{digits}}".replace("-", MINUS)
 
 
 def _half(found: Estimate) -> float:

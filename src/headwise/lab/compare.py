@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
@@ -24,11 +25,12 @@ from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
 from headwise.lab.jobs import do_job
 from headwise.lab.methods import Methods
+from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
-from headwise.lab.results import COMPARISON, TEST
+from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
 from headwise.lab.settings import RunSettings
-from headwise.lab.table import read_table
+from headwise.lab.table import make_table
 from headwise.lab.table_record import write_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
@@ -119,13 +121,26 @@ def publish(out: Path, console: Console, command: str) -> None:
         DataError: A file of a run is damaged.
         NotFired: An arm did the same as plain.
     """
-    table = read_table(out)
+    _test_in_pairs(out, console)
+    table = make_table(read_results(out))
     write_record(table, out / RESULTS)
     runs.prepare_folder(out / FIGURES)
     drawn = write_pictures(table, out / FIGURES)
     write_report(table, drawn, out / REPORT, command=command)
     console.print(terminal(table))
     console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _test_in_pairs(out: Path, console: Console) -> None:
+    """Let sacreBLEU test the translations of each arm against its control's, where there are references."""
+    if not (out / REFERENCES).exists():
+        return
+    pairs = pairs_of(read_results(out).runs)
+    done = do_paired_tests(pairs, out / REFERENCES, out / PAIRED)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("sacreBLEU's paired tests", total=len(pairs))
+        for count in done:
+            progress.update(bar, completed=count)
 
 
 def command_of(comparison: Comparison) -> str:
@@ -197,6 +212,9 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     runs.write_json(path, fixed | {"shown": shown, "arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
+    references = task.references(data)
+    if references is not None and not (comparison.out / REFERENCES).exists():
+        runs.write_text(comparison.out / REFERENCES, "".join(f"{line}\n" for line in references))
 
 
 def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.lab.cells import NONE, number, percent, points
+from headwise.lab.cells import NONE, number, p_range, percent, points, signed
 from headwise.lab.table import PLAIN, Table
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "diversity_grid",
     "grids",
     "markdown_of",
+    "paired_grids",
     "plain_grid",
     "signature_grid",
     "terminal",
@@ -117,6 +118,36 @@ def signature_grid(table: Table) -> Grid:
     return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
 
 
+def paired_grids(table: Table) -> tuple[Grid, ...]:
+    """Return sacreBLEU's paired tests of each arm against its control, one grid a metric.
+
+    Beside those on the table's own metric stands the verdict, which is about seeds and test items.
+    """
+    found = []
+    for metric in dict.fromkeys(tests.metric for tests in table.paired):
+        judged = metric == table.metric.name
+        rows = []
+        for tests in table.paired:
+            if tests.metric != metric:
+                continue
+            row = table.row(tests.arm)
+            cells = (
+                tests.arm,
+                str(len(tests.seeds)),
+                signed(tests.difference),
+                f"{tests.ahead}, {tests.behind}",
+                p_range([test.bootstrap for test in tests.tests]),
+                p_range([test.randomisation for test in tests.tests]),
+            )
+            rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
+        header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
+        title = (
+            f"sacreBLEU's paired tests on {metric}, each run against its control's of one seed; p-values not adjusted"
+        )
+        found.append(Grid(title, (*header, *(["verdict"] * judged)), tuple(rows), "lrrrrr" + "l" * judged))
+    return tuple(found)
+
+
 def diversity_grid(table: Table) -> Grid:
     """Return how alike the heads of each arm are, one row an arm."""
     names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
@@ -130,6 +161,7 @@ def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
     every = (
         verdict_grid(table),
         plain_grid(table),
+        *paired_grids(table),
         cost_grid(table),
         bins_grid(table, intervals=intervals),
         diversity_grid(table),

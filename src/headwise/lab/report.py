@@ -14,6 +14,7 @@ from headwise.lab.grids import (
     bins_grid,
     cost_grid,
     diversity_grid,
+    paired_grids,
     plain_grid,
     signature_grid,
     verdict_grid,
@@ -31,6 +32,12 @@ COLUMNS = (
     "divergence between the attention rows of two heads, 0 where they are equal. Param. cosine is the mean absolute "
     "cosine between the parameters of two heads and norm the mean norm of a head's parameters: repulsion that only "
     "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the drive."
+)
+PAIRED = (
+    "sacreBLEU tests two trained systems against each other: would another draw of sentences turn their difference "
+    "round? It knows nothing of another seed, so each seed has p-values of its own, of which the lowest and the "
+    "highest are shown; ahead and behind count the seeds with a bootstrap p of at most 0.05. They are neither pooled "
+    "nor adjusted. The verdict is about seeds and sentences at once."
 )
 COST = (
     "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
@@ -69,6 +76,10 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
         "Holm-adjusted, each table by itself.",
         kind="note",
     )
+    for grid in paired_grids(table):
+        _add(page, grid)
+    if table.paired:
+        page.paragraph(PAIRED, kind="note")
     _add(page, cost_grid(table))
     page.paragraph(COST, kind="note")
     page.heading(f"Score by {table.difficulty}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 
 from headwise.checks import DataError, ShapeError
 from headwise.lab.metric import METRICS, Measure, Metric
-from headwise.lab.runs import PREDICTIONS, RESULT, read_json
+from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
+from headwise.lab.runs import PREDICTIONS, RESULT, TEXT, read_json
 
-__all__ = ["MEASURES", "Results", "Run", "read_results"]
+__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results"]
 
 COMPARISON = "comparison.json"
 TEST = "test.npz"
+REFERENCES = "references.txt"
+PAIRED = "paired-tests.json"
 MEASURES = (
     "distance",
     "output_cosine",
@@ -54,6 +57,7 @@ class Run:
         step_seconds: Median time of a training step, or None.
         settings: What determined the run, as JSON data.
         versions: Package to version.
+        folder: Its folder.
     """
 
     arm: str
@@ -69,6 +73,7 @@ class Run:
     step_seconds: float | None
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class Results:
         seeds: The seeds asked for.
         bins: Difficulty of each test item, int [N].
         runs: The finished runs.
+        paired: sacreBLEU's paired tests of each arm against its control, where they were done.
+        paired_signatures: How they were done.
     """
 
     task: str
@@ -100,6 +107,8 @@ class Results:
     seeds: tuple[int, ...]
     bins: NDArray[np.int64]
     runs: tuple[Run, ...]
+    paired: tuple[PairedTests, ...] = ()
+    paired_signatures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -137,7 +146,28 @@ def read_results(out: Path) -> Results:
     for index, run in enumerate(runs):
         if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
             raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
-    return Results(**names, metric=metric, shown=shown, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
+    paired, signatures = read_paired_tests(pairs_of(runs), out / REFERENCES, out / PAIRED)
+    return Results(
+        **names,
+        metric=metric,
+        shown=shown,
+        arms=arms,
+        seeds=seeds,
+        bins=test["bins"],
+        runs=runs,
+        paired=paired,
+        paired_signatures=signatures,
+    )
+
+
+def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
+    """Return each run whose control has a run of the same seed, with that one, as files of their translations."""
+    by_name = {(run.arm, run.seed): run for run in runs}
+    return tuple(
+        Pair(run.arm, run.control, run.seed, run.folder / TEXT, control.folder / TEXT)
+        for run in runs
+        if run.control is not None and (control := by_name.get((run.control, run.seed))) is not None
+    )
 
 
 def _read_run(path: Path, metric: Metric, items: int) -> Run:
@@ -169,6 +199,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             step_seconds=_float(record["step_seconds"]),
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
+            folder=path.parent,
         )
         score = float(record["score"]["pooled"])
         found = float(metric.values(statistics).mean())

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.checks import NotFired
 from headwise.lab.metric import Measure, Metric
+from headwise.lab.paired_tests import PairedTests
 from headwise.lab.protocol import key
 from headwise.lab.results import MEASURES, Results, Run, read_results
 from headwise.lab.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
@@ -117,6 +118,7 @@ class Table:
         bins: Difficulty of each bin.
         items: Number of test items in each bin.
         rows: The rows.
+        paired: sacreBLEU's paired tests, one entry an arm and metric, where answers are translations.
         missing: Runs that were asked for and are not finished, as text.
         versions: Package to version, over all runs.
     """
@@ -133,6 +135,7 @@ class Table:
     bins: tuple[int, ...]
     items: tuple[int, ...]
     rows: tuple[Row, ...]
+    paired: tuple[PairedTests, ...]
     missing: tuple[str, ...]
     versions: Mapping[str, str]
 
@@ -190,13 +193,17 @@ def make_table(results: Results) -> Table:
         primary=results.primary,
         metric=results.metric,
         shown=results.shown,
-        signatures=tuple(dict.fromkeys(item for run in results.runs for item in run.signatures.items())),
+        signatures=(
+            *dict.fromkeys(item for run in results.runs for item in run.signatures.items()),
+            *results.paired_signatures.items(),
+        ),
         difficulty=results.difficulty,
         data=results.data,
         seeds=results.seeds,
         bins=tuple(bins.tolist()),
         items=tuple(items.tolist()),
         rows=tuple(_judged(row, judged.get(row.arm), others.get(row.arm)) for row in rows),
+        paired=_ordered(results.paired, [row.arm for row in rows]),
         missing=results.missing,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
     )
@@ -206,6 +213,11 @@ def _order(arms: Mapping[str, Sequence[Run]], asked: Sequence[str]) -> list[str]
     wanted = [name for name in asked if name in arms]
     wanted += [name for name in arms if name not in wanted]
     return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
+
+
+def _ordered(paired: Sequence[PairedTests], arms: Sequence[str]) -> tuple[PairedTests, ...]:
+    metrics = list(dict.fromkeys(tests.metric for tests in paired))
+    return tuple(sorted(paired, key=lambda tests: (metrics.index(tests.metric), arms.index(tests.arm))))
 
 
 def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Results) -> Row:

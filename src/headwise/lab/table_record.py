@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from headwise.lab.paired_tests import PairedTests
 from headwise.lab.runs import write_json
 from headwise.lab.statistics import Estimate
 from headwise.lab.table import Difference, Row, Table
@@ -26,6 +27,7 @@ def record(table: Table) -> dict[str, Any]:
         "seeds": list(table.seeds),
         "bins": dict(zip(map(str, table.bins), table.items, strict=True)),
         "rows": [_row_record(row, table) for row in table.rows],
+        "paired_tests": [_paired_record(tests) for tests in table.paired],
         "missing": list(table.missing),
         "signatures": [list(pair) for pair in table.signatures],
         "versions": dict(table.versions),
@@ -57,6 +59,26 @@ def _row_record(row: Row, table: Table) -> dict[str, Any]:
         "step_ratio": row.step_ratio,
         "runs": [dataclasses.asdict(point) for point in row.points],
         "settings": dict(row.settings),
+    }
+
+
+def _paired_record(tests: PairedTests) -> dict[str, Any]:
+    return {
+        "arm": tests.arm,
+        "against": tests.against,
+        "metric": tests.metric,
+        "difference": tests.difference,
+        "ahead": tests.ahead,
+        "behind": tests.behind,
+        "seeds": {
+            str(seed): {
+                "score": test.score,
+                "against": test.baseline,
+                "p_bootstrap": test.bootstrap,
+                "p_randomisation": test.randomisation,
+            }
+            for seed, test in zip(tests.seeds, tests.tests, strict=True)
+        },
     }
 
 

@@ -71,6 +71,9 @@ class LogicTask:
         """Return the number of operators of each test pair."""
         return data.test.bins
 
+    def references(self, data: LogicData) -> None:
+        """Return None: answers are labels."""
+
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
         chosen = spread_evenly(len(data.dev), PROBED)

@@ -182,6 +182,10 @@ class Task(Protocol):
         """Return the bin of each test item, int [N]."""
         ...
 
+    def references(self, data: Any) -> Sequence[str] | None:
+        """Return the text each test answer is scored against, where answers are text that sacreBLEU tests in pairs."""
+        ...
+
     def probe(self, model: Any, data: Any) -> Iterable[None]:
         """Run the model on examples spread evenly over dev, one batch each time it is asked, for measures of heads."""
         ...

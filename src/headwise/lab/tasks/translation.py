@@ -126,6 +126,10 @@ class TranslationTask:
         words = np.array([len(line.split()) for line in data.sources("test")])
         return np.maximum(BIN, -(-words // BIN) * BIN)
 
+    def references(self, data: ScaledTranslation) -> list[str]:
+        """Return the target line of each test source."""
+        return data.references("test")
+
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
         device = next(model.parameters()).device
@@ -214,7 +218,8 @@ def translated(
             suppress_tokens=[PADDING, START],
         )
         for index, row in zip(batch, generated.tolist(), strict=True):
-            found[index] = data.tokenizer.decode(row)
+            # an answer is kept as one line, and a tokenizer that knows every byte knows the ends of lines too
+            found[index] = data.tokenizer.decode(row).replace("\n", " ").replace("\r", " ")
     return found
 
 
