@@ -141,9 +141,7 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
             )
             rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
         header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
-        title = (
-            f"sacreBLEU's paired tests on {metric}, each run against its control's of one seed; p-values not adjusted"
-        )
+        title = f"sacreBLEU's paired tests on {metric}, each run against its control's; p-values not adjusted"
         found.append(Grid(title, (*header, *(["verdict"] * judged)), tuple(rows), "lrrrrr" + "l" * judged))
     return tuple(found)
 

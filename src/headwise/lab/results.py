@@ -6,6 +6,7 @@ refused by its name; runs that are not finished are left out.
 
 from __future__ import annotations
 
+import json
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from headwise.checks import DataError, ShapeError
 from headwise.lab.metric import METRICS, Measure, Metric
 from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
-from headwise.lab.runs import PREDICTIONS, RESULT, TEXT, read_json
+from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, read_json
 
 __all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results"]
 
@@ -56,6 +57,7 @@ class Run:
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
         settings: What determined the run, as JSON data.
+        dev: Its score on dev after each epoch; empty for a baseline.
         versions: Package to version.
         folder: Its folder.
     """
@@ -72,6 +74,7 @@ class Run:
     parameters: int | None
     step_seconds: float | None
     settings: Mapping[str, Any]
+    dev: tuple[float, ...]
     versions: Mapping[str, str]
     folder: Path
 
@@ -199,6 +202,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             step_seconds=_float(record["step_seconds"]),
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
+            dev=_read_dev(path.with_name(EPOCHS), again),
             folder=path.parent,
         )
         score = float(record["score"]["pooled"])
@@ -210,6 +214,18 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
     if abs(score - found) > 1e-6:
         raise DataError(f"{path} says {metric.name} {score:.6f}, its predictions say {found:.6f}; {again}")
     return run
+
+
+def _read_dev(path: Path, remedy: str) -> tuple[float, ...]:
+    if not path.exists():
+        return ()
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            found.append(float(json.loads(line)["dev"]["pooled"]))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not the record of an epoch; {remedy}") from None
+    return tuple(found)
 
 
 def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:

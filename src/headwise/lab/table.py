@@ -50,13 +50,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Point:
-    """One run as a dot in a figure: its seed, pooled score, measures, and further numbers about its answers."""
+    """One run as a dot or a line in a figure.
+
+    Attributes:
+        seed: Its seed.
+        score: The metric pooled over all test bins.
+        output_cosine: See `results.MEASURES`.
+        force_ratio: Likewise.
+        answered: Further numbers about its answers, by key.
+        dev: Its score on dev after each epoch.
+    """
 
     seed: int
     score: float
     output_cosine: float | None
     force_ratio: float | None
     answered: Mapping[str, float | None]
+    dev: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -255,6 +265,7 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Result
                 run.measures["output_cosine"],
                 run.measures["force_ratio"],
                 run.answered,
+                run.dev,
             )
             for run in runs
         ),
