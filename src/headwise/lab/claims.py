@@ -157,11 +157,12 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     adjusted = iter(holm(family))
     judged = []
     for claim, row in zip(claims, measured, strict=True):
-        if claim.tested:
-            row = [one if one.estimate is None else replace(one, adjusted=next(adjusted)) for one in row]
+        found = [
+            replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
+        ]
         shown = tuple(number.text(parts) for number in claim.shown)
-        tested = claim.tested and bool(row)
-        judged.append(Judged(claim, tuple(row), shown, _verdict(row) if tested else MEASURED))
+        words = _verdict(found) if claim.tested and found else MEASURED
+        judged.append(Judged(claim, tuple(found), shown, words))
     return tuple(judged)
 
 

@@ -28,8 +28,8 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
 from headwise.lab.tables.records import Reproduced, claims_grid, published_grid, write_records
-from headwise.lab.tables.repulsive import REPULSIVE
 from headwise.lab.tables.reproduction import Part, Reproduction
+from headwise.lab.tables.repulsive import REPULSIVE
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.named import TASKS, named_task
 from headwise.lab.workers import Failure, Job

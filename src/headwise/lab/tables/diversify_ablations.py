@@ -72,7 +72,8 @@ TABLE_2 = Reproduction(
     task="translation",
     parts=(Part(("plain", *_PLACES, _RELEASED), base("wmt17")),),
     extra=(
-        f"{_RELEASED}, the weights that the released code has for encoder, decoder and cross-attention; the paper states "
+        f"{_RELEASED}, the weights that the released code has for encoder, decoder and cross-attention; the paper "
+        f"states "
         "one weight for all, which is ours in the other rows"
     ),
     claims=(
@@ -112,7 +113,8 @@ TABLE_3 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK, *_ROUTED), base("wmt14")),),
     extra=(
-        f"{_TRUNK}, the control of both algorithms in the encoder; the controls of the other kinds of attention are left "
+        f"{_TRUNK}, the control of both algorithms in the encoder; the controls of the other kinds of attention "
+        f"are left "
         "out"
     ),
     claims=(
@@ -165,7 +167,8 @@ SECTION_4_1 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK, _EM, *_ITERATIONS, *_CAPSULES), base("wmt14")),),
     extra=(
-        "one setting is varied at a time, from T = 3 iterations and as many capsules as the model is wide: T from 1 to 5, "
+        "one setting is varied at a time, from T = 3 iterations and as many capsules as the model is wide: T "
+        "from 1 to 5, "
         "capsules as many as heads and 64. The sweep itself is ours: the paper reports its outcome alone"
     ),
     claims=(
@@ -191,7 +194,8 @@ TABLE_4 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK_TWO, _ALL, _UPPER, _LOWER, _TWO, _LAST, _FIRST), base("wmt14")),),
     extra=(
-        f"{_TRUNK_TWO}, the control of the paper's choice. With fewer than six layers the halves are halves of what there "
+        f"{_TRUNK_TWO}, the control of the paper's choice. With fewer than six layers the halves are halves of "
+        f"what there "
         "is, and rows may fall together"
     ),
     claims=(
@@ -239,13 +243,15 @@ FIGURE_3 = Reproduction(
     id="diversify/figure-3",
     title="Head outputs of the encoder under each disagreement term",
     source=(
-        "Li et al. 2021, Figure 3 (t-SNE of one vector a head: its output, averaged over words and layers; the text gives "
+        "Li et al. 2021, Figure 3 (t-SNE of one vector a head: its output, averaged over words and layers; the "
+        "text gives "
         "no numbers)"
     ),
     task="translation",
     parts=(Part(("plain", *_TERMS), base("wmt17")),),
     extra=(
-        "plain, which the figure leaves out; the mean cosine between the vectors, which says in one number how far apart "
+        "plain, which the figure leaves out; the mean cosine between the vectors, which says in one number how "
+        "far apart "
         "they point: t-SNE keeps neighbours and not distances, so a claim cannot rest on the picture"
     ),
     claims=(

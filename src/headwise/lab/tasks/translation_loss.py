@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from headwise.lab.models.seq2seq import IGNORED, PADDING
 from headwise.lab.tasks.translation_data import TranslationSplit, collate
