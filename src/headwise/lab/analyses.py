@@ -16,7 +16,9 @@ from headwise.lab import runs
 from headwise.lab.evidence import analysis_file
 from headwise.lab.settings import RunSettings
 
-__all__ = ["ANALYSES", "AnalysisSettings", "analyse"]
+__all__ = ["ANALYSES", "HEAD_VECTORS", "AnalysisSettings", "analyse"]
+
+HEAD_VECTORS = "head-vectors"
 
 
 def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
 
 
 # Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
-ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {"head-vectors": _head_vectors}
+ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {HEAD_VECTORS: _head_vectors}
 
 
 @dataclass(frozen=True)

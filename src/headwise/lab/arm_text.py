@@ -31,8 +31,6 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 HIDDEN = {"chunks"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
-# Settings that an arm shares with its control: a control acts at the same places, through the same votes.
-SHARED = PLACES | {"votes"}
 # What makes a control a control cannot be set.
 FIXED = {"smooth": {"alpha", "smoothing"}, "scaled": {"alpha", "smoothing", "kernel", "bandwidth"}}
 
@@ -126,17 +124,8 @@ def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
         if not _has(arm, path) or _value(changed, path) != _value(arm, path)
     ]
     name = f"{plain_name}:{','.join(differing)}" if differing else plain_name
-    control = _control_at(control_of(dataclasses.replace(changed, name=plain_name)), settings)
+    control = control_of(dataclasses.replace(changed, name=plain_name))
     return dataclasses.replace(changed, name=name, control=control)
-
-
-def _control_at(name: str | None, settings: Mapping[str, str]) -> str | None:
-    """The name of a control that acts where the arm with these settings does."""
-    if name in (None, "plain"):
-        return name
-    control = named_arms()[name]
-    shared = {setting: settings[setting] for setting in settings_of(control) if setting in SHARED & settings.keys()}
-    return with_settings(control, shared).name
 
 
 def _parse_part(text: str) -> Arm:

@@ -19,20 +19,23 @@ from rich.text import Text
 
 from headwise.checks import DataError
 from headwise.lab import runs
-from headwise.lab.analyses import ANALYSES, AnalysisSettings
+from headwise.lab.analyses import ANALYSES, HEAD_VECTORS, AnalysisSettings
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder
 from headwise.lab.evidence import analysis_file, read_evidence
 from headwise.lab.grids import Grid
 from headwise.lab.settings import RunSettings
+from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
-from headwise.lab.tables.records import Reproduced, claims_grid, published_grid, write_records
+from headwise.lab.tables.pictures import curve, head_map
+from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.repulsive import REPULSIVE
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.named import TASKS, named_task
 from headwise.lab.workers import Failure, Job
+from headwise.page import write_whole
 
 __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_at", "show_list", "show_plans"]
 
@@ -173,11 +176,21 @@ def report(
             data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
     if not evidence:
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
-    reproduced = Reproduced.of(reproduction, scale, data, evidence)
+    tables = {part: make_table(found.results) for part, found in evidence.items()}
+    places = {plan.part.name: plan.comparison.out for plan in plans}
+    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
+    if reproduction.analysis == HEAD_VECTORS:
+        drawn += [head_map(HEAD_VECTORS, places[part], found, tables[part]) for part, found in evidence.items()]
+    pictures = tuple(picture for picture in drawn if picture is not None)
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     for part, table in reproduced.tables.items():
         publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
-    for grid in (published_grid(reproduced), claims_grid(reproduced.judged)):
+    for picture in pictures:
+        runs.prepare_folder(place)
+        write_whole(place / f"{picture.name}.png", picture.png)
+        console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
+    for grid in (measures_grid(reproduced), published_grid(reproduced), claims_grid(reproduced.judged)):
         if grid is not None:
             console.print(_shown(grid))
     if paper is not None:

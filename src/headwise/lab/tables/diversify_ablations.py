@@ -271,6 +271,7 @@ FIGURE_3 = Reproduction(
         ),
     ),
     analysis="head-vectors",
+    measures=("head_vector_cosine",),
 )
 
 ABLATIONS = (TABLE_1, TABLE_2, TABLE_3, SECTION_4_1, TABLE_4, FIGURE_3)

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headwise.checks import DataError
 from headwise.lab.claims import Found, Judged, judge
 from headwise.lab.evidence import Evidence
-from headwise.lab.grids import NONE, NOTE, Grid, grids, markdown_of, percent
+from headwise.lab.figures import Picture
+from headwise.lab.grids import NONE, NOTE, Grid, diversity_grid, grids, markdown_of, number, percent, verdict_grid
 from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
-from headwise.lab.table import PLAIN, Table, make_table
+from headwise.lab.table import PLAIN, Table
 from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reproduction
 from headwise.lab.tasks.named import named_task
+from headwise.page import write_whole
 
-__all__ = ["Reproduced", "claims_grid", "published_grid", "record", "render", "write_records"]
+__all__ = ["Reproduced", "claims_grid", "measures_grid", "published_grid", "record", "render", "write_records"]
 
 FOLDER = "results"
 PAGE = "RESULTS.md"
@@ -42,6 +45,7 @@ class Reproduced:
         data: Name of the data of each part; "" where the task has one kind alone.
         evidence: The runs of each part that has any.
         tables: The table of each of these parts.
+        pictures: Its figures, beside those of each table.
     """
 
     reproduction: Reproduction
@@ -49,24 +53,17 @@ class Reproduced:
     data: Mapping[str, str]
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
-
-    @classmethod
-    def of(
-        cls, reproduction: Reproduction, scale: str, data: Mapping[str, str], evidence: Mapping[str, Evidence]
-    ) -> Reproduced:
-        """Return it with its tables.
-
-        Raises:
-            NotFired: An arm did the same as plain; see `make_table`.
-        """
-        tables = {part: make_table(found.results) for part, found in evidence.items()}
-        return cls(reproduction, scale, data, evidence, tables)
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def file(self) -> str:
         """The name of its record: figure or table, scale and data."""
         names = [self.reproduction.id.partition("/")[2], self.scale]
         return "-".join(names + [name for name in dict.fromkeys(self.data.values()) if name]) + ".json"
+
+    def picture_file(self, picture: Picture) -> str:
+        """The name of a figure's file beside the record."""
+        return f"{Path(self.file).stem}-{picture.name}.png"
 
     @property
     def judged(self) -> tuple[Judged, ...]:
@@ -101,11 +98,28 @@ def published_grid(found: Reproduced) -> Grid | None:
     return Grid(title, tuple(header), rows, "l" * (2 + several) + "r" * (len(header) - 2 - several))
 
 
+def measures_grid(found: Reproduced) -> Grid | None:
+    """Return the numbers that a reproduction is about, arms by parts, or None where it is about the score."""
+    reproduction = found.reproduction
+    if not reproduction.measures:
+        return None
+    parts, arms = list(found.evidence), list(dict.fromkeys(r.arm for t in found.tables.values() for r in t.arms))
+    columns = [(measure, part) for measure in reproduction.measures for part in parts]
+    rows = tuple(
+        (arm, *(_mean_and_ends(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms
+    )
+    header = ("arm", *(f"{measure}, {part}".removesuffix(", ") for measure, part in columns))
+    return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
+
+
 def record(found: Reproduced, command: str) -> dict[str, Any]:
     """Return everything that RESULTS.md shows of a reproduction, as JSON data."""
     reproduction, tables = found.reproduction, found.tables
     published = published_grid(found)
-    every = [_titled(grid, part) for part, table in tables.items() for grid in grids(table)]
+    measured = measures_grid(found)
+    # what is about other numbers than the score shows of the score the verdicts alone
+    chosen = grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
+    every = [_titled(grid, part) for part, table in tables.items() for grid in chosen(table)]
     return {
         "id": reproduction.id,
         "title": reproduction.title,
@@ -121,7 +135,10 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         ],
         "published": None if published is None else _grid(published),
         "comparable": found.is_the_papers,
-        "grids": [_grid(grid) for grid in every],
+        "pictures": [
+            {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt} for one in found.pictures
+        ],
+        "grids": [_grid(grid) for grid in ([] if measured is None else [measured]) + every],
         "missing": [f"{run}{_in(part)}" for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
     }
@@ -130,6 +147,8 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
 def write_records(found: Reproduced, paper: Path, command: str) -> Path:
     """Write the record under `paper`/results and render `paper`/RESULTS.md anew; return the page's path."""
     prepare_folder(paper / FOLDER)
+    for picture in found.pictures:
+        write_whole(paper / FOLDER / found.picture_file(picture), picture.png)
     write_json(paper / FOLDER / found.file, record(found, command))
     write_text(paper / PAGE, render(paper))
     return paper / PAGE
@@ -162,6 +181,8 @@ def _section(found: Mapping[str, Any]) -> str:
     lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]
     if found.get("published"):
         lines += [markdown_of(_read_grid(found["published"])), "", SAME if found["comparable"] else OTHER, ""]
+    for picture in found.get("pictures", ()):
+        lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
     for grid in found["grids"]:
         lines += [markdown_of(_read_grid(grid)), ""]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
@@ -185,6 +206,13 @@ def _contrast(found: Found) -> str:
         value, low, high = (f"{value:+.4g}" for value in numbers)
     p_value = "" if found.adjusted is None else f", p = {found.adjusted:.3f}"
     return f"{found.contrast}: {value} [{low}, {high}]{p_value}"
+
+
+def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
+    values = evidence.of(arm, measure).values()
+    if not values:
+        return NONE
+    return f"{number(fmean(values))} ({number(min(values))} to {number(max(values))})"
 
 
 def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:

@@ -91,6 +91,8 @@ class Reproduction:
         claims: What the paper says of it.
         published: The paper's numbers, where it prints any.
         analysis: What is measured of each trained model afterwards, one of `analyses.ANALYSES`; "" for nothing.
+        measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
+            several parts, a figure.
     """
 
     id: str
@@ -102,6 +104,7 @@ class Reproduction:
     claims: tuple[Claim, ...]
     published: Published | None = None
     analysis: str = ""
+    measures: tuple[str, ...] = ()
 
     @property
     def scales(self) -> tuple[str, ...]:

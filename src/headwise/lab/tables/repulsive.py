@@ -196,6 +196,7 @@ FIGURE_2 = Reproduction(
         ),
     ),
     analysis="redundancy",
+    measures=("redundant_share", "raising_share"),
 )
 
 LOSS = "NLL"
@@ -252,6 +253,7 @@ FIGURE_3B = Reproduction(
             (Least(LOSS, SMALL_STEP, _AMONG), Least(LOSS, "svgd", _AMONG)),
         ),
     ),
+    measures=(LOSS,),
 )
 
 REPULSIVE = (TABLE_2, TABLE_6, TABLE_8, FIGURE_2, FIGURE_3B)
