@@ -54,6 +54,11 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "em": "trunk",
     }
     assert parse_arm("output+em").control == "trunk"
+    assert parse_arm("svgd:alpha=0.5,step_size=0.2,kinds=self").control == "smooth:step_size=0.2,kinds=self"
+    assert parse_arm("svgd:alpha=0.5,learning_rate=0.1").control == "smooth"
+    assert parse_arm("em:layers=0/1,kinds=self,iterations=2").control == "trunk:layers=0/1,kinds=self"
+    assert parse_arm("output:kinds=self+em:layers=0/1").control == "trunk:layers=0/1"
+    assert parse_arm("output:weight=0.5").control == "plain"
     assert parse_arm("svgd+em").control == "smooth+trunk"
     assert parse_arm("svgd:smoothing=false").control == "scaled"
 
@@ -114,6 +119,7 @@ def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
     assert parse_arm("svgd:step_size=0.2,alpha=0.010").name == "svgd:step_size=0.2"
     assert parse_arm("trunk:capsules=4").aggregation == Trunk(capsules=4)
     assert parse_arm("svgd:alpha=2").folder == "svgd@alpha=2.0"
+    assert parse_arm("em:layers=0/1,kinds=self").folder == "em@layers=0_1,kinds=self"
 
 
 NUMBERS = st.floats(min_value=1e-6, max_value=0.9)

@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from headwise.checks import SettingError, require_choice
@@ -31,6 +31,8 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 HIDDEN = {"chunks"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
+# Settings that an arm and its control are each tuned in.
+TUNED = {"learning_rate"}
 # What makes a control a control cannot be set.
 FIXED = {"smooth": {"alpha", "smoothing"}, "scaled": {"alpha", "smoothing", "kernel", "bandwidth"}}
 
@@ -106,6 +108,9 @@ def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
 
     Raises:
         SettingError: The arm has no such setting or cannot take that value.
+
+    >>> with_settings(named_arms()["svgd"], {"alpha": "0.5", "step_size": "0.2"}).control
+    'smooth:step_size=0.2'
     """
     plain_name, changed = arm.name, arm
     # a kernel chosen here may bring settings of its own, so what is chosen by a word comes first
@@ -124,8 +129,23 @@ def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
         if not _has(arm, path) or _value(changed, path) != _value(arm, path)
     ]
     name = f"{plain_name}:{','.join(differing)}" if differing else plain_name
-    control = control_of(dataclasses.replace(changed, name=plain_name))
+    control = _control(dataclasses.replace(changed, name=plain_name), differing)
     return dataclasses.replace(changed, name=name, control=control)
+
+
+def _control(arm: Arm, differing: Sequence[str]) -> str | None:
+    """The name of an arm's control, with those settings of the arm that the control has too.
+
+    Otherwise a control would act elsewhere, or smooth otherwise, and the arm differ from it in more than one thing.
+    """
+    control = control_of(arm)
+    if control is None:
+        return None
+    shared = settings_of(named_arms()[control]).keys() - TUNED
+    return with_settings(
+        named_arms()[control],
+        {name: value for name, _, value in (piece.partition("=") for piece in differing) if name in shared},
+    ).name
 
 
 def _parse_part(text: str) -> Arm:

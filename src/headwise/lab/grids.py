@@ -102,7 +102,10 @@ def cost_grid(table: Table) -> Grid:
     rows = tuple(
         (
             row.arm,
-            *(NONE if (value := row.answered[measure.key]) is None else f"{value:.1f}" for measure in table.shown),
+            *(
+                NONE if (value := row.answered[measure.key]) is None else f"{value:.{measure.digits}f}"
+                for measure in table.shown
+            ),
             NONE if row.parameters is None else f"{row.parameters:,}",
             NONE if row.step_ratio is None else f"{row.step_ratio:.2f}",
         )

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.checks import ShapeError, require_choice
+from headwise.checks import ShapeError, require_choice, require_integer
 
 __all__ = ["METRICS", "Accuracy", "Bleu", "Measure", "Metric"]
 
@@ -52,6 +52,7 @@ class Measure:
         name: What it is called in a table.
         unit: What it is counted in, or nothing.
         better: Which way is better.
+        digits: Digits behind the point.
 
     Example:
         >>> Measure("decoding_seconds", "decoding", "s", better="lower").title
@@ -62,9 +63,11 @@ class Measure:
     name: str
     unit: str = ""
     better: Literal["higher", "lower"] = "higher"
+    digits: int = 1
 
     def __post_init__(self) -> None:
         require_choice("better", self.better, ("higher", "lower"))
+        require_integer("digits", self.digits)
 
     @property
     def title(self) -> str:

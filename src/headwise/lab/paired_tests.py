@@ -10,7 +10,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,11 @@ class PairedTests:
     metric: str
     seeds: tuple[int, ...]
     tests: tuple[SystemTest, ...]
+
+    def among(self, seeds: Sequence[int]) -> PairedTests:
+        """Return the tests of these seeds alone."""
+        kept = [(seed, test) for seed, test in zip(self.seeds, self.tests, strict=True) if seed in seeds]
+        return replace(self, seeds=tuple(seed for seed, _ in kept), tests=tuple(test for _, test in kept))
 
     @property
     def difference(self) -> float:

@@ -213,7 +213,7 @@ def make_table(results: Results) -> Table:
         bins=tuple(bins.tolist()),
         items=tuple(items.tolist()),
         rows=tuple(_judged(row, judged.get(row.arm), others.get(row.arm)) for row in rows),
-        paired=_ordered(results.paired, [row.arm for row in rows]),
+        paired=_paired(results.paired, {row.arm: row.seeds for row in rows}),
         missing=results.missing,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
     )
@@ -225,9 +225,16 @@ def _order(arms: Mapping[str, Sequence[Run]], asked: Sequence[str]) -> list[str]
     return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
 
 
-def _ordered(paired: Sequence[PairedTests], arms: Sequence[str]) -> tuple[PairedTests, ...]:
+def _paired(paired: Sequence[PairedTests], seeds: Mapping[str, Sequence[int]]) -> tuple[PairedTests, ...]:
+    """Return the tests of the arms and seeds in the table, in its order, one metric after the other."""
     metrics = list(dict.fromkeys(tests.metric for tests in paired))
-    return tuple(sorted(paired, key=lambda tests: (metrics.index(tests.metric), arms.index(tests.arm))))
+    known = [
+        tests.among([seed for seed in seeds[tests.arm] if seed in seeds[tests.against]])
+        for tests in paired
+        if tests.arm in seeds and tests.against in seeds
+    ]
+    known.sort(key=lambda tests: (metrics.index(tests.metric), list(seeds).index(tests.arm)))
+    return tuple(tests for tests in known if tests.seeds)
 
 
 def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Results) -> Row:

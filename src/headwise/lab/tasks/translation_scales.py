@@ -137,9 +137,9 @@ TRANSLATION_SCALES: Mapping[str, TranslationScale] = {
             vocabulary_size=4_000,
             learning_rate=2e-3,
             tokens=2_048,
-            epochs=12,
+            epochs=6,
             warmup_steps=600,
-            averaged=3,
+            averaged=2,
             dev_examples=200,
         ),
         TranslationScale(
