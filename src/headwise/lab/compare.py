@@ -93,6 +93,7 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
     runs.prepare_folder(out)
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
+    console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
     for job in jobs:
