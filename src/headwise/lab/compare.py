@@ -124,6 +124,7 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
+    console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
     for job in jobs:

@@ -22,7 +22,7 @@ from headwise.lab import runs
 from headwise.lab.analyses import ANALYSES, HEAD_VECTORS, AnalysisSettings
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
-from headwise.lab.evidence import analysis_file, read_evidence
+from headwise.lab.evidence import Evidence, analysis_file, read_evidence
 from headwise.lab.grids import Grid
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
@@ -170,9 +170,7 @@ def report(
     evidence, data = {}, {}
     for plan in plans:
         asked, part = plan.comparison, plan.part.name
-        if plan.finished:
-            test_in_pairs(asked.out, console)
-        found = read_evidence(asked.out, [arm.name for arm in asked.arms], asked.seeds)
+        found = _evidence_of(plan, console)
         if found is not None:
             evidence[part] = found
             data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
@@ -239,6 +237,12 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
     cost = "no run of each size has finished, so what they cost is not known" if total is None else _spent(total)
     console.print(f"{left} runs to do: {cost}.", highlight=False)
+
+
+def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
+    if plan.finished:
+        test_in_pairs(plan.comparison.out, console)
+    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
 
 
 def _named(job: Job, plan: Plan) -> Job:

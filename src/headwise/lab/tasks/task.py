@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from headwise.checks import require_choice, require_integer, require_positive, require_range
 from headwise.lab.metric import Measure
 
-__all__ = ["Answers", "Batches", "Data", "Recipe", "Scale", "Task"]
+__all__ = ["Answers", "Batches", "Data", "Preparing", "Recipe", "Scale", "Task"]
 
 Batch = Mapping[str, Tensor]
 
@@ -99,6 +99,10 @@ class Data(Protocol):
         """Digest of everything the data follows from."""
         ...
 
+    def summary(self) -> str:
+        """Return what a person should know of the data before training begins, in a few lines."""
+        ...
+
 
 class Batches(Protocol):
     """A batch sampler whose order follows from (seed, epoch) alone, with the same number of batches each epoch."""
@@ -127,6 +131,15 @@ class Answers:
     measures: Mapping[str, float] = field(default_factory=dict)
     text: Sequence[str] | None = None
     signatures: Mapping[str, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A task whose data is prepared once, into a folder that can be taken elsewhere."""
+
+    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
+        """Write what `Task.load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+        ...
 
 
 class Task(Protocol):
@@ -192,4 +205,8 @@ class Task(Protocol):
 
     def baseline(self, name: str, data: Any, seed: int) -> Answers:
         """Return the answers of a baseline on the test split."""
+        ...
+
+    def keepsakes(self, data: Any) -> Mapping[str, str]:
+        """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
         ...
