@@ -29,6 +29,7 @@ __all__ = [
     "plain_grid",
     "signature_grid",
     "terminal",
+    "terminal_grid",
     "verdict_grid",
 ]
 
@@ -173,12 +174,13 @@ def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 
 def terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
-    shown = [_rich(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
+    shown = [terminal_grid(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
     notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
-def _rich(grid: Grid) -> RichTable:
+def terminal_grid(grid: Grid) -> RichTable:
+    """Return a grid as the terminal shows it."""
     many = len(grid.header) > CROWDED
     shown = RichTable(title=Text(grid.title, "bold"), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     shown.padding, shown.collapse_padding = ((0, 0) if many else (0, 1)), True

@@ -23,7 +23,7 @@ from headwise.lab.analyses import ANALYSES, HEAD_VECTORS, AnalysisSettings
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, analysis_file, read_evidence
-from headwise.lab.grids import Grid
+from headwise.lab.grids import terminal_grid
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
@@ -192,7 +192,7 @@ def report(
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
     for grid in (measures_grid(reproduced), published_grid(reproduced), claims_grid(reproduced.judged)):
         if grid is not None:
-            console.print(_shown(grid))
+            console.print(terminal_grid(grid))
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced
@@ -247,15 +247,6 @@ def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
 
 def _named(job: Job, plan: Plan) -> Job:
     return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job
-
-
-def _shown(grid: Grid) -> RichTable:
-    shown = RichTable(title=Text(grid.title, "bold"), title_justify="left")
-    for title, letter in zip(grid.header, grid.align, strict=True):
-        shown.add_column(Text(title), justify="left" if letter == "l" else "right", overflow="fold")
-    for row in grid.rows:
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown
 
 
 def _cost(finished: Sequence[Path], left: int) -> float | None:

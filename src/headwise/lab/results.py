@@ -196,7 +196,11 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             statistics=statistics,
             predicted=predicted,
             measures={name: _float(record[name]) for name in MEASURES},
-            answered={str(name): _float(value) for name, value in dict(record.get("answers", {})).items()},
+            answered={
+                str(name): _float(value)
+                for name, value in dict(record.get("answers", {})).items()
+                if isinstance(value, int | float)
+            },
             signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
             step_seconds=_float(record["step_seconds"]),
