@@ -154,6 +154,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/diversify_ablations.py",
             "lab/tables/diversify.py",
             "lab/reproduce.py",
+            "lab/reproduction_lists.py",
             "lab/cli.py",
         ),
     ),
