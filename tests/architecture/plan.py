@@ -159,6 +159,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/diversify_ablations.py",
             "lab/tables/diversify.py",
             "lab/reproduce.py",
+            "lab/reproduction_lists.py",
             "lab/translator.py",
             "lab/translate.py",
             "lab/arguments.py",

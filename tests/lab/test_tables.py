@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,9 @@ def test_reproductions_are_listed_once_their_task_and_analysis_are_there():
     assert listed <= REPRODUCTIONS.keys()
     assert MEASURED == "measured, not tested"
     assert LogicTask.name in {reproduction.task for reproduction in REPRODUCTIONS.values()}
+
+
+def test_the_documentation_lists_every_reproduction_once():
+    page = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith(("| `repulsive/", "| `diversify/"))]
+    assert sorted(listed) == sorted(REPRODUCTIONS)

@@ -155,10 +155,11 @@ def reproduce(
 ) -> None:
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
     from headwise.lab import reproduce as reproducing
+    from headwise.lab import reproduction_lists as lists
     from headwise.lab.compare import default_workers
 
     if list_all or identifier is None:
-        reproducing.show_list(out, scale, standard_console())
+        lists.show_list(out, scale, standard_console())
         return
     require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
     reproduction = reproducing.REPRODUCTIONS[identifier]
@@ -169,7 +170,7 @@ def reproduce(
     workers = default_workers() if workers is None else workers
     plans = reproducing.make_plans(reproduction, scale, seeds=seeds, data=data, out=out, workers=workers)
     if dry_run:
-        reproducing.show_plans(reproduction, plans, standard_console())
+        lists.show_plans(reproduction, plans, standard_console())
         return
     command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
     # the record is for others, whose folders have other names
