@@ -144,6 +144,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/reproduction.py",
             "lab/tables/diversify.py",
             "lab/reproduce.py",
+            "lab/encoder_masks.py",
             "lab/translator.py",
             "lab/translate.py",
             "lab/arguments.py",
