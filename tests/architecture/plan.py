@@ -160,6 +160,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/diversify.py",
             "lab/reproduce.py",
             "lab/reproduction_lists.py",
+            "lab/encoder_masks.py",
             "lab/translator.py",
             "lab/translate.py",
             "lab/arguments.py",
