@@ -1,24 +1,34 @@
 """The `headwise` command: what a person types, and one clear sentence when it cannot be done.
 
-Owns the options and the exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Everything slow is imported
-inside the commands, so that help comes at once.
+Owns the options and the exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C, 141 whoever read the output has
+gone. Everything slow is imported inside the commands, so that help comes at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from headwise.lab import translation_commands
+from headwise.lab.arguments import (
+    GOES_ON,
+    DataFolder,
+    ScaleName,
+    Stopped,
+    TaskName,
+    Workers,
+    require_known,
+    require_task,
+    scale_of,
+    standard_console,
+    stoppable,
+)
 
-    from headwise.lab.tasks.task import Scale
+if TYPE_CHECKING:
     from headwise.lab.workers import Failure
 
 __all__ = ["app", "main"]
@@ -30,17 +40,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
-ScaleName = Annotated[
-    str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
-]
-DataFolder = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the task's files; without it data is generated.")
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Runs side by side, one thread each; the cores by default.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -70,7 +69,7 @@ def compare(
     workers: Workers = None,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
-    _require_task(task)
+    require_task(task)
     _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
 
 
@@ -87,13 +86,13 @@ def _compare(
         task,
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
-        _scale(task, scale),
+        scale_of(task, scale),
         out,
         data,
         default_workers() if workers is None else workers,
     )
-    with _stoppable():
-        return run(comparison, _console())
+    with stoppable():
+        return run(comparison, standard_console())
 
 
 @app.command()
@@ -108,7 +107,7 @@ def tune(
     workers: Workers = None,
 ) -> None:
     """Draw an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
-    _require_task(task)
+    require_task(task)
     from headwise.lab.compare import default_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
@@ -118,13 +117,13 @@ def tune(
         arm,
         draws,
         seed,
-        _scale(task, scale),
+        scale_of(task, scale),
         out or Path("runs") / f"tune-{task}-{scale}",
         data,
         default_workers() if workers is None else workers,
     )
-    with _stoppable():
-        tuned = run(tuning, _console())
+    with stoppable():
+        tuned = run(tuning, standard_console())
     typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
     typer.echo(tuned.arm.name)
     _end(tuned.failures)
@@ -132,84 +131,73 @@ def tune(
 
 @app.command()
 def reproduce(
-    identifier: Annotated[str, typer.Argument(metavar="ID", help="A paper's table or figure: diversify/figure-4.")],
-    seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 5,
-    scale: ScaleName = "cpu",
+    identifier: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A paper's table or figure, as in diversify/figure-4.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the reproductions there are, with their runs; so does no ID.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs of ID and stop.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs an arm; five by default, which verdicts need, and two at scale demo.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), gpu (minutes a run on one), paper.")
+    ] = "cpu",
     data: DataFolder = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the runs; runs/ID-SCALE by default.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the runs, which reproductions share, and for their pages.")
+    ] = Path("runs/reproductions"),
     record: Annotated[
         Path | None, typer.Option(help="Folder of the paper's notes, whose results/ and RESULTS.md are written.")
     ] = None,
     workers: Workers = None,
 ) -> None:
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
-    from headwise.lab.reproduce import REPRODUCTIONS, report
+    from headwise.lab import reproduce as reproducing
+    from headwise.lab import reproduction_lists as lists
+    from headwise.lab.compare import default_workers
 
-    require_known("reproduction", identifier, REPRODUCTIONS)
-    reproduction = REPRODUCTIONS[identifier]
-    out = out or Path("runs") / f"{identifier.replace('/', '-')}-{scale}"
-    failures = _compare(reproduction.task, reproduction.arms, seeds, scale, data, out, workers)
+    if list_all or identifier is None:
+        lists.show_list(out, scale, standard_console())
+        return
+    require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
+    reproduction = reproducing.REPRODUCTIONS[identifier]
+    require_known("scale", scale, reproduction.scales)
+    seeds = reproducing.seeds_at(scale) if seeds is None else seeds
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    workers = default_workers() if workers is None else workers
+    plans = reproducing.make_plans(reproduction, scale, seeds=seeds, data=data, out=out, workers=workers)
+    if dry_run:
+        lists.show_plans(reproduction, plans, standard_console())
+        return
     command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
-    if data is not None:
-        # the record is for others, whose folder has another name
-        command += " --data FOLDER"
-    with _stoppable():
-        report(reproduction, out, record, _console(), command)
+    # the record is for others, whose folders have other names
+    command += "" if data is None else " --data FOLDER"
+    with stoppable():
+        failures = reproducing.do_plans(reproduction, plans, standard_console())
+        if any(plan.finished for plan in plans):
+            reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
     _end(failures)
+
+
+app.command()(translation_commands.prepare)
+app.command()(translation_commands.download)
+app.command()(translation_commands.translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every refusal is one sentence on stderr and an exit code."""
     try:
         code = app(args=arguments, standalone_mode=False)
-    except (_Stopped, KeyboardInterrupt, typer.Abort):
-        _refuse("stopped; every run has saved where it is, give the same command again to go on.", 130)
+    except Stopped as stopped:
+        _refuse(str(stopped), 130)
+    except (KeyboardInterrupt, typer.Abort):
+        _refuse(GOES_ON, 130)
     except Exception as error:
         _refuse(_sentence(error), 2)
     sys.exit(code or 0)
-
-
-class _Stopped(Exception):
-    """Ctrl-C, on its way past typer."""
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    # typer would end the process on a KeyboardInterrupt before a word is said
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise _Stopped from None
-
-
-def require_known(kind: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known, with the ones near to it."""
-    names = list(known)
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
-    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
-
-
-def _require_task(name: str) -> None:
-    from headwise.lab.tasks.named import TASKS
-
-    require_known("task", name, TASKS)
-
-
-def _scale(task: str, name: str) -> Scale:
-    from headwise.lab.tasks.named import named_task
-
-    scales = named_task(task).scales
-    require_known("scale", name, scales)
-    return scales[name]
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
 
 
 def _sentence(error: Exception) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from headwise.checks import require_choice, require_integer, require_positive, require_range
+from headwise.lab.metric import Measure
 
-__all__ = ["Answers", "Batches", "Data", "Recipe", "Scale", "Task"]
+__all__ = ["Answers", "Batches", "Data", "Preparing", "Recipe", "Scale", "Task"]
 
 Batch = Mapping[str, Tensor]
 
@@ -98,6 +99,10 @@ class Data(Protocol):
         """Digest of everything the data follows from."""
         ...
 
+    def summary(self) -> str:
+        """Return what a person should know of the data before training begins, in a few lines."""
+        ...
+
 
 class Batches(Protocol):
     """A batch sampler whose order follows from (seed, epoch) alone, with the same number of batches each epoch."""
@@ -118,12 +123,23 @@ class Answers:
         predicted: The answers, or what tells them apart, int64 [N].
         measures: Further numbers about them, by name.
         text: The answers as lines of text, where they are text.
+        signatures: How each score was computed, by its name, where a library says so.
     """
 
     statistics: NDArray
     predicted: NDArray
     measures: Mapping[str, float] = field(default_factory=dict)
     text: Sequence[str] | None = None
+    signatures: Mapping[str, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A task whose data is prepared once, into a folder that can be taken elsewhere."""
+
+    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
+        """Write what `Task.load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+        ...
 
 
 class Task(Protocol):
@@ -136,6 +152,7 @@ class Task(Protocol):
         difficulty: What the bins of test items are by.
         scales: Its scales by name.
         baselines: Rows of its table that no arm makes.
+        shown: What of `Answers.measures` is shown beside the metric.
     """
 
     name: str
@@ -144,6 +161,7 @@ class Task(Protocol):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
+    shown: tuple[Measure, ...]
 
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
         """Return the data of a scale, from a folder of files or, where the task can, generated."""
@@ -177,10 +195,18 @@ class Task(Protocol):
         """Return the bin of each test item, int [N]."""
         ...
 
+    def references(self, data: Any) -> Sequence[str] | None:
+        """Return the text each test answer is scored against, where answers are text that sacreBLEU tests in pairs."""
+        ...
+
     def probe(self, model: Any, data: Any) -> Iterable[None]:
         """Run the model on examples spread evenly over dev, one batch each time it is asked, for measures of heads."""
         ...
 
     def baseline(self, name: str, data: Any, seed: int) -> Answers:
         """Return the answers of a baseline on the test split."""
+        ...
+
+    def keepsakes(self, data: Any) -> Mapping[str, str]:
+        """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
         ...

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sacrebleu
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.checks import DataError
 from headwise.lab.data import stable_key
 from headwise.lab.evaluation import spread_evenly
-from headwise.lab.metric import Bleu
+from headwise.lab.metric import Bleu, Measure
 from headwise.lab.models.marian import Marian
-from headwise.lab.models.seq2seq import PADDING, START, Seq2Seq, Seq2SeqConfig
+from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.task import Answers
-from headwise.lab.tasks.translation_corpora import CORPORA, Corpus, find_files
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -31,17 +30,18 @@ from headwise.lab.tasks.translation_data import (
     collate,
     load_translation,
     open_prepared,
+    prepare_translation,
 )
-from headwise.lab.tasks.translation_preparation import RECORD
+from headwise.lab.tasks.translation_decoding import decoded
+from headwise.lab.tasks.translation_loss import negative_log_likelihood
+from headwise.lab.tasks.translation_own import FORMS, corpus_at
+from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
-__all__ = ["TranslationTask", "bleu_statistics", "translated"]
+__all__ = ["TranslationTask", "bleu_statistics", "translated", "translation_model"]
 
-# A target may be this many times as long as its source, and this many tokens longer.
-LONGER, EXTRA = 2, 10
-DECODED_TOKENS = 4_096
-PROBED = 256
+PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
 
 
@@ -54,42 +54,55 @@ class TranslationTask:
     difficulty: str = "source words, up to"
     scales: Mapping[str, Any] = TRANSLATION_SCALES
     baselines: tuple[str, ...] = ("copy",)
+    shown: tuple[Measure, ...] = (
+        Measure("chrF", "chrF"),
+        Measure("NLL", "NLL", "nats", better="lower", digits=3),
+        Measure("decoding_seconds", "decoding", "s", better="lower"),
+    )
 
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
     ) -> ScaledTranslation:
-        """Return the data of a corpus in `folder`, or of a folder that was prepared before.
+        """Return the data of a place that `corpus_at` reads, or of a folder that was prepared before.
 
         Raises:
-            DataError: No folder was named, or it holds no corpus that is known.
+            DataError: No place was named, it holds no corpus that is known, or the folder was prepared with another
+                vocabulary than the scale's.
         """
         if folder is None:
-            raise DataError(
-                f"translation needs --data, a folder with the files of {', '.join(CORPORA)}, or with train.SOURCE, "
-                "train.TARGET and likewise dev and test of your own."
-            )
+            raise DataError(f"translation needs --data: {FORMS}.")
         if (folder / RECORD).exists():
-            return ScaledTranslation(open_prepared(folder), scale)
+            data = ScaledTranslation(open_prepared(folder), scale)
+            _require_vocabulary(folder, data)
+            return data
         if cache is None:
             raise DataError("translation prepares its data in a cache folder, and none was given.")
-        corpus = corpus_in(folder)
-        data = load_translation(corpus, folder, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        corpus, files = corpus_at(folder)
+        data = load_translation(corpus, files, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        return ScaledTranslation(data, scale)
+
+    def prepare(
+        self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
+    ) -> ScaledTranslation:
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
+
+        Raises:
+            DataError: As `load`, or `place` holds something else.
+        """
+        if (folder / RECORD).exists():
+            raise DataError(f"{folder} is prepared already; give it to headwise compare translation --data.")
+        corpus, files = corpus_at(folder)
+        size = scale.vocabulary_size
+        data = prepare_translation(corpus, files, place, vocabulary_size=size, tokenizer=tokenizer, progress=progress)
         return ScaledTranslation(data, scale)
 
     def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
         """Return our Transformer or Marian."""
-        config = Seq2SeqConfig(
-            vocab_size=data.whole.tokenizer.vocabulary_size,
-            width=scale.width,
-            hidden=scale.hidden,
-            encoder_layers=scale.encoder_layers,
-            decoder_layers=scale.decoder_layers,
-            heads=scale.heads,
-            norm_first=scale.norm_first,
-            dropout=scale.dropout,
-            label_smoothing=scale.label_smoothing,
-        )
-        return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
+        return translation_model(scale, data.whole.tokenizer.vocabulary_size)
+
+    def keepsakes(self, data: ScaledTranslation) -> dict[str, str]:
+        """Return the subwords, without which no one can ask the model anything."""
+        return {TOKENIZER: data.whole.tokenizer.to_json()}
 
     def studied(self, model: nn.Module) -> nn.Module:
         """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
@@ -115,25 +128,30 @@ class TranslationTask:
         began = time.monotonic()
         scale = data.scale
         found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
-        return _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""
         words = np.array([len(line.split()) for line in data.sources("test")])
         return np.maximum(BIN, -(-words // BIN) * BIN)
 
+    def references(self, data: ScaledTranslation) -> list[str]:
+        """Return the target line of each test source."""
+        return data.references("test")
+
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
         device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in token_sorted(data.dev.lengths[chosen], tokens=DECODED_TOKENS):
+        for batch in token_sorted(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
             examples = [data.dev[int(index)] for index in chosen[batch]]
             model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
             yield
 
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return each source as its own translation."""
-        return _answers(data.sources("test"), data.references("test"), seconds=0.0)
+        return _answers(data.sources("test"), data.references("test"))
 
 
 class ScaledTranslation:
@@ -154,6 +172,14 @@ class ScaledTranslation:
         """Digest of what the data follows from; the caps are part of the scale's record."""
         return self.whole.fingerprint
 
+    def summary(self) -> str:
+        """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
+        seen = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
+        whole = {name: len(split) for name, split in self.whole.splits.items()}
+        parts = [f"{size:,} of {name}" for name, size in seen.items() if size < whole[name]]
+        cut = f"\nscale {self.scale.name} takes the first {', '.join(parts)}" if parts else ""
+        return self.whole.summary() + cut
+
     def sources(self, split: str) -> list[str]:
         """Return the source lines of dev or test."""
         return self.whole.sources(split)[: len(self.dev if split == "dev" else self.test)]
@@ -163,55 +189,27 @@ class ScaledTranslation:
         return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
 
 
-def corpus_in(folder: Path) -> Corpus:
-    """Return the corpus whose files a folder holds.
+def translation_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
+    """Return a new model of a scale: our Transformer or Marian."""
+    config = Seq2SeqConfig(
+        vocab_size=vocabulary_size,
+        width=scale.width,
+        hidden=scale.hidden,
+        encoder_layers=scale.encoder_layers,
+        decoder_layers=scale.decoder_layers,
+        heads=scale.heads,
+        norm_first=scale.norm_first,
+        dropout=scale.dropout,
+        label_smoothing=scale.label_smoothing,
+    )
+    return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
 
-    Raises:
-        DataError: It holds those of none; the message says what the first of them lacks.
-    """
-    faults = []
-    for corpus in CORPORA.values():
-        try:
-            find_files(corpus, folder)
-        except DataError as error:
-            faults.append(str(error))
-        else:
-            return corpus
-    raise DataError(f"{folder} holds no corpus that is known ({', '.join(CORPORA)}). {faults[0]}")
 
-
-@torch.no_grad()
 def translated(
     model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
 ) -> list[str]:
-    """Return the translation of each source of a split, in its order.
-
-    Args:
-        model: A model with Hugging Face's generate(), in evaluation mode.
-        split: The sources; their targets are not looked at.
-        data: What the split belongs to; its tokenizer makes text of ids.
-        beams: Beams of the search; 1 is greedy.
-        length_penalty: p in the score log P / length^p.
-    """
-    device = next(model.parameters()).device
-    found = [""] * len(split)
-    lengths = split.sources.lengths
-    for batch in token_sorted(lengths, tokens=max(int(lengths.max()), DECODED_TOKENS // beams)):
-        examples = [TranslationExample(source=split.sources[index], target=[START]) for index in batch]
-        ids = collate(examples)["input_ids"].to(device)
-        generated = model.generate(
-            input_ids=ids,
-            attention_mask=(ids != PADDING).long(),
-            num_beams=beams,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=beams > 1,
-            max_new_tokens=LONGER * ids.shape[1] + EXTRA,
-            suppress_tokens=[PADDING, START],
-        )
-        for index, row in zip(batch, generated.tolist(), strict=True):
-            found[index] = data.tokenizer.decode(row)
-    return found
+    """Return the translation of each source of a split, in its order; see `decoded`."""
+    return decoded(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
 
 
 def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
@@ -226,14 +224,24 @@ def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDA
     return np.array(rows, dtype=np.float64)
 
 
-def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float) -> Answers:
+def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
+    preparation, scale = data.whole.record["preparation"], data.scale
+    size = preparation["vocabulary_size"]
+    if preparation["tokenizer"] == "learned" and size != scale.vocabulary_size:
+        raise DataError(
+            f"{folder} was prepared with {size:,} subwords but scale {scale.name} has {scale.vocabulary_size:,}; "
+            "prepare it for that scale."
+        )
+
+
+def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
     told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
-    measures = {
-        "BLEU": sacrebleu.corpus_bleu(found, [references]).score,
-        "chrF": sacrebleu.corpus_chrf(found, [references]).score,
-        "decoding_seconds": seconds,
-    }
-    return Answers(bleu_statistics(found, references), told_apart, measures, found)
+    scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
+    measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
+    if seconds is not None:
+        measures["decoding_seconds"] = seconds
+    signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
+    return Answers(bleu_statistics(found, references), told_apart, measures, found, signatures)
 
 
 def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:

@@ -1,0 +1,96 @@
+"""What the commands share: their arguments, the names they refuse, and how a person stops them.
+
+Owns nothing slow: everything that takes time to import is imported inside.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.lab.tasks.task import Scale
+
+__all__ = [
+    "GOES_ON",
+    "DataFolder",
+    "ScaleName",
+    "Stopped",
+    "TaskName",
+    "Workers",
+    "require_known",
+    "require_task",
+    "scale_of",
+    "standard_console",
+    "stoppable",
+]
+
+TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
+ScaleName = Annotated[
+    str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
+]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
+        "files: my.en,my.de.",
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Runs side by side, one thread each; the cores by default.")
+]
+GOES_ON = "stopped; every run has saved where it is, give the same command again to go on."
+
+
+class Stopped(Exception):
+    """Ctrl-C, on its way past typer; says what there is to say."""
+
+
+@contextmanager
+def stoppable(sentence: str = GOES_ON) -> Iterator[None]:
+    """Turn Ctrl-C into `Stopped`: typer would end the process before a word is said."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(sentence) from None
+
+
+def require_known(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not known, with the ones near to it."""
+    names = list(known)
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
+    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
+
+
+def require_task(name: str) -> None:
+    """Refuse a task that is not known."""
+    from headwise.lab.tasks.named import TASKS
+
+    require_known("task", name, TASKS)
+
+
+def scale_of(task: str, name: str) -> Scale:
+    """Return the scale of that name."""
+    from headwise.lab.tasks.named import named_task
+
+    scales = named_task(task).scales
+    require_known("scale", name, scales)
+    return scales[name]
+
+
+def standard_console() -> Console:
+    """Return the console on standard output."""
+    from rich.console import Console
+
+    return Console()
