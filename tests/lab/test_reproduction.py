@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,21 @@ def test_every_reproduction_of_translation_runs_from_data_to_results(name, corpu
 
 def found_scales(reproduction: Reproduction):
     return reproduce.named_task(reproduction.task).scales
+
+
+@pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with Multi30k")
+def test_a_reproduction_runs_on_multi30k(tmp_path, monkeypatch):
+    make_demo_smallest(monkeypatch)
+    name, data = "repulsive/table-6", Path(os.environ["HEADWISE_DATA"]) / "mt" / "multi30k"
+    plans = plans_of(name, tmp_path, data, seeds=1)
+    screen = console()
+    assert do_plans(REPRODUCTIONS[name], plans, screen) == []
+    found = written(name, tmp_path, plans, tmp_path / "paper", screen)
+    assert found.data == {"": "multi30k"}
+    assert "IWSLT14 De-En, Transformer-small) beside ours (multi30k, scale demo)" in render(tmp_path / "paper")
+    losses = [found.evidence[""].mean(arm, "NLL") for arm in ("plain", "svgd", "sgld")]
+    # a model that knows nothing gives each of 300 subwords the same chance; smaller steps have barely begun
+    assert all(3.0 < loss < 7.0 for loss in losses)
 
 
 def test_runs_are_shared_between_reproductions_and_nothing_is_done_twice(corpus, tmp_path, monkeypatch):

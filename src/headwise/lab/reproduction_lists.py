@@ -51,7 +51,8 @@ def show_list(out: Path, scale: str, console: Console) -> None:
 
 def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> None:
     """Show the runs of a reproduction, which of them are finished and what the others may cost; nothing is done."""
-    shown = RichTable("part", "arm", "seeds", "finished", "folder", title=f"{reproduction.id}: {reproduction.title}")
+    shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
+    shown.add_column("folder", overflow="fold")
     left, seconds = 0, []
     for plan in plans:
         asked = plan.comparison
