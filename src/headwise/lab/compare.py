@@ -18,12 +18,13 @@ from rich.console import Console
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
+from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal, write_record
 from headwise.lab.jobs import do_job
-from headwise.lab.methods import Methods
+from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
@@ -101,7 +102,7 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
         require_fits(arm, task, data, comparison.scale)
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
-    if any(runs.is_finished(job.folder) for job in jobs):
+    if any(runs.is_finished(run_of(job)) for job in jobs):
         publish(out, console, command_of(comparison))
     return failures
 
@@ -164,9 +165,9 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
     Raises:
         SettingError: It cannot; the message says why.
     """
-    model = task.model(data, scale)
     try:
-        Methods(arm, model, task.studied(model), seed=0).repel(torch.optim.Adam(model.parameters()))
+        model, methods = armed(task, arm, data, scale, seed=0)
+        methods.repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
@@ -197,7 +198,10 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
 
 
 def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
-    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms."""
+    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms.
+
+    A run of several parts is there part by part.
+    """
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
     places = {"data": comparison.data, "cache": comparison.out / CACHE}
     rows = [
@@ -213,4 +217,9 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         for seed in comparison.seeds
         for arm in comparison.arms
     ]
-    return rows
+    scales = scales_of(task, rows[-1].settings)
+    jobs = [part for row in rows for part in part_jobs(row, scales)]
+    for job in jobs:
+        # parts may all be finished and the run not, where it was ended in between
+        gather(job.settings, job.folder)
+    return jobs

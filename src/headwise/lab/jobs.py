@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from headwise.lab.baseline import BaselineSettings, baseline_run
+from headwise.lab.parts import gather
 from headwise.lab.settings import RunSettings
 from headwise.lab.workers import Heartbeat
 
@@ -21,8 +22,10 @@ def do_job(settings: RunSettings | BaselineSettings, folder: Path, heartbeat: He
     torch.set_num_threads(1)
     if isinstance(settings, BaselineSettings):
         baseline_run(settings, folder)
+        gather(settings, folder)
         return
     # Hugging Face's Trainer takes seconds to import, and only arms need it
     from headwise.lab.train import train_run
 
     train_run(settings, folder, heartbeat)
+    gather(settings, folder)
