@@ -19,6 +19,7 @@ from headwise.head_bias import HeadBias, bias_heads
 from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
+from headwise.masks import HeadMask
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
 from headwise.repulsion import Repulsion, jitter, repel
@@ -51,6 +52,7 @@ __all__ = [
     "Frobenius",
     "FusedLinear",
     "HeadBias",
+    "HeadMask",
     "Heads",
     "HeadwiseError",
     "Importance",

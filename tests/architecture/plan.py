@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "particles.py",
             "disagreement.py",
             "metrics.py",
+            "masks.py",
             "votes.py",
             "simple_routing.py",
             "em_routing.py",
