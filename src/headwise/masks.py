@@ -36,7 +36,8 @@ class HeadMask:
         num_heads: Heads H of the attention; R when 0.
         heads: The head of each role; 0 to R - 1 when not given. The others are regular heads.
         names: A name for each role; "role 0" and so on when not given.
-        empty: What a query does whose role leaves it no key: "regular" attends as a regular head does, "self" to itself.
+        empty: What a query does whose role leaves it no key: "regular" attends as a regular head does, "self" to
+            itself.
         causal: Whether query i sees keys 0 to i only.
 
     Raises:
@@ -73,7 +74,9 @@ class HeadMask:
         total = self.num_heads or count
         require_integer("num_heads", total, low=1)
         if len(heads) != count or len(set(heads)) != count or not all(0 <= head < total for head in heads):
-            raise MaskError(f"heads is {heads} for {count} roles; expected {count} different heads of 0 to {total - 1}.")
+            raise MaskError(
+                f"heads is {heads} for {count} roles; expected {count} different heads of 0 to {total - 1}."
+            )
         if len(names) != count or len(set(names)) != count:
             raise MaskError(f"names is {names} for {count} roles; expected one name a role, all different.")
         for field, value in (("heads", heads), ("names", names), ("num_heads", total)):
@@ -136,15 +139,16 @@ class HeadMask:
     def for_sdpa(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return `attn_mask` for `torch.nn.functional.scaled_dot_product_attention`, [B, H, n, n].
 
-        Boolean, True = may attend; with a dtype additive, which is faster on CPUs. A query without any key has output 0.
+        Boolean, True = may attend; with a dtype additive, which is faster on CPUs. A query without any key has output
+        0.
         """
         return self.allowed() if dtype is None else self.additive(dtype)
 
     def for_mha(self) -> Tensor:
         """Return `attn_mask` for `torch.nn.MultiheadAttention`, [B * H, n, n]: there True = may NOT attend.
 
-        Padding is in it, so no `key_padding_mask` is needed. A query without any key would make NaN there; it attends to
-        itself, and what comes out is padding.
+        Padding is in it, so no `key_padding_mask` is needed. A query without any key would make NaN there; it attends
+        to itself, and what comes out is padding.
         """
         allowed = self.allowed()
         itself = torch.eye(self.tokens, dtype=torch.bool, device=allowed.device)
@@ -278,8 +282,10 @@ class HeadMask:
         said = [f"{name}: {float(share):.0%}" for name, share in zip(self.names, shares, strict=True)]
         padding = "" if self.keep is None else f" of which {int((~self.keep).sum())} padding"
         parts = [
-            f"{_counted(self.batch, 'sentence')}, {_counted(self.batch * self.tokens, 'token')}{padding}, "
-            f"{_counted(self.num_heads, 'head')}{', causal' if self.causal else ''}",
+            (
+                f"{_counted(self.batch, 'sentence')}, {_counted(self.batch * self.tokens, 'token')}{padding}, "
+                f"{_counted(self.num_heads, 'head')}{', causal' if self.causal else ''}"
+            ),
             *([f"allowed in {', '.join(said)}".replace("%", " %")] if said else []),
             _counted(self.num_heads - len(said), "regular head"),
         ]
@@ -299,7 +305,9 @@ class HeadMask:
         fits = keep.dim() == 2 and keep.shape[1] == self.tokens and self.roles.shape[0] in (1, keep.shape[0])
         if not fits:
             sentences = self.roles.shape[0] if self.roles.shape[0] > 1 else "sentences"
-            raise MaskError(f"keep has shape {tuple(keep.shape)}; expected ({sentences}, {self.tokens}), like the roles.")
+            raise MaskError(
+                f"keep has shape {tuple(keep.shape)}; expected ({sentences}, {self.tokens}), like the roles."
+            )
         if keep.device != self.roles.device:
             raise MaskError(f"keep is on {keep.device} and the roles on {self.roles.device}; expected one device.")
 
