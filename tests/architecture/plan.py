@@ -10,7 +10,7 @@ SOURCE = ROOT / "src" / "headwise"
 # A file imports from floors below its own, and from files above it in the list of its own floor. Paths are relative
 # to src/headwise; a folder's files may stand on any floor.
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("F0 checks", ("checks.py",)),
+    ("F0 checks", ("checks.py", "whole_files.py")),
     (
         "F1 tensors",
         (
@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "particles.py",
             "disagreement.py",
             "metrics.py",
+            "masks.py",
             "votes.py",
             "simple_routing.py",
             "em_routing.py",
@@ -60,6 +61,14 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "F3 methods",
         (
+            "word_tables.py",
+            "word_rarity.py",
+            "conllu.py",
+            "align.py",
+            "roles.py",
+            "role_masks.py",
+            "collate.py",
+            "guidance.py",
             "ensembles.py",
             "attachments.py",
             "repulsion.py",

@@ -1,0 +1,296 @@
+"""Role masks in a model as it is: which mask a forward has, and what each call of an attention gets of it.
+
+Owns `guide` and its handle. The adding is done where the scores are, by `head_bias` and what it stands on. Must not
+know words or roles.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.checks import LayoutError, MaskError, NotFired, SettingError
+from headwise.head_bias import bias_heads
+from headwise.heads import Heads, Site
+from headwise.hooks import Hook
+from headwise.masks import HeadMask
+from headwise.recomputation import recomputing
+from headwise.scores import ScoreCall
+
+__all__ = ["ROLE_MASK", "Guidance", "guide"]
+
+# The keyword of a forward under which a batch brings its mask.
+ROLE_MASK = "role_mask"
+
+_guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
+
+
+class Guidance:
+    """Heads guided by role masks until `remove()` or the end of a `with` block; made by `guide`.
+
+    Attributes:
+        heads: The sites.
+        calls: Guided calls of each site, by its name; recomputations and tokens after a prompt are not counted.
+    """
+
+    def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
+        _require_self_attention(heads)
+        earlier = _earlier(heads)
+        self.heads, self.every_forward = heads, every_forward
+        self.calls = {site.name: 0 for site in heads.sites}
+        self._mask: HeadMask | None = None
+        self._biases: dict[tuple, Tensor] = {}
+        self._fired: set[str] = set()
+        self._forward, self._depth, self._bound = 0, 0, 0
+        self._paused, self._generating = False, False
+        self._stops: list[Callable[[], None]] = []
+        for guidance in earlier:
+            guidance.remove()
+        try:
+            self._attach()
+        except BaseException:
+            self.remove()
+            raise
+        if mask is not None:
+            self(mask)
+
+    def __call__(self, mask: HeadMask) -> Self:
+        """Give the next forward its mask.
+
+        Raises:
+            MaskError: It is no HeadMask, or is for another number of heads than a site has.
+            NotFired: The mask given before guided nothing.
+        """
+        if not isinstance(mask, HeadMask):
+            raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, as Roles(...)(tables) gives.")
+        for site in self.heads.sites:
+            if site.num_heads != mask.num_heads:
+                raise MaskError(
+                    f"the mask is for {mask.num_heads} heads and {_name(site)} has {site.num_heads}; make it with "
+                    f"num_heads={site.num_heads}."
+                )
+        if self._mask is not None:
+            self.verify()
+        self._mask, self._biases, self._fired, self._bound = mask, {}, set(), 0
+        return self
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless the mask given last guided every site."""
+        silent = [_name(site) for site in self.heads.sites if site.name not in self._fired]
+        if self._mask is not None and silent:
+            raise NotFired(
+                f"the mask guided no call of {len(silent)} of {len(self.heads)} sites: {', '.join(silent[:6])}. Run a "
+                "forward pass after giving it; if you did, the call went around the module."
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Guide nothing inside the block: all heads are regular."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def remove(self) -> None:
+        """Let the heads go; they are regular again."""
+        for stop in self._stops:
+            stop()
+        self._stops = []
+        for site in self.heads.sites:
+            if site.module in _guided and _guided[site.module]() is self:
+                del _guided[site.module]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+        if kind is None:
+            if self._mask is None:
+                raise NotFired("no mask was given inside the block, so nothing was guided.")
+            self.verify()
+
+    def __repr__(self) -> str:
+        return f"Guidance({len(self.heads)} sites, {'no mask yet' if self._mask is None else self._mask})"
+
+    def _attach(self) -> None:
+        model = self.heads.model
+        for module in _around(self.heads):
+            hook = Hook(module, self._entered)
+            self._stops.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+            self._stops.append(module.register_forward_hook(Hook(module, self._left), always_call=True).remove)
+        hook = Hook(model, self._mask_taken)
+        self._stops.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+        self._stops.append(bias_heads(self.heads, self._bias).remove)
+        for site in self.heads.sites:
+            _guided[site.module] = weakref.ref(self)
+
+    def _mask_taken(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if ROLE_MASK not in kwargs:
+            return None
+        if not recomputing():
+            self(kwargs[ROLE_MASK])
+        return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
+
+    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict) -> None:
+        if recomputing():
+            return
+        if self._depth == 0:
+            self._forward += 1
+            # generate() makes the cache; a forward by itself is given none
+            self._generating = kwargs.get("past_key_values") is not None
+        self._depth += 1
+
+    def _left(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        if not recomputing():
+            self._depth = max(0, self._depth - 1)
+
+    def _bias(self, site: Site, call: ScoreCall) -> Tensor | None:
+        if self._paused:
+            return None
+        mask = self._mask
+        if mask is None:
+            raise NotFired(
+                f"{_name(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
+                "role_mask=mask in the batch), or use guidance.paused() or remove()."
+            )
+        if call.cached and call.first >= mask.tokens:
+            return None
+        self._require_own(site)
+        _require_fitting(site, call, mask, self._generating)
+        self._fired.add(site.name)
+        self.calls[site.name] += 1
+        causal = mask.causal or site.kind == "decoder" or bool(getattr(site.module, "is_causal", False))
+        return _part(self._additive(mask, causal, call), call)
+
+    def _require_own(self, site: Site) -> None:
+        """Refuse a second forward with the mask of the first: its sentences are others."""
+        now = self._forward
+        if self._bound == 0:
+            self._bound = now
+        if self._bound != now and not self.every_forward:
+            raise MaskError(
+                f"{_name(site)}: the mask given last belongs to the forward before this one; give every forward its "
+                "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True)."
+            )
+
+    def _additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
+        key = (causal, call.dtype, call.device)
+        if key not in self._biases:
+            bias = mask.to(call.device).additive(call.dtype, causal=causal)
+            # what holds for all heads, padding and causality, the model masks itself
+            bias[:, [head for head in range(mask.num_heads) if head not in mask.heads]] = 0.0
+            self._biases[key] = bias
+        return self._biases[key]
+
+
+def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = False) -> Guidance:
+    """Guide heads of a model by role masks; returns a handle that takes the next mask, and lets the heads go.
+
+    A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a role, M_h being 0 where the role allows and -inf
+    elsewhere (Wang et al. 2021, eq. 2 and 3). The other heads are as they were. What the model itself masks stays
+    masked; in a decoder, causality enters the masks before the policy for empty rows does.
+
+    A mask belongs to one forward of the model, to what activation checkpointing computes again of it, and to the tokens
+    that are generated after it: those have no roles. So give every forward its own: `model(**batch, role_mask=mask)`,
+    which is taken out before the model sees it, or `guidance(mask)` before the call.
+
+    Args:
+        heads: The sites; self-attention alone. Their scores must be reached, as for `bias_heads`.
+        mask: The mask of the next forward; None where every batch brings its own.
+        every_forward: Whether a mask stays until the next is given, as for measuring one batch again and again.
+
+    Returns:
+        The handle, also a context manager, which raises `NotFired` at its end when nothing was guided. Sites that were
+        guided before are guided by the new handle alone.
+
+    Raises:
+        MaskError: The mask has another number of heads; in a forward, of tokens or sentences, or it is the one
+            before's.
+        LayoutError: A site is cross-attention, or its scores are not reached. Nothing is attached then.
+        NotFired: A forward has no mask.
+
+    Example:
+        >>> import torch
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> mask = hw.Roles(hw.Window(3))(hw.WordTable.split("one two three four"), num_heads=2)
+        >>> with guide(hw.find_heads(model)) as guidance:
+        ...     _ = model(torch.randn(1, 4, 8), role_mask=mask)
+        >>> guidance.calls
+        {'self_attn': 1}
+    """
+    return Guidance(heads, mask, every_forward)
+
+
+def _require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: bool) -> None:
+    beams = generating and call.batch % mask.batch == 0
+    if call.batch != mask.batch and not beams:
+        raise MaskError(
+            f"{_name(site)}: the mask has {mask.batch} sentences and the batch {call.batch}; make the mask of the "
+            "batch that the model is given."
+        )
+    # a cache may have room for more keys than there are yet
+    keys = mask.tokens if not call.cached else max(mask.tokens, call.keys)
+    if call.first != 0 or call.queries != mask.tokens or call.keys != keys:
+        hint = "" if call.cached else " (generate() with use_cache=True keeps to the prompt's)"
+        raise MaskError(
+            f"{_name(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and {call.keys} "
+            f"keys; make the mask of the tokens that the model is given, special tokens and padding included{hint}."
+        )
+
+
+def _part(bias: Tensor, call: ScoreCall) -> Tensor:
+    """Return the columns of this call's keys; the model masks those there is only room for."""
+    columns = bias[..., call.first_key : call.first_key + call.keys]
+    return F.pad(columns, (0, call.keys - columns.shape[-1]))
+
+
+def _around(heads: Heads) -> list[nn.Module]:
+    """Return the model and every module between it and a site, the sites included."""
+    found: dict[int, nn.Module] = {id(heads.model): heads.model}
+    for site in heads.sites:
+        parts = site.name.split(".") if site.name else []
+        for end in range(1, len(parts) + 1):
+            module = heads.model.get_submodule(".".join(parts[:end]))
+            found[id(module)] = module
+    return list(found.values())
+
+
+def _earlier(heads: Heads) -> list[Guidance]:
+    """Return what guides these sites now, and refuse where it guides others too."""
+    modules = {site.module for site in heads.sites}
+    found: dict[int, Guidance] = {}
+    for site in heads.sites:
+        guidance = _guided[site.module]() if site.module in _guided else None
+        if guidance is None:
+            continue
+        if any(other.module not in modules for other in guidance.heads.sites):
+            raise SettingError(
+                f"{_name(site)} is guided already, together with sites that were not given now; call remove() on that "
+                "handle first."
+            )
+        found[id(guidance)] = guidance
+    return list(found.values())
+
+
+def _require_self_attention(heads: Heads) -> None:
+    kinds = {site.kind for site in heads.sites}
+    if "cross" in kinds or {"self", "decoder"} <= kinds:
+        raise LayoutError(
+            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and of one "
+            "text: choose with heads.kind('self') or heads.kind('decoder')."
+        )
+
+
+def _name(site: Site) -> str:
+    return site.name or "the model"
