@@ -18,6 +18,7 @@ from headwise.checks import (
 from headwise.collate import RoleCollator
 from headwise.conllu import read_conllu
 from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.gates import Gate
 from headwise.guidance import Guidance, guide
 from headwise.head_bias import HeadBias, bias_heads
 from headwise.heads import Heads, Site
@@ -62,6 +63,7 @@ __all__ = [
     "Fixed",
     "Frobenius",
     "FusedLinear",
+    "Gate",
     "Guidance",
     "HeadBias",
     "HeadMask",

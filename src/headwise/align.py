@@ -17,7 +17,7 @@ from headwise.word_tables import WordTable
 __all__ = ["AlignedRow", "Alignment", "Sentence", "align", "tokens_as_words", "words_of_tokens"]
 
 # One table, or the two of a pair of texts.
-Sentence = WordTable | tuple[WordTable, WordTable]
+Sentence = WordTable | tuple[WordTable, ...]
 
 ABSENT = -1
 
@@ -242,8 +242,8 @@ def _encodings(encoding: Any) -> tuple[list[Any], Sequence[int] | None]:
             f"the encoding is a {type(encoding).__name__} without character offsets; expected what a fast tokenizer of "
             "Hugging Face returns for a batch of texts, or tokenizers.Encoding of each."
         )
-    has = getattr(encoding, "keys", tuple)()
-    origins = encoding["overflow_to_sample_mapping"] if "overflow_to_sample_mapping" in has else None
+    mapped: Any = {} if isinstance(encoding, list | tuple) else encoding
+    origins = mapped.get("overflow_to_sample_mapping")
     return encodings, None if origins is None else [int(origin) for origin in origins]
 
 

@@ -12,11 +12,13 @@ import torch
 
 from headwise.align import align
 from headwise.checks import DataError
-from headwise.guidance import ROLE_MASK
 from headwise.role_masks import Roles
 from headwise.word_tables import WordTable
 
-__all__ = ["RoleCollator"]
+__all__ = ["ROLE_MASK", "RoleCollator"]
+
+# The keyword of a forward under which a batch brings its mask.
+ROLE_MASK = "role_mask"
 
 
 class RoleCollator:

@@ -7,7 +7,7 @@ know words or roles.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.checks import LayoutError, MaskError, NotFired, SettingError
+from headwise.collate import ROLE_MASK, RoleCollator
+from headwise.forwards import Forwards
 from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 from headwise.masks import HeadMask
 from headwise.recomputation import recomputing
+from headwise.role_masks import Roles
 from headwise.scores import ScoreCall
+from headwise.word_tables import WordTable
 
-__all__ = ["ROLE_MASK", "Guidance", "guide"]
-
-# The keyword of a forward under which a batch brings its mask.
-ROLE_MASK = "role_mask"
+__all__ = ["Guidance", "guide"]
 
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
@@ -47,11 +48,11 @@ class Guidance:
         self._mask: HeadMask | None = None
         self._biases: dict[tuple, Tensor] = {}
         self._fired: set[str] = set()
-        self._forward, self._depth, self._bound = 0, 0, 0
-        self._paused, self._generating = False, False
+        self._bound, self._paused = 0, False
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
+        self._forwards = Forwards(heads)
         try:
             self._attach()
         except BaseException:
@@ -89,6 +90,22 @@ class Guidance:
                 "forward pass after giving it; if you did, the call went around the module."
             )
 
+    def collator(
+        self,
+        roles: Roles,
+        tokenizer: Any,
+        *,
+        parse: Callable[[list[str]], Sequence[WordTable]] | None = None,
+        text: str | tuple[str, str] = "text",
+        collator: Callable[[list[dict[str, Any]]], Any] | None = None,
+        max_length: int | None = None,
+    ) -> RoleCollator:
+        """Return the collator of batches that bring their masks to these heads; see `RoleCollator`."""
+        num_heads = self.heads.sites[0].num_heads
+        return RoleCollator(
+            roles, tokenizer, num_heads, parse=parse, text=text, collator=collator, max_length=max_length
+        )
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Guide nothing inside the block: all heads are regular."""
@@ -124,12 +141,9 @@ class Guidance:
 
     def _attach(self) -> None:
         model = self.heads.model
-        for module in _around(self.heads):
-            hook = Hook(module, self._entered)
-            self._stops.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
-            self._stops.append(module.register_forward_hook(Hook(module, self._left), always_call=True).remove)
-        hook = Hook(model, self._mask_taken)
-        self._stops.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+        self._stops.append(self._forwards.remove)
+        taking = Hook(model, self._mask_taken)
+        self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
         self._stops.append(bias_heads(self.heads, self._bias).remove)
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
@@ -140,19 +154,6 @@ class Guidance:
         if not recomputing():
             self(kwargs[ROLE_MASK])
         return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
-
-    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict) -> None:
-        if recomputing():
-            return
-        if self._depth == 0:
-            self._forward += 1
-            # generate() makes the cache; a forward by itself is given none
-            self._generating = kwargs.get("past_key_values") is not None
-        self._depth += 1
-
-    def _left(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        if not recomputing():
-            self._depth = max(0, self._depth - 1)
 
     def _bias(self, site: Site, call: ScoreCall) -> Tensor | None:
         if self._paused:
@@ -166,7 +167,7 @@ class Guidance:
         if call.cached and call.first >= mask.tokens:
             return None
         self._require_own(site)
-        _require_fitting(site, call, mask, self._generating)
+        _require_fitting(site, call, mask, self._forwards.generating)
         self._fired.add(site.name)
         self.calls[site.name] += 1
         causal = mask.causal or site.kind == "decoder" or bool(getattr(site.module, "is_causal", False))
@@ -174,7 +175,7 @@ class Guidance:
 
     def _require_own(self, site: Site) -> None:
         """Refuse a second forward with the mask of the first: its sentences are others."""
-        now = self._forward
+        now = self._forwards.number
         if self._bound == 0:
             self._bound = now
         if self._bound != now and not self.every_forward:
@@ -253,17 +254,6 @@ def _part(bias: Tensor, call: ScoreCall) -> Tensor:
     """Return the columns of this call's keys; the model masks those there is only room for."""
     columns = bias[..., call.first_key : call.first_key + call.keys]
     return F.pad(columns, (0, call.keys - columns.shape[-1]))
-
-
-def _around(heads: Heads) -> list[nn.Module]:
-    """Return the model and every module between it and a site, the sites included."""
-    found: dict[int, nn.Module] = {id(heads.model): heads.model}
-    for site in heads.sites:
-        parts = site.name.split(".") if site.name else []
-        for end in range(1, len(parts) + 1):
-            module = heads.model.get_submodule(".".join(parts[:end]))
-            found[id(module)] = module
-    return list(found.values())
 
 
 def _earlier(heads: Heads) -> list[Guidance]:

@@ -214,5 +214,6 @@ def _as_role(role: Any) -> RoleSetting:
     if isinstance(role, RoleSetting):
         return role
     if callable(role) and not isinstance(role, type):
-        return Role(getattr(role, "__name__", type(role).__name__), role)
+        find: Any = role
+        return Role(getattr(role, "__name__", type(role).__name__), find)
     raise SettingError(f"{role!r} is no role; expected Rare(), Separator(), ..., a Role or a function.")
