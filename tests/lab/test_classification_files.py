@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.checks import DataError
-from headwise.lab.tasks.classification_files import find_layout, read_labelled
+from headwise.lab.tasks.classification_files import Layout, find_layout, read_labelled
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(
@@ -19,7 +19,7 @@ needs_published_data = pytest.mark.skipif(
 
 
 def pairs(path: Path) -> list[tuple[str, str]]:
-    return [(one.label, one.text) for one in read_labelled(path)]
+    return [(one.label, one.text) for one in read_labelled(Layout("all"), {"all": path})["all"]]
 
 
 def file(folder: Path, name: str, content: str | bytes) -> Path:
@@ -42,7 +42,7 @@ def file(folder: Path, name: str, content: str | bytes) -> Path:
 )
 def test_the_published_sets_are_read_whole(name, lines, labels):
     layout, paths = find_layout(PUBLISHED / name)
-    read = {file: read_labelled(path) for file, path in paths.items()}
+    read = read_labelled(layout, paths)
     assert {file: len(found) for file, found in read.items()} == lines
     assert Counter(one.label for one in read[layout.train]) == labels
 
@@ -77,7 +77,7 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
         ("a.tsv", "a\tx y\nb\tz\tq\na\tw\n", r"a\.tsv, line 2: 3 fields; expected 2 as in the first line"),
         ("a.tsv", "a\tx y\nb\n", r"a\.tsv, line 2: 1 field; expected 2"),
         ("a.tsv", "a b c\nb d\n", r"line 1: 1 field; expected 2, a label and a text, or a header that names them"),
-        ("a.tsv", "a\tx y\n\tz\nb\tw\na\tv\nb\tu\n", r"a\.tsv, line 2: the label is empty; fill it in or drop the line"),
+        ("a.tsv", "a\tx y\n\tz\nb\tw\na\tv\nb\tu\nb\tt\n", r"a\.tsv, line 2: the label is empty; fill it in or drop the line"),
         ("a.tsv", "a\tx y\na\tz\n", r"one label in 2 lines; expected at least two"),
         ("a.tsv", "a\tx\nb\ty\nc\tz\n", r"3 and 3 different values .* put a first line that names them: label and text"),
         ("a.csv", 'label,text\na,"x\nb,y\n', r"a\.csv, line 2: not comma-separated as quoting wants it"),
@@ -90,7 +90,7 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
 )
 def test_what_does_not_fit_is_refused_by_file_and_line(tmp_path, name, content, message):
     with pytest.raises(DataError, match=message):
-        read_labelled(file(tmp_path, name, content))
+        pairs(file(tmp_path, name, content))
 
 
 def test_the_files_of_a_folder_say_which_split_is_which(tmp_path):
@@ -104,6 +104,15 @@ def test_the_files_of_a_folder_say_which_split_is_which(tmp_path):
     file(tmp_path, "train.tsv", "")
     with pytest.raises(DataError, match=r"holds train\.tsv and train\.csv; expected one of them"):
         find_layout(tmp_path)
+
+
+def test_the_training_file_says_which_column_holds_labels(tmp_path):
+    train = file(tmp_path, "train.tsv", "x y\tgood\nz\tbad\nw\tgood\n")
+    test = file(tmp_path, "test.csv", "label,text\nbad,v\n")
+    dev = file(tmp_path, "dev.tsv", "one\tgood\n")
+    read = read_labelled(Layout("train", "dev", "test"), {"train": train, "dev": dev, "test": test})
+    assert [(one.label, one.text, one.line) for one in read["dev"]] == [("good", "one", 1)]
+    assert [(one.label, one.text, one.line) for one in read["test"]] == [("bad", "v", 2)]
 
 
 def test_a_place_that_is_not_there_is_refused(tmp_path):

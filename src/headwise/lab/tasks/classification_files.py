@@ -7,7 +7,7 @@ not fit. Must not know splits or token ids.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,40 +86,60 @@ def find_layout(place: Path) -> tuple[Layout, dict[str, Path]]:
     raise DataError(f"{place} holds no set of texts; expected files {wanted}, as .tsv or .csv, plain or .gz.{advice}")
 
 
-def read_labelled(path: Path) -> list[LabelledText]:
-    """Return the lines of a file.
+def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[LabelledText]]:
+    """Return the lines of each file of a layout.
 
     A first line that names both columns ("label" and "text", or a like word) is a header; other columns may then stand
-    beside the two. Without one there are two columns, and the labels stand in the one with fewer different values.
-    Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted where it begins and ends with a quote
-    and doubles each one inside.
+    beside the two. Without one there are two columns, and the labels stand in the one with fewer different values in
+    the training file. Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted where it begins and
+    ends with a quote and doubles each one inside. An empty text comes back as "": the published sets have some.
+
+    Args:
+        layout: Which file is the training file.
+        paths: Each file, by the layout's names.
 
     Raises:
         DataError: A line has another number of fields or an empty label, there are fewer than two labels, or no column
             holds labels. The message names the file, the line and the fault.
     """
-    rows = list(_rows(path))
-    if not rows:
-        raise DataError(f"{path} has no lines; expected a label and a text in each.")
-    header = _header(rows[0][1])
-    body = rows if header is None else rows[1:]
-    width = len(rows[0][1])
-    if header is None and width != 2:
-        raise DataError(
-            f"{path}, line {rows[0][0]}: {_fields(width)}; expected 2, a label and a text, or a header that names them."
-        )
-    for number, fields in body:
-        if len(fields) != width:
-            raise DataError(f"{path}, line {number}: {_fields(len(fields))}; expected {width} as in the first line.")
-    if not body:
-        raise DataError(f"{path} has a header and no lines; expected a label and a text in each.")
-    label, text = header or _columns(path, [fields for _, fields in body])
-    found = []
-    for number, fields in body:
-        if not fields[label].strip():
-            raise DataError(f"{path}, line {number}: the label is empty; fill it in or drop the line.")
-        found.append(LabelledText(fields[label].strip(), " ".join(fields[text].split()), number))
-    return found
+    files = {name: _File(path, list(_rows(path))) for name, path in paths.items()}
+    train = files[layout.train]
+    columns = train.header or _columns(train.path, [fields for _, fields in train.body])
+    if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
+        raise DataError(f"{train.path} has one label in {len(train.body)} lines; expected at least two different ones.")
+    return {name: file.labelled(file.header or columns) for name, file in files.items()}
+
+
+class _File:
+    """The rows of a file, checked to be of one width."""
+
+    def __init__(self, path: Path, rows: list[tuple[int, list[str]]]) -> None:
+        if not rows:
+            raise DataError(f"{path} has no lines; expected a label and a text in each.")
+        self.path = path
+        self.header = _header(rows[0][1])
+        self.body = rows if self.header is None else rows[1:]
+        width = len(rows[0][1])
+        if self.header is None and width != 2:
+            raise DataError(
+                f"{path}, line {rows[0][0]}: {_fields(width)}; expected 2, a label and a text, or a header that names "
+                "them."
+            )
+        for number, fields in self.body:
+            if len(fields) != width:
+                raise DataError(
+                    f"{path}, line {number}: {_fields(len(fields))}; expected {width} as in the first line."
+                )
+        if not self.body:
+            raise DataError(f"{path} has a header and no lines; expected a label and a text in each.")
+
+    def labelled(self, columns: tuple[int, int]) -> list[LabelledText]:
+        """Return the rows with their columns of labels and texts."""
+        label, text = columns
+        empty = next((number for number, fields in self.body if not fields[label].strip()), None)
+        if empty is not None:
+            raise DataError(f"{self.path}, line {empty}: the label is empty; fill it in or drop the line.")
+        return [LabelledText(fields[label].strip(), " ".join(fields[text].split()), n) for n, fields in self.body]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -171,8 +191,6 @@ def _header(fields: Sequence[str]) -> tuple[int, int] | None:
 def _columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
     counts = [len({row[column] for row in rows}) for column in (0, 1)]
     label = 0 if counts[0] <= counts[1] else 1
-    if min(counts) < 2:
-        raise DataError(f"{path} has one label in {len(rows)} lines; expected at least two different ones.")
     if counts[0] == counts[1] or min(counts) > max(2, MOST_LABELS * len(rows)):
         raise DataError(
             f"{path} has {counts[0]} and {counts[1]} different values in its columns of {len(rows)} lines, so it cannot "

@@ -98,7 +98,7 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
         DataError: A file is missing or malformed, a file of its own lacks a text, or a class has no training text.
     """
     layout, paths = find_layout(place)
-    read = {name: read_labelled(path) for name, path in paths.items()}
+    read = read_labelled(layout, paths)
     if place.is_file():
         empty = next((one.line for one in read["all"] if not one.text), None)
         if empty is not None:
@@ -130,8 +130,6 @@ def stands_apart(texts: Sequence[str]) -> bool:
 
 def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
     labels = tuple(sorted({one.label for one in kept[layout.train]}))
-    if len(labels) < 2:
-        raise DataError(f"{paths[layout.train]} has {len(labels)} labels; expected at least two different ones.")
     for name, lines in kept.items():
         strange = next((one for one in lines if one.label not in labels), None)
         if strange is not None:
