@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headwise.lab.claims import Claim, Contrast, judge
+from headwise.lab.evidence import Evidence
 from headwise.lab.results import read_results
 from lab.synthetic_comparison import Drawn, write_comparison
 
@@ -25,14 +26,14 @@ def mean_difference(results, arm, against, first, last):
 
 def test_a_contrast_is_the_difference_of_mean_accuracies_on_its_bins(tmp_path):
     results = comparison(tmp_path, Drawn("output", effect=0.4, slope=-0.05))
-    (judged,) = judge([Claim("", (Contrast("output", "plain", (2, 5)),))], results)
+    (judged,) = judge([Claim("", (Contrast("output", "plain", (2, 5)),))], {"": Evidence(results)})
     expected = mean_difference(results, "output", "plain", 2, 5)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_contrast_without_bins_is_over_all_items(tmp_path):
     results = comparison(tmp_path, Drawn("output", effect=0.4, slope=-0.05))
-    (judged,) = judge([Claim("", (Contrast("output", "plain"),))], results)
+    (judged,) = judge([Claim("", (Contrast("output", "plain"),))], {"": Evidence(results)})
     expected = mean_difference(results, "output", "plain", 1, 12)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
     assert str(judged.found[0].contrast) == "output over plain"
@@ -40,7 +41,7 @@ def test_a_contrast_without_bins_is_over_all_items(tmp_path):
 
 def test_a_lead_beyond_another_range_is_the_difference_of_the_two_leads(tmp_path):
     results = comparison(tmp_path, Drawn("em", effect=-0.2, slope=0.09))
-    (judged,) = judge([Claim("", (Contrast("em", "plain", (7, 12), beyond=(1, 6)),))], results)
+    (judged,) = judge([Claim("", (Contrast("em", "plain", (7, 12), beyond=(1, 6)),))], {"": Evidence(results)})
     expected = mean_difference(results, "em", "plain", 7, 12) - mean_difference(results, "em", "plain", 1, 6)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
 
@@ -55,22 +56,22 @@ def test_claims_are_borne_out_contradicted_or_not_shown(tmp_path):
         Claim("", (Contrast("good", "plain", whole), Contrast("bad", "plain", whole))),
         Claim("", (Contrast("absent", "plain", whole),)),
     ]
-    verdicts = [judged.verdict for judged in judge(claims, results)]
+    verdicts = [judged.verdict for judged in judge(claims, {"": Evidence(results)})]
     assert verdicts[:4] == ["borne out", "contradicted", "not shown", "contradicted"]
     assert verdicts[4] == "no verdict (absent over plain on 1 to 12 operators was not run)"
 
 
 def test_fewer_than_five_seeds_give_no_verdict(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2), seeds=(0, 1, 2, 3))
-    (judged,) = judge([Claim("", (Contrast("good", "plain", (1, 12)),))], results)
+    (judged,) = judge([Claim("", (Contrast("good", "plain", (1, 12)),))], {"": Evidence(results)})
     assert judged.verdict == "no verdict (4 seeds)"
 
 
 def test_holm_covers_the_contrasts_of_all_claims(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=0.6), Drawn("other", effect=0.3))
     one = Claim("", (Contrast("good", "plain", (1, 12)),))
-    (alone,) = judge([one], results)
-    together = judge([one, Claim("", (Contrast("other", "plain", (1, 12)),))], results)
+    (alone,) = judge([one], {"": Evidence(results)})
+    together = judge([one, Claim("", (Contrast("other", "plain", (1, 12)),))], {"": Evidence(results)})
     assert together[0].found[0].estimate == alone.found[0].estimate
     raw = sorted(judged.found[0].estimate.p for judged in together)
     adjusted = sorted(judged.found[0].adjusted for judged in together)

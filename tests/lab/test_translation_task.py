@@ -90,7 +90,7 @@ def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, c
     assert len(found) == 12
     expected = sacrebleu.corpus_bleu(found, [references]).score
     assert result["answers"]["BLEU"] == pytest.approx(expected)
-    assert set(result["answers"]) == {"BLEU", "chrF", "decoding_seconds"}
+    assert set(result["answers"]) == {"BLEU", "chrF", "decoding_seconds", "NLL"}
     statistics = np.load(folder / "predictions.npz")["statistics"]
     assert statistics.shape == (12, 10)
     if statistics[:, :4].sum(0).all():

@@ -19,7 +19,7 @@ from headwise.particles import SGLD, SPOS, SVGD, Relative, Rule
 from headwise.penalty import Output, Position, Similarity, Subspace, Sum
 from headwise.routing import EMRouting, SimpleRouting, Trunk
 
-__all__ = ["Aggregation", "Arm", "combine", "control_of", "named_arms"]
+__all__ = ["Aggregation", "Arm", "combine", "control_of", "folder_of", "named_arms"]
 
 Aggregation = SimpleRouting | EMRouting | Trunk
 KINDS = ("self", "decoder", "cross")
@@ -88,14 +88,23 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The arm's name as a folder's: no character that a file system could refuse."""
-        return self.name.replace(":", "@")
+        """The arm's name as a folder's; see `folder_of`."""
+        return folder_of(self.name)
 
     def __add__(self, other: Arm) -> Arm:
         return combine((self, other))
 
     def __str__(self) -> str:
         return self.name
+
+
+def folder_of(name: str) -> str:
+    """Return the name of an arm as a folder's: no character that a file system could refuse or read as a path.
+
+    >>> folder_of("em:layers=0/1,kinds=self")
+    'em@layers=0_1,kinds=self'
+    """
+    return name.replace(":", "@").replace("/", "_")
 
 
 def named_arms() -> dict[str, Arm]:

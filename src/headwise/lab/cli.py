@@ -132,29 +132,53 @@ def tune(
 
 @app.command()
 def reproduce(
-    identifier: Annotated[str, typer.Argument(metavar="ID", help="A paper's table or figure: diversify/figure-4.")],
-    seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 5,
-    scale: ScaleName = "cpu",
+    identifier: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A paper's table or figure, as in diversify/figure-4.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the reproductions there are, with their runs; so does no ID.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs of ID and stop.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs an arm; five by default, which verdicts need, and two at scale demo.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), gpu (minutes a run on one), paper.")
+    ] = "cpu",
     data: DataFolder = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the runs; runs/ID-SCALE by default.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the runs, which reproductions share, and for their pages.")
+    ] = Path("runs/reproductions"),
     record: Annotated[
         Path | None, typer.Option(help="Folder of the paper's notes, whose results/ and RESULTS.md are written.")
     ] = None,
     workers: Workers = None,
 ) -> None:
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
-    from headwise.lab.reproduce import REPRODUCTIONS, report
+    from headwise.lab import reproduce as reproducing
+    from headwise.lab.compare import default_workers
 
-    require_known("reproduction", identifier, REPRODUCTIONS)
-    reproduction = REPRODUCTIONS[identifier]
-    out = out or Path("runs") / f"{identifier.replace('/', '-')}-{scale}"
-    failures = _compare(reproduction.task, reproduction.arms, seeds, scale, data, out, workers)
+    if list_all or identifier is None:
+        reproducing.show_list(out, scale, _console())
+        return
+    require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
+    reproduction = reproducing.REPRODUCTIONS[identifier]
+    require_known("scale", scale, reproduction.scales)
+    seeds = reproducing.seeds_at(scale) if seeds is None else seeds
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    workers = default_workers() if workers is None else workers
+    plans = reproducing.make_plans(reproduction, scale, seeds=seeds, data=data, out=out, workers=workers)
+    if dry_run:
+        reproducing.show_plans(reproduction, plans, _console())
+        return
     command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
-    if data is not None:
-        # the record is for others, whose folder has another name
-        command += " --data FOLDER"
+    # the record is for others, whose folders have other names
+    command += "" if data is None else " --data FOLDER"
     with _stoppable():
-        report(reproduction, out, record, _console(), command)
+        failures = reproducing.do_plans(reproduction, plans, _console())
+        if any(plan.finished for plan in plans):
+            reproducing.report(reproduction, scale, plans, out, record, _console(), command)
     _end(failures)
 
 

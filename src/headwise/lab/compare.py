@@ -29,12 +29,22 @@ from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
 from headwise.lab.settings import RunSettings
-from headwise.lab.table import read_table
+from headwise.lab.table import Table, read_table
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
 from headwise.lab.workers import Failure, Job, run_jobs
 
-__all__ = ["Comparison", "compare", "default_workers", "do_jobs", "publish", "require_fits", "run_folder"]
+__all__ = [
+    "Comparison",
+    "compare",
+    "default_workers",
+    "do_jobs",
+    "plan_runs",
+    "publish",
+    "publish_table",
+    "require_fits",
+    "run_folder",
+]
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -54,6 +64,7 @@ class Comparison:
         out: Folder of the comparison.
         data: Folder of the data; None generates it.
         workers: Runs side by side, each on one thread.
+        cache: Folder where prepared data is kept; None for one inside `out`.
     """
 
     task: str
@@ -63,6 +74,7 @@ class Comparison:
     out: Path
     data: Path | None = None
     workers: int = 1
+    cache: Path | None = None
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -91,20 +103,31 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
     out = comparison.out
-    runs.prepare_folder(out)
+    jobs = plan_runs(comparison, console)
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    if any(runs.is_finished(run_of(job)) for job in jobs):
+        publish(out, console, command_of(comparison))
+    return failures
+
+
+def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
+    """Return every run of a comparison, finished or not, after its folder, data and arms were checked.
+
+    Raises:
+        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        DataError: The data cannot be read.
+    """
+    runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
-    data = task.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
+    data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
     for job in jobs:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
     for arm in comparison.arms:
         require_fits(arm, task, data, comparison.scale)
-    left = [job for job in jobs if not runs.is_finished(job.folder)]
-    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
-    if any(runs.is_finished(run_of(job)) for job in jobs):
-        publish(out, console, command_of(comparison))
-    return failures
+    return jobs
 
 
 def publish(out: Path, console: Console, command: str) -> None:
@@ -119,13 +142,17 @@ def publish(out: Path, console: Console, command: str) -> None:
         DataError: A file of a run is damaged.
         NotFired: An arm did the same as plain.
     """
-    table = read_table(out)
-    write_record(table, out / RESULTS)
-    runs.prepare_folder(out / FIGURES)
-    drawn = write_pictures(table, out / FIGURES)
-    write_report(table, drawn, out / REPORT, command=command)
+    publish_table(read_table(out), out, console, command)
+
+
+def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
+    """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
+    runs.prepare_folder(folder / FIGURES)
+    write_record(table, folder / RESULTS)
+    drawn = write_pictures(table, folder / FIGURES)
+    write_report(table, drawn, folder / REPORT, command=command)
     console.print(terminal(table))
-    console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
 
 def command_of(comparison: Comparison) -> str:
@@ -172,6 +199,10 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
 
+def _cache(comparison: Comparison) -> Path:
+    return comparison.cache or comparison.out / CACHE
+
+
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     """Write what the comparison is, adding to the arms and seeds of an earlier one in the same folder."""
     path = comparison.out / COMPARISON
@@ -203,7 +234,7 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
     A run of several parts is there part by part.
     """
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
-    places = {"data": comparison.data, "cache": comparison.out / CACHE}
+    places = {"data": comparison.data, "cache": _cache(comparison)}
     rows = [
         Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05)
         for name in task.baselines

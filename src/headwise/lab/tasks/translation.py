@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from headwise.lab.tasks.translation_data import (
     load_translation,
     open_prepared,
 )
+from headwise.lab.tasks.translation_loss import negative_log_likelihood
 from headwise.lab.tasks.translation_preparation import RECORD
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
@@ -115,7 +117,8 @@ class TranslationTask:
         began = time.monotonic()
         scale = data.scale
         found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
-        return _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""
