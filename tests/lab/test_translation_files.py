@@ -19,10 +19,9 @@ from headwise.lab.tasks.translation_corpora import (
     Part,
     fetch_corpus,
     find_files,
-    own_corpus,
-    own_folder,
 )
 from headwise.lab.tasks.translation_files import Line, read_pairs, read_side
+from headwise.lab.tasks.translation_own import own_corpus, own_folder
 from headwise.lab.tasks.translation_recipes import CWMT, MULTI30K
 from lab.translation_text import write, write_corpus
 

@@ -1,24 +1,40 @@
 """The `headwise` command: what a person types, and one clear sentence when it cannot be done.
 
-Owns the options and the exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Everything slow is imported
-inside the commands, so that help comes at once.
+Owns the options and the exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C, 141 whoever read the output has
+gone. Everything slow is imported inside the commands, so that help comes at once.
 """
 
 from __future__ import annotations
 
-import difflib
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from headwise.lab import translation_commands
+from headwise.lab.arguments import (
+    GOES_ON,
+    DataFolder,
+    Embeddings,
+    Folds,
+    Pipeline,
+    ScaleName,
+    Sizes,
+    Stopped,
+    TaskName,
+    Workers,
+    require_known,
+    require_task,
+    scale_of,
+    standard_console,
+    stoppable,
+)
+from headwise.lab.scale_options import ScaleOptions
 
-    from headwise.lab.tasks.task import Scale
+if TYPE_CHECKING:
     from headwise.lab.workers import Failure
 
 __all__ = ["app", "main"]
@@ -30,17 +46,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
-ScaleName = Annotated[
-    str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
-]
-DataFolder = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the task's files; without it data is generated.")
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Runs side by side, one thread each; the cores by default.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -64,18 +69,23 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 3,
     scale: ScaleName = "demo",
     data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
-    _require_task(task)
-    _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
+    require_task(task)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    _end(_compare(task, arms, seeds, options, data, out, workers))
 
 
 def _compare(
-    task: str, arms: str, seeds: int, scale: str, data: Path | None, out: Path, workers: int | None
+    task: str, arms: str, seeds: int, options: ScaleOptions, data: Path | None, out: Path | None, workers: int | None
 ) -> Sequence[Failure]:
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison, default_workers
@@ -83,17 +93,19 @@ def _compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    scale = scale_of(task, options)
     comparison = Comparison(
         task,
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
-        _scale(task, scale),
-        out,
+        scale,
+        out or Path("runs") / f"{task}-{scale.name}",
         data,
         default_workers() if workers is None else workers,
+        options=options,
     )
-    with _stoppable():
-        return run(comparison, _console())
+    with stoppable():
+        return run(comparison, standard_console())
 
 
 @app.command()
@@ -104,27 +116,31 @@ def tune(
     seed: Annotated[int, typer.Option(help="Seed of the draws and of the runs.")] = 0,
     scale: ScaleName = "demo",
     data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws; runs/tune-TASK-SCALE by default.")] = None,
     workers: Workers = None,
 ) -> None:
     """Draw an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
-    _require_task(task)
+    require_task(task)
     from headwise.lab.compare import default_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
+    chosen = scale_of(task, ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ())))
     tuning = Tuning(
         task,
         arm,
         draws,
         seed,
-        _scale(task, scale),
-        out or Path("runs") / f"tune-{task}-{scale}",
+        chosen,
+        out or Path("runs") / f"tune-{task}-{chosen.name}",
         data,
         default_workers() if workers is None else workers,
     )
-    with _stoppable():
-        tuned = run(tuning, _console())
+    with stoppable():
+        tuned = run(tuning, standard_console())
     typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
     typer.echo(tuned.arm.name)
     _end(tuned.failures)
@@ -146,6 +162,10 @@ def reproduce(
         str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), gpu (minutes a run on one), paper.")
     ] = "cpu",
     data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the runs, which reproductions share, and for their pages.")
     ] = Path("runs/reproductions"),
@@ -159,7 +179,7 @@ def reproduce(
     from headwise.lab.compare import default_workers
 
     if list_all or identifier is None:
-        reproducing.show_list(out, scale, _console())
+        reproducing.show_list(out, scale, standard_console())
         return
     require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
     reproduction = reproducing.REPRODUCTIONS[identifier]
@@ -168,72 +188,39 @@ def reproduce(
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = default_workers() if workers is None else workers
-    plans = reproducing.make_plans(reproduction, scale, seeds=seeds, data=data, out=out, workers=workers)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    plans = reproducing.make_plans(
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
+    )
     if dry_run:
-        reproducing.show_plans(reproduction, plans, _console())
+        reproducing.show_plans(reproduction, plans, standard_console())
         return
-    command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
+    command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
     # the record is for others, whose folders have other names
     command += "" if data is None else " --data FOLDER"
-    with _stoppable():
-        failures = reproducing.do_plans(reproduction, plans, _console())
+    with stoppable():
+        failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):
-            reproducing.report(reproduction, scale, plans, out, record, _console(), command)
+            reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
     _end(failures)
+
+
+app.command()(translation_commands.prepare)
+app.command()(translation_commands.download)
+app.command()(translation_commands.translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; every refusal is one sentence on stderr and an exit code."""
     try:
         code = app(args=arguments, standalone_mode=False)
-    except (_Stopped, KeyboardInterrupt, typer.Abort):
-        _refuse("stopped; every run has saved where it is, give the same command again to go on.", 130)
+    except Stopped as stopped:
+        _refuse(str(stopped), 130)
+    except (KeyboardInterrupt, typer.Abort):
+        _refuse(GOES_ON, 130)
     except Exception as error:
         _refuse(_sentence(error), 2)
     sys.exit(code or 0)
-
-
-class _Stopped(Exception):
-    """Ctrl-C, on its way past typer."""
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    # typer would end the process on a KeyboardInterrupt before a word is said
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise _Stopped from None
-
-
-def require_known(kind: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known, with the ones near to it."""
-    names = list(known)
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
-    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
-
-
-def _require_task(name: str) -> None:
-    from headwise.lab.tasks.named import TASKS
-
-    require_known("task", name, TASKS)
-
-
-def _scale(task: str, name: str) -> Scale:
-    from headwise.lab.tasks.named import named_task
-
-    scales = named_task(task).scales
-    require_known("scale", name, scales)
-    return scales[name]
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
 
 
 def _sentence(error: Exception) -> str:

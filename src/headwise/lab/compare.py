@@ -28,6 +28,7 @@ from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, TEST
+from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import Table, read_table
 from headwise.lab.tasks.named import named_task
@@ -65,6 +66,7 @@ class Comparison:
         data: Folder of the data; None generates it.
         workers: Runs side by side, each on one thread.
         cache: Folder where prepared data is kept; None for one inside `out`.
+        options: What the command said of the scale; None where it was named alone.
     """
 
     task: str
@@ -75,6 +77,7 @@ class Comparison:
     data: Path | None = None
     workers: int = 1
     cache: Path | None = None
+    options: ScaleOptions | None = None
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -121,6 +124,7 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
+    console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
     for job in jobs:
@@ -159,7 +163,7 @@ def command_of(comparison: Comparison) -> str:
     """Return the command that makes a comparison, with every arm and seed its folder knows."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += ["--seeds", str(max(record["seeds"]) + 1), "--scale", comparison.scale.name]
+    words += ["--seeds", str(max(record["seeds"]) + 1), *(comparison.options or ScaleOptions(comparison.scale.name)).words()]
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
 

@@ -24,6 +24,7 @@ from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder
 from headwise.lab.evidence import analysis_file, read_evidence
 from headwise.lab.grids import Grid
+from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
@@ -79,7 +80,14 @@ def seeds_at(scale: str) -> int:
 
 
 def make_plans(
-    reproduction: Reproduction, scale: str, *, seeds: int, data: Path | None, out: Path, workers: int
+    reproduction: Reproduction,
+    scale: str,
+    *,
+    seeds: int,
+    data: Path | None,
+    out: Path,
+    workers: int,
+    options: ScaleOptions | None = None,
 ) -> tuple[Plan, ...]:
     """Return the comparisons of a reproduction; nothing is written.
 
@@ -90,9 +98,11 @@ def make_plans(
         data: Folder of the data; at the paper's scale, where the paper has several corpora, of a folder for each.
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
+        options: What the command said of the scale besides its name.
 
     Raises:
         DataError: The data cannot be found.
+        SettingError: An option is none of the task's.
     """
     task = named_task(reproduction.task)
     corpora, plans = reproduction.corpora_at(scale), []
@@ -107,6 +117,8 @@ def make_plans(
                     f"{' and '.join(corpora)}."
                 )
         model = sized(size, task.scales)
+        if options is not None:
+            model = with_options(model, options, reproduction.task)
         words = reproduction.task, model.name, folder_word(folder)
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])

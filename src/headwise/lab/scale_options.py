@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headwise.checks import SettingError
-from headwise.lab.tasks.task import Scale
+
+if typing.TYPE_CHECKING:
+    from headwise.lab.tasks.task import Scale
 
 __all__ = ["ScaleOptions", "with_options"]
 
@@ -24,30 +26,38 @@ APART = {"name", "pipeline", "embeddings", "folds", "fold"}
 
 @dataclasses.dataclass(frozen=True)
 class ScaleOptions:
-    """What a command says beside the name of a scale.
+    """What a command says of the scale.
 
     Attributes:
+        scale: Its name.
         pipeline: Folder of a spaCy pipeline, for tasks whose texts are parsed.
         embeddings: File of word vectors, for tasks that start from them.
         folds: Parts of a cross-validation, for tasks that do one.
         sizes: Other fields, as "layers=4".
     """
 
+    scale: str
     pipeline: Path | None = None
     embeddings: Path | None = None
     folds: int | None = None
-    sizes: Sequence[str] = ()
+    sizes: tuple[str, ...] = ()
 
-    def words(self) -> list[str]:
-        """Return the options as they are typed; a place on disk as its kind, since it has another name elsewhere."""
-        found = [] if self.pipeline is None else ["--pipeline", "DIR"]
-        found += [] if self.embeddings is None else ["--embeddings", "FILE"]
+    def words(self, *, for_others: bool = False) -> list[str]:
+        """Return the options as they are typed.
+
+        Args:
+            for_others: Whether a place on disk is shown as its kind, since it has another name elsewhere.
+        """
+        found = ["--scale", self.scale]
+        for name, kind in (("pipeline", "DIR"), ("embeddings", "FILE")):
+            place = getattr(self, name)
+            found += [] if place is None else [f"--{name}", kind if for_others else str(place)]
         found += [] if self.folds is None else ["--folds", str(self.folds)]
         return found + [word for size in self.sizes for word in ("--set", size)]
 
 
 def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
-    """Return a scale with options; changed sizes are part of its name, as in "cpu:layers=4".
+    """Return a scale with options; changed sizes and folds are part of its name, as in "cpu-layers=4".
 
     Args:
         scale: A scale of the task.
@@ -56,30 +66,32 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
 
     Raises:
         SettingError: The task's scales have no such field, or a value is of the wrong type or out of range.
+
+    >>> from headwise.lab.tasks.logic_scales import SCALES
+    >>> with_options(SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name
+    'cpu-layers=4'
     """
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, scale))}
+    hints = typing.get_type_hints(type(scale))
     changes: dict[str, Any] = {}
     for name in ("pipeline", "embeddings", "folds"):
         value = getattr(options, name)
         if value is None:
             continue
-        if name not in fields:
+        if name not in hints:
             raise SettingError(f"task {task} takes no --{name}; leave it out.")
         changes[name] = value
     sizes: dict[str, Any] = {}
-    hints = typing.get_type_hints(type(scale))
+    known = [name for name, hint in hints.items() if name not in APART and _kind(hint) is not None]
     for piece in options.sizes:
         name, equals, text = (part.strip() for part in piece.partition("="))
-        known = [field for field in fields if field not in APART and _kind(hints[field]) is not None]
         if not equals or name not in known:
             raise SettingError(f"--set {piece}: expected size=value, with one of the sizes {', '.join(known)}.")
         sizes[name] = _typed(piece, text, hints[name])
     if not changes and not sizes:
         return scale
-    name = ",".join(f"{size}={value}" for size, value in sizes.items())
-    return dataclasses.replace(
-        typing.cast(Any, scale), name=f"{scale.name}:{name}" if name else scale.name, **changes, **sizes
-    )
+    named = sizes if options.folds is None else {**sizes, "folds": options.folds}
+    name = "-".join([scale.name, *(f"{size}={value}" for size, value in named.items())])
+    return dataclasses.replace(typing.cast(Any, scale), name=name, **changes, **sizes)
 
 
 def _kind(hint: Any) -> type | None:

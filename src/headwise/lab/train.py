@@ -262,6 +262,8 @@ def _finish(
             runs.write_answers(folder, answers.statistics, answers.predicted, answers.text)
             answered = dict(answers.measures)
         measured = diversity(methods.heads, task.probe(model, data))
+    for name, text in task.keepsakes(data).items():
+        runs.write_text(folder / name, text)
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)

@@ -6,6 +6,7 @@ Owns what the laboratory asks of the task: models, batches, answers, role masks 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class ClassificationTask:
     def on_test(self, model: SentenceClassifier, data: ClassificationData) -> Answers:
         """Return the predicted classes and whether they are right."""
         predicted = predict(model, data.test)
-        return Answers(predicted == data.test.labels, predicted, {k: float(v) for k, v in data.counts().items()})
+        return Answers(predicted == data.test.labels, predicted)
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""
@@ -131,6 +132,11 @@ class ClassificationTask:
         else:
             predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
         return Answers(predicted == data.test.labels, predicted)
+
+    def keepsakes(self, data: ClassificationData) -> dict[str, str]:
+        """Return the vocabulary, the labels, and how many texts there were."""
+        kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
+        return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
 
 
 def predict(model: SentenceClassifier, split: Sentences) -> NDArray[np.int64]:

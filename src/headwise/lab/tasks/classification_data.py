@@ -90,6 +90,23 @@ class ClassificationData:
         """Digest of everything the texts follow from; how they are cut is part of the scale's record."""
         return self.texts.fingerprint
 
+    def summary(self) -> str:
+        """Return the sizes of the splits, what was done to the texts, and what they are labelled with."""
+        counts = self.counts()
+        sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "dev", "test"))
+        done = [
+            f"{counts[name]:,} {said}"
+            for name, said in (
+                ("without_text", "without a text left out"),
+                ("in_a_later_split_too", "left out of training or dev as a later split has them"),
+                ("cut_to_the_longest", "cut to the longest length"),
+            )
+            if counts[name]
+        ]
+        labels = ", ".join(self.labels[:8]) + (", ..." if len(self.labels) > 8 else "")
+        parses = "" if self.texts.heads is None else "; parsed"
+        return f"texts: {'; '.join([sizes, *done])}; labels {labels}; {len(self.vocabulary):,} token ids{parses}"
+
     def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
         known = [(index, self.texts.vectors[word]) for index, word in enumerate(self.vocabulary) if word in self.texts.vectors]

@@ -5,6 +5,7 @@ Owns what the laboratory asks of the task: model, batches, answers and baselines
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ class LogicTask:
         else:
             predicted = baselines.majority(data.train, data.test)
         return Answers(predicted == data.test.labels, predicted)
+
+    def keepsakes(self, data: LogicData) -> dict[str, str]:
+        """Return the vocabulary and the labels."""
+        kept = {"vocabulary": data.vocabulary, "labels": data.labels}
+        return {"vocabulary.json": json.dumps(kept, indent=1) + "\n"}
 
 
 def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:

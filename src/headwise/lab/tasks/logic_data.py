@@ -92,6 +92,11 @@ class LogicData:
     labels: tuple[str, ...]
     fingerprint: str
 
+    def summary(self) -> str:
+        """Return the number of pairs of each split, in one line."""
+        sizes = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
+        return "pairs: " + ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+
 
 def load_logic(folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
     """Return the data of a scale, from published files or else from the generator.

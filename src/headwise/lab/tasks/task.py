@@ -23,6 +23,7 @@ __all__ = [
     "Answers",
     "Batches",
     "Data",
+    "Preparing",
     "Recipe",
     "Scale",
     "Task",
@@ -113,6 +114,10 @@ class Data(Protocol):
         """Digest of everything the data follows from."""
         ...
 
+    def summary(self) -> str:
+        """Return what a person should know of the data before training begins, in a few lines."""
+        ...
+
 
 class Batches(Protocol):
     """A batch sampler whose order follows from (seed, epoch) alone, with the same number of batches each epoch."""
@@ -139,6 +144,15 @@ class Answers:
     predicted: NDArray
     measures: Mapping[str, float] = field(default_factory=dict)
     text: Sequence[str] | None = None
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A task whose data is prepared once, into a folder that can be taken elsewhere."""
+
+    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
+        """Write what `Task.load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+        ...
 
 
 class Task(Protocol):
@@ -198,6 +212,10 @@ class Task(Protocol):
 
     def baseline(self, name: str, data: Any, seed: int) -> Answers:
         """Return the answers of a baseline on the test split."""
+        ...
+
+    def keepsakes(self, data: Any) -> Mapping[str, str]:
+        """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
         ...
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import sacrebleu
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,9 +21,8 @@ from headwise.lab.data import stable_key
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.metric import Bleu
 from headwise.lab.models.marian import Marian
-from headwise.lab.models.seq2seq import PADDING, START, Seq2Seq, Seq2SeqConfig
+from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.task import Answers
-from headwise.lab.tasks.translation_corpora import CORPORA, Corpus, find_files
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -32,18 +30,18 @@ from headwise.lab.tasks.translation_data import (
     collate,
     load_translation,
     open_prepared,
+    prepare_translation,
 )
+from headwise.lab.tasks.translation_decoding import decoded
 from headwise.lab.tasks.translation_loss import negative_log_likelihood
-from headwise.lab.tasks.translation_preparation import RECORD
+from headwise.lab.tasks.translation_own import FORMS, corpus_at
+from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
-__all__ = ["TranslationTask", "bleu_statistics", "translated"]
+__all__ = ["TranslationTask", "bleu_statistics", "translated", "translation_model"]
 
-# A target may be this many times as long as its source, and this many tokens longer.
-LONGER, EXTRA = 2, 10
-DECODED_TOKENS = 4_096
-PROBED = 256
+PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
 
 
@@ -60,38 +58,46 @@ class TranslationTask:
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
     ) -> ScaledTranslation:
-        """Return the data of a corpus in `folder`, or of a folder that was prepared before.
+        """Return the data of a place that `corpus_at` reads, or of a folder that was prepared before.
 
         Raises:
-            DataError: No folder was named, or it holds no corpus that is known.
+            DataError: No place was named, it holds no corpus that is known, or the folder was prepared with another
+                vocabulary than the scale's.
         """
         if folder is None:
-            raise DataError(
-                f"translation needs --data, a folder with the files of {', '.join(CORPORA)}, or with train.SOURCE, "
-                "train.TARGET and likewise dev and test of your own."
-            )
+            raise DataError(f"translation needs --data: {FORMS}.")
         if (folder / RECORD).exists():
-            return ScaledTranslation(open_prepared(folder), scale)
+            data = ScaledTranslation(open_prepared(folder), scale)
+            _require_vocabulary(folder, data)
+            return data
         if cache is None:
             raise DataError("translation prepares its data in a cache folder, and none was given.")
-        corpus = corpus_in(folder)
-        data = load_translation(corpus, folder, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        corpus, files = corpus_at(folder)
+        data = load_translation(corpus, files, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        return ScaledTranslation(data, scale)
+
+    def prepare(
+        self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
+    ) -> ScaledTranslation:
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
+
+        Raises:
+            DataError: As `load`, or `place` holds something else.
+        """
+        if (folder / RECORD).exists():
+            raise DataError(f"{folder} is prepared already; give it to headwise compare translation --data.")
+        corpus, files = corpus_at(folder)
+        size = scale.vocabulary_size
+        data = prepare_translation(corpus, files, place, vocabulary_size=size, tokenizer=tokenizer, progress=progress)
         return ScaledTranslation(data, scale)
 
     def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
         """Return our Transformer or Marian."""
-        config = Seq2SeqConfig(
-            vocab_size=data.whole.tokenizer.vocabulary_size,
-            width=scale.width,
-            hidden=scale.hidden,
-            encoder_layers=scale.encoder_layers,
-            decoder_layers=scale.decoder_layers,
-            heads=scale.heads,
-            norm_first=scale.norm_first,
-            dropout=scale.dropout,
-            label_smoothing=scale.label_smoothing,
-        )
-        return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
+        return translation_model(scale, data.whole.tokenizer.vocabulary_size)
+
+    def keepsakes(self, data: ScaledTranslation) -> dict[str, str]:
+        """Return the subwords, without which no one can ask the model anything."""
+        return {TOKENIZER: data.whole.tokenizer.to_json()}
 
     def studied(self, model: nn.Module) -> nn.Module:
         """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
@@ -129,7 +135,7 @@ class TranslationTask:
         """Run the model on dev pairs, a batch each time it is asked."""
         device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in token_sorted(data.dev.lengths[chosen], tokens=DECODED_TOKENS):
+        for batch in token_sorted(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
             examples = [data.dev[int(index)] for index in chosen[batch]]
             model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
             yield
@@ -157,6 +163,14 @@ class ScaledTranslation:
         """Digest of what the data follows from; the caps are part of the scale's record."""
         return self.whole.fingerprint
 
+    def summary(self) -> str:
+        """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
+        seen = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
+        whole = {name: len(split) for name, split in self.whole.splits.items()}
+        parts = [f"{size:,} of {name}" for name, size in seen.items() if size < whole[name]]
+        cut = f"\nscale {self.scale.name} takes the first {', '.join(parts)}" if parts else ""
+        return self.whole.summary() + cut
+
     def sources(self, split: str) -> list[str]:
         """Return the source lines of dev or test."""
         return self.whole.sources(split)[: len(self.dev if split == "dev" else self.test)]
@@ -166,55 +180,27 @@ class ScaledTranslation:
         return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
 
 
-def corpus_in(folder: Path) -> Corpus:
-    """Return the corpus whose files a folder holds.
+def translation_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
+    """Return a new model of a scale: our Transformer or Marian."""
+    config = Seq2SeqConfig(
+        vocab_size=vocabulary_size,
+        width=scale.width,
+        hidden=scale.hidden,
+        encoder_layers=scale.encoder_layers,
+        decoder_layers=scale.decoder_layers,
+        heads=scale.heads,
+        norm_first=scale.norm_first,
+        dropout=scale.dropout,
+        label_smoothing=scale.label_smoothing,
+    )
+    return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
 
-    Raises:
-        DataError: It holds those of none; the message says what the first of them lacks.
-    """
-    faults = []
-    for corpus in CORPORA.values():
-        try:
-            find_files(corpus, folder)
-        except DataError as error:
-            faults.append(str(error))
-        else:
-            return corpus
-    raise DataError(f"{folder} holds no corpus that is known ({', '.join(CORPORA)}). {faults[0]}")
 
-
-@torch.no_grad()
 def translated(
     model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
 ) -> list[str]:
-    """Return the translation of each source of a split, in its order.
-
-    Args:
-        model: A model with Hugging Face's generate(), in evaluation mode.
-        split: The sources; their targets are not looked at.
-        data: What the split belongs to; its tokenizer makes text of ids.
-        beams: Beams of the search; 1 is greedy.
-        length_penalty: p in the score log P / length^p.
-    """
-    device = next(model.parameters()).device
-    found = [""] * len(split)
-    lengths = split.sources.lengths
-    for batch in token_sorted(lengths, tokens=max(int(lengths.max()), DECODED_TOKENS // beams)):
-        examples = [TranslationExample(source=split.sources[index], target=[START]) for index in batch]
-        ids = collate(examples)["input_ids"].to(device)
-        generated = model.generate(
-            input_ids=ids,
-            attention_mask=(ids != PADDING).long(),
-            num_beams=beams,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=beams > 1,
-            max_new_tokens=LONGER * ids.shape[1] + EXTRA,
-            suppress_tokens=[PADDING, START],
-        )
-        for index, row in zip(batch, generated.tolist(), strict=True):
-            found[index] = data.tokenizer.decode(row)
-    return found
+    """Return the translation of each source of a split, in its order; see `decoded`."""
+    return decoded(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
 
 
 def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
@@ -227,6 +213,16 @@ def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDA
     scores = [bleu.corpus_score([one], [[other]]) for one, other in zip(hypotheses, references, strict=True)]
     rows = [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
     return np.array(rows, dtype=np.float64)
+
+
+def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
+    preparation, scale = data.whole.record["preparation"], data.scale
+    size = preparation["vocabulary_size"]
+    if preparation["tokenizer"] == "learned" and size != scale.vocabulary_size:
+        raise DataError(
+            f"{folder} was prepared with {size:,} subwords but scale {scale.name} has {scale.vocabulary_size:,}; "
+            "prepare it for that scale."
+        )
 
 
 def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float) -> Answers:

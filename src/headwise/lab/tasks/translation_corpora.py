@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.checks import DataError, SettingError
+from headwise.checks import DataError
 from headwise.lab.downloads import Download, fetch
 from headwise.lab.tasks.translation_cleaning import Cleaning
 from headwise.lab.tasks.translation_recipes import (
@@ -31,8 +31,7 @@ __all__ = [
     "Parts",
     "fetch_corpus",
     "find_files",
-    "own_corpus",
-    "own_folder",
+    "present",
 ]
 
 Files = dict[str, tuple[tuple[Path, Path], ...]]
@@ -113,7 +112,7 @@ def find_files(corpus: Corpus, folder: Path) -> tuple[Layout, Files]:
         found: Files = {}
         missing: list[str] = []
         for split, parts in _splits(layout):
-            paths = [(_present(folder, part.source), _present(folder, part.target)) for part in parts]
+            paths = [(present(folder, part.source), present(folder, part.target)) for part in parts]
             absent = [
                 name
                 for part, pair in zip(parts, paths, strict=True)
@@ -147,54 +146,6 @@ def fetch_corpus(corpus: Corpus, folder: Path, *, progress: bool = False) -> Non
         fetch(download, folder, progress=progress)
 
 
-def own_corpus(train: Part, source_language: str, target_language: str, **splits: Part) -> Corpus:
-    """Return a corpus of your own files; a dev or test split that is not given is cut from training.
-
-    A cut split has at most 2,000 pairs and at most a twentieth of training. Pairs are drawn by a keyed hash of the
-    source line, so that no source line of a cut split is in training.
-
-    Args:
-        train: The training files; absolute, or relative to the folder given with the corpus.
-        source_language: Language translated from.
-        target_language: Language translated into.
-        **splits: `dev=` and `test=`, and further test sets by any other name.
-
-    Example:
-        >>> own_corpus(Part("my.de", "my.en"), "de", "en", test=Part("t.de", "t.en")).layouts[0].test
-        (Part(source='t.de', target='t.en'),)
-    """
-    given = {name: (part,) for name, part in splits.items()}
-    dev, test = given.pop("dev", ()), given.pop("test", ())
-    layout = Layout("own", (train,), dev, test, tuple(given.items()))
-    return Corpus("own", source_language, target_language, (layout,))
-
-
-def own_folder(folder: Path, source_language: str, target_language: str) -> Corpus:
-    """Return a corpus of your own folder: `train.de` and `train.en` for de and en, likewise dev (or valid) and test.
-
-    Raises:
-        SettingError: Both languages are the same.
-        DataError: A training file is missing, a split has one side only, or both dev and valid are there.
-    """
-    sides = source_language, target_language
-    if source_language == target_language:
-        raise SettingError(f"source and target language are both {source_language!r}; expected two.")
-
-    def part(name: str) -> Part | None:
-        there = [side for side in sides if _present(folder, f"{name}.{side}")]
-        if len(there) == 1:
-            raise DataError(f"{folder} has {name}.{there[0]} but no {name}.{(set(sides) - set(there)).pop()}.")
-        return Part(f"{name}.{sides[0]}", f"{name}.{sides[1]}") if there else None
-
-    train, dev, valid, test = part("train"), part("dev"), part("valid"), part("test")
-    if train is None:
-        raise DataError(f"{folder} lacks train.{sides[0]} and train.{sides[1]}, plain or with .gz.")
-    if dev and valid:
-        raise DataError(f"{folder} has both dev.{sides[0]} and valid.{sides[0]}; expected one of them.")
-    found = {"dev": dev or valid, "test": test}
-    return own_corpus(train, *sides, **{name: kept for name, kept in found.items() if kept})
-
-
 def _splits(layout: Layout) -> Iterator[tuple[str, Parts]]:
     yield "train", layout.train
     for name, parts in (("dev", layout.dev), ("test", layout.test), *layout.further):
@@ -202,9 +153,14 @@ def _splits(layout: Layout) -> Iterator[tuple[str, Parts]]:
             yield name, parts
 
 
-def _present(folder: Path, name: str) -> Path | None:
-    """Return the one form of a file that is there: as named or without the folder in front, plain or gzipped."""
-    places = dict.fromkeys((folder / name, folder / Path(name).name))
+def present(folder: Path, name: str) -> Path | None:
+    """Return the one form of a file that is there: as named or without the folder in front, plain or gzipped.
+
+    Raises:
+        DataError: Two forms are there.
+    """
+    names = (name,) if Path(name).is_absolute() else (name, Path(name).name)
+    places = dict.fromkeys(folder / form for form in names)
     forms = [form for place in places for form in (place, place.with_name(f"{place.name}.gz")) if form.is_file()]
     if len(forms) > 1:
         raise DataError(f"{forms[0]} and {forms[1]} are both there; expected one of them: take the other away.")
@@ -248,14 +204,14 @@ def _iwslt14() -> Corpus:
         "en",
         (
             Layout("official", german_english("train.tags.de-en"), (), test, dev_every=23),
-            Layout("prepared", german_english("train"), german_english("valid"), german_english("test")),
             Layout("partial", german_english("train_part"), german_english("valid"), german_english("test")),
         ),
         Cleaning(longest=175, ratio=1.5),
         by_hand=(
             "IWSLT14 has no published checksum and so no recipe: fetch "
-            "http://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz yourself and unpack it there: "
-            "train.tags.de-en.{de,en} and IWSLT14.TED*.xml are read as they are."
+            "http://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz yourself and unpack it there "
+            "(tar xzf de-en.tgz --strip-components=1): train.tags.de-en.{de,en} and IWSLT14.TED*.xml are read as they "
+            "are."
         ),
     )
 

@@ -27,7 +27,15 @@ from headwise.lab.tasks.translation_cleaning import Cleaning
 from headwise.lab.tasks.translation_corpora import Corpus, find_files
 from headwise.lab.tasks.translation_preparation import FORMAT, RECORD, TOKENIZER, Preparation, fingerprint_of, prepare
 
-__all__ = ["TranslationData", "TranslationExample", "TranslationSplit", "collate", "load_translation", "open_prepared"]
+__all__ = [
+    "TranslationData",
+    "TranslationExample",
+    "TranslationSplit",
+    "collate",
+    "load_translation",
+    "open_prepared",
+    "prepare_translation",
+]
 
 IGNORED = -100
 
@@ -134,8 +142,12 @@ class TranslationData:
         return self._lines(split, "target")
 
     def summary(self) -> str:
-        """Return a line for each split: pairs and subwords kept, and what was dropped and why."""
-        return "\n".join(_summary(name, counts) for name, counts in self.record["splits"].items())
+        """Return what the data is, then a line for each split: pairs and subwords kept, what was dropped and why."""
+        about, vocabulary = self.record["corpus"], self.tokenizer.vocabulary_size
+        title = f"{about}, {self.source_language} to {self.target_language}, {vocabulary:,} subwords"
+        absent = [name for name in ("dev", "test") if name not in self.record["files"]]
+        drawn = f"; {' and '.join(absent)} cut from train" if absent else ""
+        return "\n".join([title + drawn, *(_summary(name, counts) for name, counts in self.record["splits"].items())])
 
     def _lines(self, split: str, side: str) -> list[str]:
         require_choice("split", split, [name for name in self.splits if name != "train"])
@@ -182,6 +194,32 @@ def load_translation(
             # what is damaged is made anew, as every cache here
             shutil.rmtree(place)
     prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
+    return open_prepared(place)
+
+
+def prepare_translation(
+    corpus: Corpus,
+    folder: Path,
+    place: Path,
+    *,
+    vocabulary_size: int,
+    tokenizer: Path | None = None,
+    progress: bool = False,
+) -> TranslationData:
+    """Return the data of a corpus, prepared in the folder `place`; what is there already from the same is kept.
+
+    Raises:
+        DataError: As `load_translation`, or `place` holds something else; nothing is overwritten.
+        SettingError: A setting is outside its range.
+    """
+    require_integer("vocabulary_size", vocabulary_size, low=1)
+    preparation = Preparation(vocabulary_size, tokenizer, corpus.cleaning)
+    layout, files = find_files(corpus, folder)
+    fingerprint = fingerprint_of(corpus, layout, files, preparation)
+    if not place.exists():
+        prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
+    elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:
+        raise DataError(f"{place} holds something else; nothing is overwritten: name another --out.")
     return open_prepared(place)
 
 

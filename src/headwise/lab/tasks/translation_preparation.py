@@ -104,7 +104,7 @@ def prepare(
         if not place.exists():
             partial.rename(place)
     except OSError as error:
-        raise DataError(f"{place}: the cache cannot be written ({error}); name another cache folder.") from error
+        raise DataError(f"{place} cannot be written ({error}); name another folder.") from error
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -191,7 +191,8 @@ def _write_split(text: _Text, split: str, subwords: Subwords, sieve: Sieve | Non
         stream.close()
     if source.sequences == 0:
         reasons = f" ({dict(sieve.dropped)} dropped)" if sieve is not None and sieve.dropped else ""
-        raise DataError(f"the {split} split holds no pair{reasons}; expected at least one.")
+        cut = f", cut from {text.read['train']:,} training pairs," if split in text.cut else ""
+        raise DataError(f"the {split} split{cut} holds no pair{reasons}; expected at least one.")
     counts: dict[str, Any] = {"pairs": source.sequences, "source_tokens": source.tokens, "target_tokens": target.tokens}
     return counts | ({} if sieve is None else {"read": sieve.read, "dropped": dict(sorted(sieve.dropped.items()))})
 

@@ -1,0 +1,117 @@
+"""What the commands share: their arguments, the names they refuse, and how a person stops them.
+
+Owns nothing slow: everything that takes time to import is imported inside.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.lab.scale_options import ScaleOptions, with_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.lab.tasks.task import Scale
+
+__all__ = [
+    "GOES_ON",
+    "DataFolder",
+    "Embeddings",
+    "Folds",
+    "Pipeline",
+    "ScaleName",
+    "Sizes",
+    "Stopped",
+    "TaskName",
+    "Workers",
+    "require_known",
+    "require_task",
+    "scale_of",
+    "standard_console",
+    "stoppable",
+]
+
+TaskName = Annotated[str, typer.Argument(help="The task: logic, translation or classification.")]
+ScaleName = Annotated[
+    str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
+]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
+        "files: my.en,my.de. For classification also one file, with a label and a text in each line: my.tsv.",
+    ),
+]
+Pipeline = Annotated[
+    Path | None,
+    typer.Option("--pipeline", help="Folder of a spaCy pipeline that parses, for roles that are made of a parse."),
+]
+Embeddings = Annotated[
+    Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")
+]
+Folds = Annotated[
+    int | None, typer.Option("--folds", help="Cross-validation in so many parts, where the data has no test of its own.")
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SIZE=VALUE", help="Another size than the scale's, as layers=4; one or several."),
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Runs side by side, one thread each; the cores by default.")
+]
+GOES_ON = "stopped; every run has saved where it is, give the same command again to go on."
+
+
+class Stopped(Exception):
+    """Ctrl-C, on its way past typer; says what there is to say."""
+
+
+@contextmanager
+def stoppable(sentence: str = GOES_ON) -> Iterator[None]:
+    """Turn Ctrl-C into `Stopped`: typer would end the process before a word is said."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(sentence) from None
+
+
+def require_known(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not known, with the ones near to it."""
+    names = list(known)
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
+    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
+
+
+def require_task(name: str) -> None:
+    """Refuse a task that is not known."""
+    from headwise.lab.tasks.named import TASKS
+
+    require_known("task", name, TASKS)
+
+
+def scale_of(task: str, options: ScaleOptions | str) -> Scale:
+    """Return the scale of that name, with the options."""
+    from headwise.lab.tasks.named import named_task
+
+    options = ScaleOptions(options) if isinstance(options, str) else options
+    scales = named_task(task).scales
+    require_known("scale", options.scale, scales)
+    return with_options(scales[options.scale], options, task)
+
+
+def standard_console() -> Console:
+    """Return the console on standard output."""
+    from rich.console import Console
+
+    return Console()

@@ -1,0 +1,125 @@
+"""The commands around the translation task: fetch a corpus, prepare it, translate with a run.
+
+Owns their options, what they say on the terminal, and the two standard streams of `translate`. Everything slow is
+imported inside.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.lab.arguments import DataFolder, ScaleName, TaskName, require_known, require_task, scale_of, stoppable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+__all__ = ["download", "prepare", "translate"]
+
+# What a shell reports of a program whose reader has gone: 128 and SIGPIPE.
+READER_GONE = 141
+# Batches of a window: sorting by length inside it pays, and the first line does not wait long.
+WINDOW_BATCHES = 8
+
+
+def translate(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of the translation task.")],
+    beams: Annotated[
+        int | None, typer.Option(help="Beams of the search, 1 for greedy; the run's own by default.")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="p in the score log P / length^p; the run's own by default.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Most lines decoded together.")] = 32,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Lines read before the first is written; 8 batches by default, 1 from a terminal."),
+    ] = None,
+) -> None:
+    """Translate standard input to standard output, a line for each line, as it comes."""
+    with stoppable("stopped."):
+        from headwise.lab.translate import read_lines, translate_lines
+        from headwise.lab.translator import open_translator
+
+        translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch)
+        if window is None:
+            window = 1 if sys.stdin.isatty() else WINDOW_BATCHES * batch
+        try:
+            with _lines_done() as (done, warn):
+                lines = read_lines(sys.stdin.buffer, "standard input")
+                translate_lines(translator, lines, sys.stdout.buffer, window=window, warn=warn, done=done)
+        except BrokenPipeError:
+            # the interpreter flushes the stream once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(READER_GONE) from None
+
+
+def prepare(
+    task: TaskName,
+    out: Annotated[Path, typer.Option(help="Folder to write; compare --data takes it, here or elsewhere.")],
+    data: DataFolder = None,
+    scale: ScaleName = "demo",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json to use instead of learning subwords.")
+    ] = None,
+) -> None:
+    """Prepare a task's data for a scale once, into a folder to keep or to take to another machine."""
+    require_task(task)
+    from headwise.lab.tasks.named import named_task
+    from headwise.lab.tasks.task import Preparing
+
+    chosen = named_task(task)
+    if not isinstance(chosen, Preparing):
+        raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
+    if data is None:
+        raise typer.BadParameter("prepare needs --data.")
+    size = scale_of(task, scale)
+    with stoppable("stopped; nothing was written."):
+        prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    typer.echo(prepared.summary())
+    typer.echo(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
+
+
+def download(
+    corpus: Annotated[str, typer.Argument(help="multi30k, iwslt14, wmt14, wmt16 or wmt17.")],
+    out: Annotated[Path, typer.Option(help="Folder for its files; what is there already is kept.")],
+) -> None:
+    """Fetch a corpus of the translation task: its files are pinned, checked and, where packed, unpacked."""
+    from headwise.lab.tasks.translation_corpora import CORPORA, fetch_corpus
+
+    require_known("corpus", corpus, CORPORA)
+    with stoppable("stopped; give the same command again to go on."):
+        fetch_corpus(CORPORA[corpus], out, progress=True)
+    typer.echo(f"{corpus} is in {out}, for headwise compare translation --data {out}")
+
+
+@contextmanager
+def _lines_done() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """Count lines on the terminal while translations go elsewhere; yields what to tell lines and warnings."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    shown = console.is_terminal and not sys.stdout.isatty()
+    columns = SpinnerColumn(), TextColumn("{task.completed:,} lines translated"), TimeElapsedColumn()
+    bars = Progress(*columns, console=console, transient=True) if shown else None
+    task = bars.add_task("") if bars else None
+
+    def done(lines: int) -> None:
+        if bars is not None and task is not None:
+            bars.update(task, completed=lines)
+
+    def warn(sentence: str) -> None:
+        console.print(f"headwise: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+    context: AbstractContextManager[object] = bars or nullcontext()
+    with context:
+        yield done, warn
