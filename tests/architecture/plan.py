@@ -184,6 +184,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/repulsive.py",
             "lab/tables/diversify_ablations.py",
             "lab/tables/diversify.py",
+            "lab/tables/guided.py",
             "lab/reproduce.py",
             "lab/translator.py",
             "lab/translate.py",

@@ -12,7 +12,11 @@ from headwise.lab.tasks import classification_texts
 from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.word_tables import WordTable
 
-GOOD, BAD, REST = ("fine", "great", "lovely"), ("dull", "poor", "awful"), ("a", "film", "it", "is", "plot", "n't", "very")
+GOOD, BAD, REST = (
+    ("fine", "great", "lovely"),
+    ("dull", "poor", "awful"),
+    ("a", "film", "it", "is", "plot", "n't", "very"),
+)
 RELATIONS = ("nsubj", "amod", "punct", "det", "obj")
 
 
@@ -41,7 +45,9 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse as `parsed` does wherever a pipeline is named."""
     tables = classification_texts._tables
 
-    def made(texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool) -> list[WordTable]:
+    def made(
+        texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool
+    ) -> list[WordTable]:
         if scale.pipeline is None:
             return tables(texts, scale, cache, progress=progress)
         return [parsed(text.split()) for text in texts]

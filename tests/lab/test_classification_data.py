@@ -92,7 +92,9 @@ def test_a_set_with_a_test_of_its_own_is_one_training_whatever_the_folds(tmp_pat
 
 def test_training_texts_that_stand_in_dev_or_test_too_are_left_out_and_counted(tmp_path):
     train = [f"{i % 2}\ttext {i} of many" for i in range(30)]
-    data = load_data(folder(tmp_path, train=train, dev=["0\tTEXT 3 of many", "1\tnew"], test=["0\ttext 4 of many"]), CPU, None)
+    data = load_data(
+        folder(tmp_path, train=train, dev=["0\tTEXT 3 of many", "1\tnew"], test=["0\ttext 4 of many"]), CPU, None
+    )
     assert (len(data.train), len(data.dev), len(data.test), data.dropped) == (28, 2, 1, 2)
     assert "text 3 of many" not in texts_of(data, "train")
 
@@ -185,7 +187,9 @@ def test_a_file_of_ones_own_that_cannot_be_used_is_refused(tmp_path, lines, mess
 
 def test_a_label_that_training_does_not_have_is_refused_by_its_line(tmp_path):
     train = ["0\ta b", "1\tc d", "0\te", "1\tf"]
-    with pytest.raises(DataError, match=r"test\.tsv, line 2: label '7' does not occur in train\.tsv; expected one of 0, 1"):
+    with pytest.raises(
+        DataError, match=r"test\.tsv, line 2: label '7' does not occur in train\.tsv; expected one of 0, 1"
+    ):
         load_data(folder(tmp_path, train=train, dev=["0\tx"], test=["1\ty", "7\tz", "1\tw"]), CPU, None)
 
 

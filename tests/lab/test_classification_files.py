@@ -56,12 +56,12 @@ def test_a_folder_above_the_sets_is_refused_with_one_that_would_do():
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.tsv", "good\tfine , thanks .\nbad\tno \"good\" .\ngood\tsaid \"\"\n"),
-        ("a.tsv", "\ufefflabel\ttext\ngood\tfine  , thanks .\nbad\tno \"good\" .\ngood\tsaid \"\"\n"),
-        ("a.txt", "fine , thanks .\tgood\r\nno \"good\" .\tbad\r\n\r\nsaid \"\"\tgood\r\n"),
+        ("a.tsv", 'good\tfine , thanks .\nbad\tno "good" .\ngood\tsaid ""\n'),
+        ("a.tsv", '\ufefflabel\ttext\ngood\tfine  , thanks .\nbad\tno "good" .\ngood\tsaid ""\n'),
+        ("a.txt", 'fine , thanks .\tgood\r\nno "good" .\tbad\r\n\r\nsaid ""\tgood\r\n'),
         ("a.csv", 'text,label\n"fine , thanks .",good\n"no ""good"" .",bad\n"said """"",good\n'),
         ("a.csv", 'id,Review,SENTIMENT\n1,"fine\n, thanks .",good\n2,"no ""good"" .",bad\n3,"said """"",good\n'),
-        ("a.tsv", "good\tfine , thanks .\nbad\t\"no \"\"good\"\" .\"\ngood\tsaid \"\"\n"),
+        ("a.tsv", 'good\tfine , thanks .\nbad\t"no ""good"" ."\ngood\tsaid ""\n'),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -77,9 +77,17 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
         ("a.tsv", "a\tx y\nb\tz\tq\na\tw\n", r"a\.tsv, line 2: 3 fields; expected 2 as in the first line"),
         ("a.tsv", "a\tx y\nb\n", r"a\.tsv, line 2: 1 field; expected 2"),
         ("a.tsv", "a b c\nb d\n", r"line 1: 1 field; expected 2, a label and a text, or a header that names them"),
-        ("a.tsv", "a\tx y\n\tz\nb\tw\na\tv\nb\tu\nb\tt\n", r"a\.tsv, line 2: the label is empty; fill it in or drop the line"),
+        (
+            "a.tsv",
+            "a\tx y\n\tz\nb\tw\na\tv\nb\tu\nb\tt\n",
+            r"a\.tsv, line 2: the label is empty; fill it in or drop the line",
+        ),
         ("a.tsv", "a\tx y\na\tz\n", r"one label in 2 lines; expected at least two"),
-        ("a.tsv", "a\tx\nb\ty\nc\tz\n", r"3 and 3 different values .* put a first line that names them: label and text"),
+        (
+            "a.tsv",
+            "a\tx\nb\ty\nc\tz\n",
+            r"3 and 3 different values .* put a first line that names them: label and text",
+        ),
         ("a.csv", 'label,text\na,"x\nb,y\n', r"a\.csv, line 2: not comma-separated as quoting wants it"),
         ("a.csv", 'label,text\na,"x\ny"\nb,z,q\n', r"a\.csv, line 4: 3 fields; expected 2"),
         ("a.json", "{}", r"a\.json is no \.tsv, \.txt, \.csv; rename it"),

@@ -35,7 +35,7 @@ def test_words_may_hold_blanks_the_first_of_two_counts_and_a_line_of_sizes_is_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a 1 2\nb 1\n", r"v\.txt, line 2: a word and 1 numbers; expected 2, the width of the model"),
+        ("a 1 2\nb 1\n", r"v\.txt, line 2: a word and 1 numbers; expected 2, the model's width"),
         ("a 1 2 3\n", r"line 1: a word and more than 2 numbers; expected 2"),
         ("a 1 2\nb 1 x\n", r"line 2: not all of the last 2 fields are numbers"),
         ("b 1 nan\n", r"line 1: the vector of 'b' holds a number that is not finite"),

@@ -58,7 +58,8 @@ Embeddings = Annotated[
     Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")
 ]
 Folds = Annotated[
-    int | None, typer.Option("--folds", help="Cross-validation in so many parts, where the data has no test of its own.")
+    int | None,
+    typer.Option("--folds", help="Cross-validation in so many parts, where the data has no test of its own."),
 ]
 Sizes = Annotated[
     list[str] | None,

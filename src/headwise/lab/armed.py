@@ -1,7 +1,7 @@
 """A task's model with an arm on it: what a run trains.
 
-Owns the choice of the model and of the part whose heads the arm acts on, and the refusal of an arm that does not fit the
-task. Attaching the methods is `methods`'.
+Owns the choice of the model and of the part whose heads the arm acts on, and the refusal of an arm that does not fit
+the task. Attaching the methods is `methods`'.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
     if arm.model is not None:
         models = task.models if isinstance(task, WithModels) else ()
         if not isinstance(task, WithModels) or arm.model not in models:
-            raise SettingError(f"task {task.name} has no model {arm.model}; models besides its own: {models or 'none'}.")
+            raise SettingError(
+                f"task {task.name} has no model {arm.model}; models besides its own: {models or 'none'}."
+            )
         model: Any = task.other_model(arm.model, data, scale)
         return model, Methods(arm, model, None, seed=seed)
     masks = None

@@ -163,7 +163,11 @@ def command_of(comparison: Comparison) -> str:
     """Return the command that makes a comparison, with every arm and seed its folder knows."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += ["--seeds", str(max(record["seeds"]) + 1), *(comparison.options or ScaleOptions(comparison.scale.name)).words()]
+    words += [
+        "--seeds",
+        str(max(record["seeds"]) + 1),
+        *(comparison.options or ScaleOptions(comparison.scale.name)).words(),
+    ]
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
 

@@ -80,9 +80,7 @@ def gather(settings: RunSettings | BaselineSettings, folder: Path) -> None:
     runs.claim(run, whole.record())
     results = [runs.read_json(part / runs.RESULT) for part in folders]
     answers = [_arrays(part / runs.PREDICTIONS) for part in folders]
-    found, predicted = (
-        np.concatenate([part[name] for part in answers]) for name in ("statistics", "predicted")
-    )
+    found, predicted = (np.concatenate([part[name] for part in answers]) for name in ("statistics", "predicted"))
     runs.write_answers(run, found, predicted, None)
     metric = METRICS[named_task(settings.task).metric]
     result = {

@@ -29,6 +29,7 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
+from headwise.lab.tables.guided import GUIDED
 from headwise.lab.tables.pictures import curve, head_map
 from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
 from headwise.lab.tables.reproduction import Part, Reproduction
@@ -43,7 +44,7 @@ __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_a
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *DIVERSIFY)
+    for reproduction in (*REPULSIVE, *DIVERSIFY, *GUIDED)
     if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
 }
 # Prepared data, kept once for all comparisons below --out.
@@ -123,7 +124,15 @@ def make_plans(
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
         comparison = Comparison(
-            reproduction.task, arms, tuple(range(seeds)), model, place, folder, workers, cache=out / CACHE
+            reproduction.task,
+            arms,
+            tuple(range(seeds)),
+            model,
+            place,
+            folder,
+            workers,
+            cache=out / CACHE,
+            options=options,
         )
         plans.append(Plan(part, comparison))
     return tuple(plans)

@@ -1,7 +1,7 @@
 """The masks of an arm's roles, batch by batch: the roles of each sentence, or the control that replaces them.
 
-Owns the making and keeping of masks while a run trains, and the drawing of the parses of a shuffled one. What a sentence
-gets follows from the run's seed and the sentence alone, so that a resumed run sees the same masks. Must not know tasks.
+Owns the making and keeping of masks while a run trains, and the drawing of another parse. What a sentence gets follows
+from the run's seed and the sentence alone, so that a resumed run sees the same masks. Must not know tasks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from headwise.lab.guided import ROLES, Guided
 from headwise.lab.protocol import key
 from headwise.masks import HeadMask
 from headwise.role_masks import Roles
-from headwise.roles import Dependency, Major, Rare, Separator, Window
+from headwise.roles import Dependency, Major, Rare, RoleSetting, Separator, Window
 from headwise.word_rarity import IDF
 from headwise.word_tables import WordTable
 
 __all__ = ["Donors", "RoleMasks"]
 
-OF_NAME = dict(zip(ROLES, (Rare, Separator, Dependency, Major, Window), strict=True))
+AS_STATED: tuple[RoleSetting, ...] = (Rare(), Separator(), Dependency(), Major(), Window())
+# The paper and its code agree about the dependency role.
+AS_RELEASED: tuple[RoleSetting, ...] = (
+    Rare.released(),
+    Separator.released(),
+    Dependency(),
+    Major.released(),
+    Window.released(),
+)
 # Draws of a sentence with another parse before every sentence of that length is looked at.
 TRIES = 20
 
@@ -98,7 +106,8 @@ class RoleMasks:
         # a dropped role's head is a regular one, which padding alone masks
         self.names = tuple(name for name in guided.roles if name not in guided.drop)
         self.heads = tuple(guided.roles.index(name) for name in self.names)
-        self.roles = {name: _role(name, guided.released, idf) for name in self.names}
+        settings: dict[str, RoleSetting] = dict(zip(ROLES, AS_RELEASED if guided.released else AS_STATED, strict=True))
+        self.roles: dict[str, Roles] = {name: Roles(settings[name], idf=idf) for name in self.names}
         self._kept: dict[int, tuple[int, NDArray[np.uint8]]] = {}
 
     def __call__(self, batch: Mapping[str, Tensor]) -> HeadMask:
@@ -135,9 +144,3 @@ class RoleMasks:
             made.append(mask.roles.expand(len(numbers), 1, mask.tokens, mask.tokens))
         planes = torch.cat(made, dim=1).numpy()
         return [plane[:, : len(t) + 2, : len(t) + 2] for plane, t in zip(planes, tables, strict=True)]
-
-
-def _role(name: str, released: bool, idf: IDF) -> Roles:
-    kind = OF_NAME[name]
-    # the paper and its code agree about the dependency role
-    return Roles(kind() if kind is Dependency or not released else kind.released(), idf=idf)

@@ -40,7 +40,7 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
             continue
         if len(fields) <= width:
             raise DataError(
-                f"{path}, line {number}: a word and {len(fields) - 1} numbers; expected {width}, the width of the model."
+                f"{path}, line {number}: a word and {len(fields) - 1} numbers; expected {width}, the model's width."
             )
         word = " ".join(fields[:-width])
         if word in found or (word not in wanted and number > 1):
@@ -53,7 +53,7 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
             raise DataError(f"{path}, line {number}: the vector of {word!r} holds a number that is not finite.")
         if len(fields) > width + 1 and _is_number(fields[-width - 1]):
             raise DataError(
-                f"{path}, line {number}: a word and more than {width} numbers; expected {width}, the width of the model."
+                f"{path}, line {number}: a word and more than {width} numbers; expected {width}, the model's width."
             )
         if word in wanted:
             found[word] = vector

@@ -132,9 +132,7 @@ class Encoder(nn.Module):
             )
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=0) if embedding is None else embedding
         self.layers = nn.ModuleList(
-            EncoderLayer(
-                width, heads=heads, norm_first=norm_first, dropout=dropout, head_size=head_size, hidden=hidden
-            )
+            EncoderLayer(width, heads=heads, norm_first=norm_first, dropout=dropout, head_size=head_size, hidden=hidden)
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()

@@ -59,16 +59,19 @@ class SentenceClassifier(nn.Module):
     Subclasses own what makes that vector of the tokens.
 
     Args:
-        pooled: Width of the sentence's vector.
+        words: Vectors of the tokens.
         num_labels: Number of classes.
-        dropout: Dropout of that vector.
+        scale: Sizes of the model.
     """
 
-    def __init__(self, pooled: int, num_labels: int, dropout: float) -> None:
+    # Width of the sentence's vector, as a multiple of the model's.
+    vectors: int = 1
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:  # noqa: ARG002
         super().__init__()
         require_integer("num_labels", num_labels, low=2)
-        self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(pooled, num_labels)
+        self.dropout = nn.Dropout(scale.dropout)
+        self.classifier = nn.Linear(self.vectors * scale.width, num_labels)
 
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """Return the vector of each sentence, [B, pooled], of ids [B, L] with padding True at pads, bool [B, L]."""
@@ -102,15 +105,10 @@ class SentenceTransformer(SentenceClassifier):
     """A Transformer encoder and the mean of its states over the tokens of the sentence.
 
     `model.encoder.layers.*.attention` are the attention sites.
-
-    Args:
-        words: Vectors of the tokens.
-        num_labels: Number of classes.
-        scale: Sizes of the model.
     """
 
     def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
-        super().__init__(scale.width, num_labels, scale.dropout)
+        super().__init__(words, num_labels, scale)
         self.encoder = Encoder(
             words.num_embeddings,
             width=scale.width,
@@ -131,8 +129,10 @@ class SentenceTransformer(SentenceClassifier):
 class SentenceLSTM(SentenceClassifier):
     """A bidirectional LSTM of one layer, d units in each direction, and the mean of its states (Cho et al. 2014)."""
 
+    vectors = 2
+
     def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
-        super().__init__(2 * scale.width, num_labels, scale.dropout)
+        super().__init__(words, num_labels, scale)
         self.words = words
         self.recurrent = nn.LSTM(scale.width, scale.width, batch_first=True, bidirectional=True)
 
@@ -149,8 +149,10 @@ class SentenceLSTM(SentenceClassifier):
 class SentenceCNN(SentenceClassifier):
     """Filters over 3, 4 and 5 words, d of each, and the greatest answer of each filter (Kim 2014)."""
 
+    vectors = len(FILTER_WIDTHS)
+
     def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
-        super().__init__(len(FILTER_WIDTHS) * scale.width, num_labels, scale.dropout)
+        super().__init__(words, num_labels, scale)
         self.words = words
         self.filters = nn.ModuleList(
             nn.Conv1d(scale.width, scale.width, size, padding=size // 2) for size in FILTER_WIDTHS

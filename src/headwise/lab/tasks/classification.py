@@ -86,7 +86,8 @@ class ClassificationTask:
         """Return what makes the role masks of a batch; the words' rarity is that of the training split."""
         if guided.parsed and data.texts.heads is None:
             raise DataError(
-                f"the roles {', '.join(guided.parsed)} need parses; name a spaCy pipeline with a parser (--pipeline DIR)."
+                f"the roles {', '.join(guided.parsed)} need parses; name the folder of a spaCy pipeline with a parser "
+                "(--pipeline DIR)."
             )
         table = data.texts.table
         donors = Donors(table, data.texts.words.lengths, data.train.numbers, key(seed, "shuffled parse"))

@@ -109,7 +109,11 @@ class ClassificationData:
 
     def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
-        known = [(index, self.texts.vectors[word]) for index, word in enumerate(self.vocabulary) if word in self.texts.vectors]
+        known = [
+            (index, self.texts.vectors[word])
+            for index, word in enumerate(self.vocabulary)
+            if word in self.texts.vectors
+        ]
         ids = np.array([index for index, _ in known], dtype=np.int64)
         return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
 
@@ -128,7 +132,9 @@ class ClassificationData:
         }
 
 
-def classification_parts(place: Path, scale: ClassificationScale, cache: Path | None) -> tuple[ClassificationScale, ...]:
+def classification_parts(
+    place: Path, scale: ClassificationScale, cache: Path | None
+) -> tuple[ClassificationScale, ...]:
     """Return the scale of each training that a run is made of: one a fold, where the set has no test of its own.
 
     Raises:
@@ -160,7 +166,9 @@ def load_data(
     texts = load_texts(place, scale, cache, progress=progress)
     splits, dropped = _splits(texts, scale)
     if scale.train_examples is not None:
-        order = sorted(splits["train"].tolist(), key=lambda number: (stable_key("cap", str(texts.keys[number])), number))
+        order = sorted(
+            splits["train"].tolist(), key=lambda number: (stable_key("cap", str(texts.keys[number])), number)
+        )
         splits["train"] = np.sort(np.array(order[: scale.train_examples], dtype=np.int64))
     for name, numbers in splits.items():
         if not len(numbers):
@@ -212,7 +220,7 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
     keys = [str(key) for key in texts.keys.tolist()]
 
     def keys_of(chosen: NDArray[np.int64]) -> list[str]:
-        return [keys[number] for number in chosen.tolist()]
+        return [keys[int(number)] for number in chosen]
 
     if layout.test is None:
         found = _cut(numbers[layout.train], keys, scale)
@@ -230,10 +238,8 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 
 
-def _cut(
-    numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale
-) -> dict[str, NDArray[np.int64]]:
-    chosen = [keys[number] for number in numbers.tolist()]
+def _cut(numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale) -> dict[str, NDArray[np.int64]]:
+    chosen = [keys[int(number)] for number in numbers]
     count = TENTHS if scale.folds is None else scale.folds
     found = {name: numbers[places] for name, places in cut(chosen, count=count, fold=scale.fold or 0).items()}
     if scale.folds is not None and scale.fold is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 
-__all__ = ["LAYOUTS", "Layout", "LabelledText", "find_layout", "read_labelled"]
+__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled"]
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
@@ -193,8 +193,8 @@ def _columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
     label = 0 if counts[0] <= counts[1] else 1
     if counts[0] == counts[1] or min(counts) > max(2, MOST_LABELS * len(rows)):
         raise DataError(
-            f"{path} has {counts[0]} and {counts[1]} different values in its columns of {len(rows)} lines, so it cannot "
-            "be told which holds labels; put a first line that names them: label and text."
+            f"{path} has {counts[0]} and {counts[1]} different values in its columns of {len(rows)} lines, so it "
+            "cannot be told which holds labels; put a first line that names them: label and text."
         )
     return label, 1 - label
 

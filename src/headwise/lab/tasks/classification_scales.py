@@ -1,6 +1,6 @@
 """The scales of the classification task: what a run of each size trains, and how its data is read and cut.
 
-Owns `ClassificationScale` and the named scales. The recipes of `demo` and `cpu` were chosen on dev, on one thread of a CPU.
+Owns `ClassificationScale` and the named scales. The recipes of `demo` and `cpu` were chosen on dev, without roles.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ CLASSIFICATION_SCALES: Mapping[str, ClassificationScale] = {
             epochs=6,
             warmup_steps=100,
         ),
-        # Wang et al. 2020 and its released code: widths, heads of 100 // 6, the rate and the dropout in the middle of the
-        # grid, post-norm, at most 30 epochs and ten folds; its layers and its number of heads are tuned, see the options
+        # Wang et al. 2020 and its released code: widths, heads of 100 // 6, post-norm, ten folds, at most 30 epochs and
+        # the middle of its grid for rate, dropout and batch; layers 2 to 8 and 6 or 8 heads are a matter of --set
         ClassificationScale(
             name="paper",
             width=100,

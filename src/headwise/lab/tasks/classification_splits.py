@@ -68,7 +68,7 @@ def without(splits: Mapping[str, Sequence[str]]) -> dict[str, NDArray[np.int64]]
     """
     found: dict[str, NDArray[np.int64]] = {}
     later: set[str] = set()
-    for name, texts in reversed(splits.items()):
+    for name, texts in reversed(list(splits.items())):
         found[name] = np.array([place for place, text in enumerate(texts) if text not in later], dtype=np.int64)
         later |= set(texts)
     return {name: found[name] for name in splits}

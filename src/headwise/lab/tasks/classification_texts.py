@@ -233,7 +233,9 @@ def _decode(
         heads=ragged("heads"),
         relations=ragged("relations"),
         relation_names=_words(stored["relation_names"]) if "relation_names" in stored else (),
-        vectors=dict(zip(_words(stored["vector_words"]), stored["vectors"], strict=True)) if "vectors" in stored else {},
+        vectors=dict(zip(_words(stored["vector_words"]), stored["vectors"], strict=True))
+        if "vectors" in stored
+        else {},
         left_out=left_out,
         cut=int(stored["cut"]),
         fingerprint=fingerprint,
