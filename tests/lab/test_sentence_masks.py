@@ -60,7 +60,11 @@ def test_the_masks_are_the_roles_of_the_library_with_the_rarity_of_training(data
     mask = masks(data, scale, Guided(released=released))(some)
     tables = [data.texts.table(number) for number in some["numbers"].tolist()]
     rarity = idf([data.texts.table(number).words for number in data.train.numbers.tolist()])
-    roles = Roles.released(idf=rarity) if released else Roles(Rare(), Separator(), Dependency(), Major(), Window(3), idf=rarity)
+    roles = (
+        Roles.released(idf=rarity)
+        if released
+        else Roles(Rare(), Separator(), Dependency(), Major(), Window(3), idf=rarity)
+    )
     expected = roles(tables, num_heads=7, before=1, after=1)
     assert mask.names == ROLES
     assert torch.equal(mask.allowed(), expected.allowed())
@@ -143,7 +147,9 @@ def test_where_no_other_sentence_is_as_long_the_own_words_change_places_in_the_t
 def test_roles_of_a_parse_without_one_are_refused_and_the_others_are_not(scale, tmp_path):
     plain = dataclasses.replace(scale, pipeline=None)
     data = TASK.load(write_sentences(tmp_path / "b.tsv", 60), plain, None)
-    with pytest.raises(DataError, match=r"the roles dependency, major need parses; name the folder of a spaCy pipeline"):
+    with pytest.raises(
+        DataError, match=r"the roles dependency, major need parses; name the folder of a spaCy pipeline"
+    ):
         masks(data, plain, Guided())
     with pytest.raises(DataError, match=r"the roles major need parses"):
         masks(data, plain, Guided(drop=("dependency",)))

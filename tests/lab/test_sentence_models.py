@@ -88,15 +88,16 @@ def test_heads_that_share_the_width_are_the_module_they_were():
     assert layer.feed_forward[0].out_features == 24
 
 
-def test_known_vectors_start_as_given_up_to_one_scale_and_padding_stays_zero():
+def test_known_vectors_start_as_given_the_others_as_large_and_padding_stays_zero():
     table = vectors(known=2)
     initialise(table, 5)
     assert torch.equal(table.weight[0], torch.zeros(10))
-    torch.testing.assert_close(table.weight[5:7], torch.ones(2, 10))
+    torch.testing.assert_close(table.weight[5:7], torch.full((2, 10), 3.0))
     drawn = vectors()
     initialise(drawn, 5)
-    assert torch.equal(table.weight[7:], drawn.weight[7:])
-    assert not torch.equal(table.weight[5], drawn.weight[5])
+    assert torch.equal(drawn.weight[0], torch.zeros(10))
+    torch.testing.assert_close(table.weight[7:], drawn.weight[7:] * 15.0)
+    assert 0.15 < float(drawn.weight[1:].std()) < 0.25
 
 
 def test_word_dropout_acts_in_training_alone():
