@@ -186,6 +186,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/diversify.py",
             "lab/tables/guided.py",
             "lab/reproduce.py",
+            "lab/reproduction_lists.py",
             "lab/translator.py",
             "lab/translate.py",
             "lab/arguments.py",

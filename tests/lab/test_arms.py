@@ -119,6 +119,7 @@ def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
     assert parse_arm("svgd:step_size=0.2,alpha=0.010").name == "svgd:step_size=0.2"
     assert parse_arm("trunk:capsules=4").aggregation == Trunk(capsules=4)
     assert parse_arm("svgd:alpha=2").folder == "svgd@alpha=2.0"
+    assert parse_arm("em:layers=0/1,kinds=self").folder == "em@layers=0_1,kinds=self"
 
 
 NUMBERS = st.floats(min_value=1e-6, max_value=0.9)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headwise.lab.claims import Claim, Contrast, judge
+from headwise.lab.claims import MEASURED, Claim, Contrast, judge
 from headwise.lab.evidence import Evidence
 from headwise.lab.results import read_results
+from headwise.lab.shown import Least, Numbers, StepTimes
 from lab.synthetic_comparison import Drawn, write_comparison
 
 BINS = tuple(range(1, 13))
@@ -76,3 +77,93 @@ def test_holm_covers_the_contrasts_of_all_claims(tmp_path):
     raw = sorted(judged.found[0].estimate.p for judged in together)
     adjusted = sorted(judged.found[0].adjusted for judged in together)
     assert adjusted == pytest.approx([2 * raw[0], max(raw[1], 2 * raw[0])])
+
+
+def numbered(tmp_path, name, **numbers):
+    """Evidence whose arms have a number each, one value a seed."""
+    results = read_results(write_comparison(tmp_path / name, (Drawn("plain", None), Drawn("svgd")), items=20))
+    found = {
+        (arm, seed): {"NLL": value, "step_seconds": 0.1 + 0.1 * (arm == "svgd"), "parameters": 1_000.0}
+        for arm, values in numbers.items()
+        for seed, value in enumerate(values)
+    }
+    return Evidence(results, found)
+
+
+def test_a_contrast_of_a_number_is_tested_over_seeds_alone(tmp_path):
+    evidence = numbered(tmp_path, "a", plain=[2.0, 2.1, 2.2, 2.1, 2.0], svgd=[1.5, 1.7, 1.6, 1.6, 1.5])
+    falls = Contrast("plain", "svgd", measure="NLL")
+    (judged,) = judge([Claim("", (falls,))], {"": evidence})
+    assert judged.found[0].estimate.value == pytest.approx(0.5)
+    assert (judged.found[0].estimate.seeds, judged.found[0].estimate.items) == (5, 1)
+    assert judged.verdict == "borne out"
+    assert str(falls) == "NLL of plain over svgd"
+    (other,) = judge([Claim("", (Contrast("svgd", "plain", measure="NLL"),))], {"": evidence})
+    assert other.verdict == "contradicted"
+
+
+def test_contrasts_reach_across_parts_and_take_one_lead_off_another(tmp_path):
+    parts = {
+        "2 heads": numbered(tmp_path, "a", plain=[2.0, 2.1, 2.2, 2.1, 2.0], svgd=[1.5, 1.7, 1.6, 1.6, 1.5]),
+        "16 heads": numbered(tmp_path, "b", plain=[3.0, 3.2, 3.2, 3.1, 3.0], svgd=[1.6, 1.8, 1.7, 1.7, 1.7]),
+    }
+    rise = Contrast("svgd", "svgd", part="16 heads", against_part="2 heads", measure="NLL")
+    steeper = Contrast("plain", "plain", part="16 heads", against_part="2 heads", measure="NLL", less=rise)
+    one, other = judge([Claim("", (rise,)), Claim("", (steeper,))], parts)
+    assert one.found[0].estimate.value == pytest.approx(0.12)
+    assert other.found[0].estimate.value == pytest.approx(1.02 - 0.12)
+    assert str(rise) == "NLL of svgd in 16 heads over svgd in 2 heads"
+    assert str(steeper).endswith(", less that of svgd in 16 heads over svgd in 2 heads")
+    assert not rise.is_empty
+    least = Least("NLL", "svgd", ("2 heads", "16 heads")).text(parts)
+    assert least == "least NLL of svgd: 2 heads (2 heads 1.580, 16 heads 1.700; 5 of 5 seeds agree)"
+    assert Least("NLL", "svgd", ("2 heads", "8 heads")).text(parts).endswith("not run in all of 2 heads, 8 heads")
+
+
+def test_scores_across_parts_are_paired_on_the_same_items_and_refused_on_others(tmp_path):
+    arms = Drawn("plain", None), Drawn("good", effect=0.9)
+    folders = [
+        write_comparison(tmp_path / name, arms, bins=BINS, items=150, seed=7 + place) for place, name in enumerate("ab")
+    ]
+    parts = dict(zip("ab", (Evidence(read_results(folder)) for folder in folders), strict=True))
+    contrast = Contrast("good", "plain", part="a", against_part="b")
+    (judged,) = judge([Claim("", (contrast,))], parts)
+    means = [
+        np.mean([run.statistics.mean() for run in parts[part].results.runs if run.arm == arm])
+        for part, arm in (("a", "good"), ("b", "plain"))
+    ]
+    assert judged.found[0].estimate.value == pytest.approx(means[0] - means[1])
+    elsewhere = read_results(write_comparison(tmp_path / "c", arms, bins=BINS[:3], items=150))
+    (refused,) = judge([Claim("", (contrast,))], {"a": parts["a"], "b": Evidence(elsewhere)})
+    assert refused.verdict == "no verdict (good in a over plain in b is on different test sets)"
+
+
+def test_bins_without_test_items_give_no_verdict(tmp_path):
+    results = comparison(tmp_path, Drawn("good", effect=1.2))
+    for contrast in (Contrast("good", "plain", (13, 20)), Contrast("good", "plain", (13, 20), beyond=(1, 6))):
+        (judged,) = judge([Claim("", (contrast,))], {"": Evidence(results)})
+        assert judged.verdict.endswith("has no test items)")
+
+
+def test_what_no_test_decides_is_shown_without_one_and_leaves_the_others_p_values_alone(tmp_path):
+    evidence = numbered(tmp_path, "a", plain=[2.0, 2.1, 2.2, 2.1, 2.0], svgd=[1.9, 2.1, 2.1, 2.1, 1.9])
+    falls = Claim("", (Contrast("plain", "svgd", measure="NLL"),))
+    equal = Claim(
+        "",
+        falls.contrasts,
+        (StepTimes(("svgd", "spos")), Numbers("parameters", "size", ("plain",), digits=0)),
+        tested=False,
+    )
+    (alone,) = judge([falls], {"": evidence})
+    together = judge([falls, equal, equal], {"": evidence})
+    assert together[0] == alone
+    assert (together[1].verdict, together[1].found[0].adjusted) == (MEASURED, None)
+    assert together[1].shown == ("step time over plain: svgd 2.00, spos not run", "size: plain 1,000")
+    (nothing,) = judge([Claim("", shown=(StepTimes(("svgd",), "big"),))], {"": evidence})
+    assert (nothing.verdict, nothing.shown) == (MEASURED, ("step time over plain in big: svgd not run",))
+
+
+def test_one_arm_on_both_sides_is_no_contrast(tmp_path):
+    results = comparison(tmp_path, Drawn("good", effect=1.2))
+    (judged,) = judge([Claim("", (Contrast("good", "good"),))], {"": Evidence(results)})
+    assert judged.verdict == "no verdict (good over good is one arm at this scale)"

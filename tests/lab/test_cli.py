@@ -35,6 +35,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         dev_examples=40,
     )
     monkeypatch.setattr(logic, "SCALES", {**logic.SCALES, "demo": small})
+    monkeypatch.setattr(logic.LogicTask, "scales", {**logic.SCALES, "demo": small})
     monkeypatch.chdir(tmp_path)
 
     def run(target, jobs, workers, watch):
@@ -72,6 +73,35 @@ def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):
     assert "no verdict" in shown
     assert Path("runs/logic-demo/results.json").exists()
     assert Path("runs/logic-demo/smooth/seed-0/result.json").exists()
+
+
+def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
+    assert call("reproduce") == 0
+    listed = capsys.readouterr().out
+    assert "diversify/figure-4" in listed
+    assert "repulsive/table-2" in listed
+    assert call("reproduce", "--list", "--scale", "demo") == 0
+    assert "8 arms x 2" in capsys.readouterr().out
+    asked = ("reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--workers", "1")
+    assert call(*asked, "--dry-run") == 0
+    assert "8 runs to do" in capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert call(*asked, "--record", "paper") == 0
+    assert "no verdict (1 seed)" in capsys.readouterr().out
+    assert Path("runs/reproductions/logic-demo/em/seed-0/result.json").exists()
+    assert Path("runs/reproductions/diversify-figure-4-demo/report.html").exists()
+    command = "headwise reproduce diversify/figure-4 --scale demo --seeds 1"
+    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert call(*asked, "--dry-run") == 0
+    assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_what_cannot_be_reproduced_is_refused(capsys):
+    error = refused(capsys, "reproduce", "diversify/table-9")
+    assert "there is no reproduction 'diversify/table-9'; did you mean diversify/table-" in error
+    assert "there is no scale 'gpu'" in refused(capsys, "reproduce", "diversify/figure-4", "--scale", "gpu")
+    assert "--seeds is 0" in refused(capsys, "reproduce", "diversify/figure-4", "--seeds", "0")
+    assert "translation needs --data" in refused(capsys, "reproduce", "repulsive/table-6", "--scale", "demo")
 
 
 def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):

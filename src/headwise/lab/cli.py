@@ -176,10 +176,11 @@ def reproduce(
 ) -> None:
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
     from headwise.lab import reproduce as reproducing
+    from headwise.lab import reproduction_lists as lists
     from headwise.lab.compare import default_workers
 
     if list_all or identifier is None:
-        reproducing.show_list(out, scale, standard_console())
+        lists.show_list(out, scale, standard_console())
         return
     require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
     reproduction = reproducing.REPRODUCTIONS[identifier]
@@ -193,7 +194,7 @@ def reproduce(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )
     if dry_run:
-        reproducing.show_plans(reproduction, plans, standard_console())
+        lists.show_plans(reproduction, plans, standard_console())
         return
     command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
     # the record is for others, whose folders have other names

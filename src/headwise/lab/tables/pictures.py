@@ -24,6 +24,7 @@ __all__ = ["curve", "head_map"]
 
 # t-SNE's own default expects hundreds of points.
 PERPLEXITY = 5.0
+COLUMNS = 3
 
 
 def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
@@ -55,7 +56,7 @@ def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, T
             )
         axes.set_xticks(range(len(parts)), parts)
         axes.set_ylabel(measure)
-        axes.legend(frameon=False)
+        figure.legend(loc="outside upper left", ncols=COLUMNS, frameon=False)
         png = to_png(figure)
     alt = "; ".join(
         f"{arm}: " + ", ".join(f"{part} {fmean(values):.3f}" for part, values in by_part.items() if values)
@@ -93,11 +94,11 @@ def head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> P
             axes.scatter(*dots.T, s=70, color=style[arm].color, marker=style[arm].marker, label=arm, alpha=0.8)
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.legend(frameon=False)
+        figure.legend(loc="outside upper left", ncols=COLUMNS, frameon=False)
         png = to_png(figure)
     caption = (
-        f"t-SNE of the mean output of each encoder head, seed {seed}: heads near one another put out alike vectors; the "
-        "distances between groups mean nothing."
+        f"t-SNE of the mean output of each encoder head, seed {seed}: heads near one another put out alike vectors; "
+        "the distances between groups mean nothing."
     )
     alt = f"A map of {len(placed)} heads: " + ", ".join(f"{len(found)} of {arm}" for arm, found in vectors.items())
     return Picture("head-vectors", png, caption, alt)
