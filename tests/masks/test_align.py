@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,9 +78,7 @@ def test_pairs_truncation_and_padding_on_either_side(
 ):
     side = "left" if left else "right"
     tokenizer = fast_tokenizer(kind, padding_side=side)
-    encoding = tokenizer(
-        [pair[0], "short"], [pair[1], "er"], truncation="longest_first", max_length=most, padding=True
-    )
+    encoding = tokenizer([pair[0], "short"], [pair[1], "er"], truncation="longest_first", max_length=most, padding=True)
     tables = [tuple(map(hw.WordTable.split, pair)), (hw.WordTable.split("short"), hw.WordTable.split("er"))]
     aligned = hw.align(tables, encoding, length=length, padding_side=side)
     assert aligned.tokens == length
@@ -95,7 +95,7 @@ def test_pairs_truncation_and_padding_on_either_side(
 def test_words_of_tokens_is_what_comparing_all_spans_gives(data: st.DataObject):
     size = data.draw(st.integers(1, 20))
     cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2)))
-    words = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if data.draw(st.booleans())]
+    words = [(a, b) for a, b in pairwise(cuts) if data.draw(st.booleans())]
     spans = data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted).map(tuple)))
     for span, (first, last) in zip(spans, words_of_tokens(spans, words), strict=True):
         shared = [w for w, (start, end) in enumerate(words) if max(start, span[0]) < min(end, span[1])]
@@ -135,9 +135,7 @@ def test_texts_that_overflow_give_a_row_for_each_part():
     tables = [hw.WordTable.split(text) for text in texts]
     aligned = hw.align(tables, encoding)
     assert len(aligned.rows) == len(encoding.encodings) > 2
-    assert [owner[0].text for owner in aligned.tables] == [
-        texts[i] for i in encoding["overflow_to_sample_mapping"]
-    ]
+    assert [owner[0].text for owner in aligned.tables] == [texts[i] for i in encoding["overflow_to_sample_mapping"]]
     for row, owner, one in zip(aligned.rows, aligned.tables, encoding.encodings, strict=True):
         padded = AlignedRow(row.first[: len(one.ids)], row.last[: len(one.ids)], row.units, row.special, row.places)
         require_right(padded, list(owner), one)

@@ -94,7 +94,11 @@ def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
         use_cpu=True,
     )
     trainer = Trainer(
-        model, arguments, data_collator=guidance.collator(ROLES, tokenizer), train_dataset=EXAMPLES, eval_dataset=EXAMPLES
+        model,
+        arguments,
+        data_collator=guidance.collator(ROLES, tokenizer),
+        train_dataset=EXAMPLES,
+        eval_dataset=EXAMPLES,
     )
     trainer.train()
     # three batches an epoch, two epochs

@@ -211,7 +211,7 @@ def test_a_second_handle_takes_over_and_a_part_of_the_first_ones_sites_is_refuse
         hw.guide(heads.layer(0))
     second = hw.guide(heads, random_mask(2, 3, 5))
     model(x)
-    assert (first.calls, second.calls) == ({name: 0 for name in first.calls}, {name: 1 for name in first.calls})
+    assert (first.calls, second.calls) == (dict.fromkeys(first.calls, 0), dict.fromkeys(first.calls, 1))
     second.remove()
     hw.guide(heads.layer(0)).remove()
     one, other = hw.guide(heads.layer(0), random_mask(2, 3, 5)), hw.guide(heads.layer(1), random_mask(2, 3, 5))

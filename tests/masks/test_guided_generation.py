@@ -15,7 +15,9 @@ ENCODER_DECODERS = ["T5", "BART", "Marian"]
 
 def mask_for(inputs: dict[str, Tensor], heads: int = 4) -> hw.HeadMask:
     """Three heads see the diagonal and one earlier token, so that the outputs are others than without."""
-    keep = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]).bool()
+    keep = (
+        inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]).bool()
+    )
     batch, tokens = keep.shape
     near = torch.eye(tokens, dtype=torch.bool) | torch.eye(tokens, dtype=torch.bool).roll(2, 0)
     return hw.HeadMask(near.expand(batch, 3, -1, -1), keep, heads)

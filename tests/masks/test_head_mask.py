@@ -80,9 +80,7 @@ def test_padding_adds_tokens_nobody_attends_to(mask: hw.HeadMask, extra: int):
 
 
 def test_masks_of_other_lengths_are_concatenated_at_the_longest():
-    short, long = (
-        hw.HeadMask(torch.eye(n, dtype=torch.bool)[None, None], num_heads=2, empty="self") for n in (2, 4)
-    )
+    short, long = (hw.HeadMask(torch.eye(n, dtype=torch.bool)[None, None], num_heads=2, empty="self") for n in (2, 4))
     both = hw.HeadMask.concatenate([short, long])
     assert both.tokens == 4
     assert both.keep.tolist() == [[True, True, False, False], [True] * 4]

@@ -63,9 +63,7 @@ def test_dependency_is_the_word_its_head_and_its_children():
     for word, head in enumerate(HEADS):
         children = {child for child, parent in enumerate(HEADS) if parent == word}
         assert {j for i, j in pairs if i == word} == {word, head} | children
-    assert set(hw.Dependency(children=False).find(SENTENCE)) == {
-        (i, j) for i, h in enumerate(HEADS) for j in (i, h)
-    }
+    assert set(hw.Dependency(children=False).find(SENTENCE)) == {(i, j) for i, h in enumerate(HEADS) for j in (i, h)}
     assert set(hw.Dependency(head=False).find(SENTENCE)) == {(i, j) for j, h in enumerate(HEADS) for i in (j, h)}
 
 

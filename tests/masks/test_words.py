@@ -39,9 +39,9 @@ def test_a_part_of_a_table_keeps_what_hangs_together():
 def depths(table: hw.WordTable) -> list[int]:
     found = []
     for word in range(len(table)):
-        depth = 0
-        while table.heads[word] != word:
-            word, depth = table.heads[word], depth + 1
+        depth, above = 0, word
+        while table.heads[above] != above:
+            above, depth = table.heads[above], depth + 1
         found.append(depth)
     return sorted(found)
 
