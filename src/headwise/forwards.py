@@ -25,6 +25,7 @@ class Forwards:
     Attributes:
         number: Forwards begun so far; the number of the one that is running.
         generating: Whether that one was given a cache, as `generate()` gives it.
+        causal: For each module whose last call said so (is_causal=...), whether it was causal.
 
     Example:
         >>> import torch
@@ -39,6 +40,7 @@ class Forwards:
 
     def __init__(self, heads: Heads) -> None:
         self.number, self.generating = 0, False
+        self.causal: dict[nn.Module, bool] = {}
         self._depth = 0
         self._stops: list[Callable[[], None]] = []
         for module in _around(heads):
@@ -54,9 +56,11 @@ class Forwards:
             stop()
         self._stops = []
 
-    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    def _entered(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if recomputing():
             return
+        if isinstance(kwargs.get("is_causal"), bool):
+            self.causal[module] = kwargs["is_causal"]
         if self._depth == 0:
             self.number += 1
             self.generating = kwargs.get("past_key_values") is not None

@@ -55,11 +55,11 @@ class Guidance:
         self._forwards = Forwards(heads)
         try:
             self._attach()
+            if mask is not None:
+                self(mask)
         except BaseException:
             self.remove()
             raise
-        if mask is not None:
-            self(mask)
 
     def __call__(self, mask: HeadMask) -> Self:
         """Give the next forward its mask.
@@ -170,7 +170,8 @@ class Guidance:
         _require_fitting(site, call, mask, self._forwards.generating)
         self._fired.add(site.name)
         self.calls[site.name] += 1
-        causal = mask.causal or site.kind == "decoder" or bool(getattr(site.module, "is_causal", False))
+        own = getattr(site.module, "is_causal", False)
+        causal = mask.causal or site.kind == "decoder" or bool(self._forwards.causal.get(site.module, own))
         return _part(self._additive(mask, causal, call), call)
 
     def _require_own(self, site: Site) -> None:
@@ -199,7 +200,8 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
 
     A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a role, M_h being 0 where the role allows and -inf
     elsewhere (Wang et al. 2021, eq. 2 and 3). The other heads are as they were. What the model itself masks stays
-    masked; in a decoder, causality enters the masks before the policy for empty rows does.
+    masked; where it is causal, causality enters the masks before the policy for empty rows does. That is seen in the
+    kind of the attention and in `is_causal`; a causal `attn_mask` without it is not, so set `causal` in the mask then.
 
     A mask belongs to one forward of the model, to what activation checkpointing computes again of it, and to the tokens
     that are generated after it: those have no roles. So give every forward its own: `model(**batch, role_mask=mask)`,

@@ -159,17 +159,20 @@ class Roles:
 
 def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
     """Return what a role finds; of a role of the user's own, checked."""
+    assert not isinstance(role, Window)
     if not isinstance(role, Role):
-        assert not isinstance(role, Window)
         return role.find(table)
     found = list(role.find(table))
-    pairs = [(one,) if isinstance(one, int) else tuple(one) if isinstance(one, Sequence) else None for one in found]
-    if len({None if pair is None else len(pair) for pair in pairs} | {1, 2}) > 2 or len({*map(type, found)}) > 1:
-        raise SettingError(f"the role {role.name!r} found {found[:4]!r}; expected words, or pairs of words, by index.")
-    for word in (word for pair in pairs for word in pair or ()):
-        if not isinstance(word, int) or not 0 <= word < len(table):
-            raise SettingError(f"the role {role.name!r} found word {word!r} in a sentence of {len(table)} words.")
-    return [pair if len(pair) == 2 else pair[0] for pair in pairs if pair is not None]
+    cells = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in found]
+    words = [word for cell in cells for word in cell]
+    if {len(cell) for cell in cells} not in (set(), {1}, {2}) or not all(type(word) is int for word in words):
+        raise SettingError(
+            f"the role {role.name!r} found {found[:4]!r}; expected words, or pairs of words, by their index."
+        )
+    wrong = next((word for word in words if not 0 <= word < len(table)), None)
+    if wrong is not None:
+        raise SettingError(f"the role {role.name!r} found word {wrong} in a sentence of {len(table)} words.")
+    return [cell if len(cell) == 2 else cell[0] for cell in cells]
 
 
 def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:

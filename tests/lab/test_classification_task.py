@@ -105,8 +105,8 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(sentences, tmp_path):
     assert "labels neg, pos" in said
     found = rows(tmp_path)
     assert set(found) == {"majority", "counts", *(arm.name for arm in parse_arms(arms))}
-    assert found["bilstm"]["output_cosine"] is None
-    assert found["guided"]["output_cosine"] is not None
+    assert found["bilstm"]["measures"]["output_cosine"] is None
+    assert found["guided"]["measures"]["output_cosine"] is not None
     kept = json.loads((tmp_path / "guided" / "seed-0" / "vocabulary.json").read_text())
     assert kept["labels"] == ["neg", "pos"]
     assert kept["counts"]["test"] == 18

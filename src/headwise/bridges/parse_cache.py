@@ -132,12 +132,12 @@ def _steps(starts: Iterable[int]) -> list[int]:
 
 def _read(path: Path) -> dict[bytes, Parse]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             content = {name: file[name] for name in file.files}
         if int(content["format"]) != FORMAT:
             raise DataError(f"{path} has format {int(content['format'])}; this version of headwise reads {FORMAT}.")
         return _parses(content)
-    except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a file of parses ({error}); delete it to parse again.") from None
 
 

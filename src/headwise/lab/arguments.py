@@ -52,7 +52,7 @@ DataFolder = Annotated[
 ]
 Pipeline = Annotated[
     Path | None,
-    typer.Option("--pipeline", help="Folder of a spaCy pipeline that parses, for roles that are made of a parse."),
+    typer.Option("--pipeline", help="A pipeline of spaCy that parses, for roles of a parse: a folder or a package."),
 ]
 Embeddings = Annotated[
     Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")

@@ -206,6 +206,30 @@ def reproduce(
     _end(failures)
 
 
+@app.command()
+def roles(
+    sentence: Annotated[str, typer.Argument(help="A sentence.")],
+    pipeline: Annotated[str, typer.Option(help="A pipeline of spaCy that parses: a folder or an installed package.")],
+    corpus: Annotated[
+        Path | None, typer.Option(help="Training text, one text a line: which words are rare is counted there.")
+    ] = None,
+    idf: Annotated[Path | None, typer.Option("--idf", help="The counts of IDF.save, in place of --corpus.")] = None,
+    released: Annotated[bool, typer.Option("--released", help="The roles as in the paper's code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for picture and page; runs/roles/... by default.")] = None,
+) -> None:
+    """Show where each role lets the words of a sentence attend, in the terminal, as a picture and as a page."""
+    from headwise.lab.roles_command import show
+
+    options = {"--corpus": corpus, "--idf": idf, "--out": out}
+    command = shlex.join(
+        ["headwise", "roles", sentence, "--pipeline", pipeline]
+        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        + (["--released"] if released else [])
+    )
+    with stoppable():
+        show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
+
+
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)

@@ -37,7 +37,7 @@ class ClassificationScale:
         train_examples: Cap on the training examples, those with the smallest keys; None for all.
         folds: Parts of a cross-validation, each the test set of one training; None for one cut of 80/10/10.
         fold: The part that is tested, from 0; None for all of them.
-        pipeline: spaCy pipeline that parses the texts, a folder; None for no parses.
+        pipeline: spaCy pipeline that parses the texts, a folder or an installed package; None for no parses.
         embeddings: File of word vectors to start from; None to draw them.
         compile_routing: Whether routing is compiled.
 

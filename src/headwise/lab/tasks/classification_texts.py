@@ -6,6 +6,7 @@ ids follow from it and are `classification_data`'s.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,9 +142,17 @@ def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: M
 
 
 def _files_below(pipeline: Path) -> list[Path]:
-    if not pipeline.is_dir():
-        raise DataError(f"{pipeline} does not exist; expected the folder of a spaCy pipeline with a parser.")
-    return sorted(path for path in pipeline.rglob("*") if path.is_file())
+    folder = pipeline
+    if not folder.is_dir():
+        name = str(pipeline)
+        package = importlib.util.find_spec(name) if name.isidentifier() else None
+        if package is None or package.origin is None:
+            raise DataError(
+                f"{pipeline} does not exist; expected a spaCy pipeline with a parser: its folder, or the name of an "
+                "installed package, as en_core_web_sm."
+            )
+        folder = Path(package.origin).parent
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _encode(
