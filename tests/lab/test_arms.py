@@ -174,6 +174,11 @@ VALUES = {
     "capsules": st.sampled_from(["none", "4"]),
     "softmax_over": st.sampled_from(["capsules", "heads"]),
     "floor": st.just("1e-05"),
+    "roles": st.sampled_from(["rare/window/major", "major/dependency/rare/window"]),
+    "drop": st.just("rare"),
+    "random": st.just("window"),
+    "shuffled": st.just("major"),
+    "released": st.sampled_from(["true", "false"]),
 }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentences import parse_without_spacy, parsed, write_sentences
 
 from headwise.checks import DataError, SettingError
 from headwise.lab.data import stable_key
@@ -24,6 +23,7 @@ from headwise.lab.tasks.classification_data import (
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.classification_splits import cut
 from headwise.lab.tasks.classification_texts import stands_apart
+from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from sentences import parse_without_spacy, write_sentences
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
@@ -30,6 +29,7 @@ from headwise.lab.tasks.named import named_task
 from headwise.lab.train import train_run
 from headwise.lab.tune import Tuning, tune
 from headwise.lab.workers import Failure
+from lab.sentences import parse_without_spacy, write_sentences
 
 TASK = ClassificationTask()
 TOY = dataclasses.replace(

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from sentences import parse_without_spacy, write_sentences
 
 from headwise.lab import compare as compare_module
 from headwise.lab import reproduce
+from headwise.lab.grids import NONE
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_3, TABLE_3_FOLDS
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from lab.sentences import parse_without_spacy, write_sentences
 
 TINY = ("width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=48")
 
@@ -87,7 +88,6 @@ def test_a_table_is_run_judged_and_shown_with_its_quoted_rows(inline, sets, tmp_
     record = json.loads((tmp_path / "paper" / "results" / "table-3-demo.json").read_text())
     (rows,) = [record["published"]["rows"]]
     quoted = next(row for row in rows if row[0].startswith("PSAN") and row[1] == "CR")
-    assert (quoted[2], quoted[3]) == ("–", "84.2")
-    assert quoted[4] == "–"
+    assert (quoted[2], quoted[3], quoted[4]) == (NONE, "84.2", NONE)
     verdicts = {claim["verdict"] for claim in record["claims"] if claim["contrasts"]}
     assert all("no verdict" in verdict or verdict == "measured, not tested" for verdict in verdicts)

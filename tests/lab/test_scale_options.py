@@ -39,7 +39,10 @@ def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places()
     [
         (ScaleOptions("cpu", pipeline=Path("p")), "task logic takes no --pipeline; leave it out"),
         (ScaleOptions("cpu", folds=5), "task logic takes no --folds; leave it out"),
-        (ScaleOptions("cpu", sizes=("layers",)), "--set layers: expected size=value, with one of the sizes width, layers"),
+        (
+            ScaleOptions("cpu", sizes=("layers",)),
+            "--set layers: expected size=value, with one of the sizes width, layers",
+        ),
         (ScaleOptions("cpu", sizes=("name=x",)), "--set name=x: expected size=value"),
         (ScaleOptions("cpu", sizes=("layers=two",)), "--set layers=two: expected an integer"),
         (ScaleOptions("cpu", sizes=("norm_first=1",)), "--set norm_first=1: expected true or false"),

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from sentences import parse_without_spacy, parsed, write_sentences
 
 from headwise.checks import DataError, SettingError
 from headwise.lab.guided import PARSED, ROLES, Guided
@@ -19,6 +18,7 @@ from headwise.role_masks import Roles
 from headwise.roles import Dependency, Major, Rare, Separator, Window
 from headwise.word_rarity import idf
 from headwise.word_tables import WordTable
+from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 TASK = ClassificationTask()
 PLACES = {role: head for head, role in enumerate(ROLES)}
