@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.aggregators import Aggregator, ResidualAggregator, build
+from headwise.aggregators import Aggregator, Residual, ResidualAggregator, build
 from headwise.checks import DataError, SettingError
+from headwise.gates import Gate, GatedProjection
 from headwise.nn import MultiheadAttention, adopt
 from headwise.setting_records import record, restored, setting_of
 from headwise.tensor_files import fill, shard_limit, shards_of, tensors_of
@@ -214,8 +215,8 @@ def _rebuilt(source: Path, identity: dict | None) -> nn.Module:
 
 def _described(aggregator: Aggregator) -> dict:
     routed: Any = aggregator.aggregator if isinstance(aggregator, ResidualAggregator) else aggregator
-    votes = routed.votes
-    sizes = {"num_heads": votes.num_heads, "head_size": votes.head_size, "width": votes.width}
+    sized = routed if isinstance(routed, GatedProjection) else routed.votes
+    sizes = {"num_heads": sized.num_heads, "head_size": sized.head_size, "width": sized.width}
     return {"setting": record(setting_of(aggregator)), **sizes}
 
 
@@ -236,8 +237,8 @@ def _put(model: nn.Module, name: str, described: dict, settings: Sequence[type])
         return
     setting = restored(described["setting"], settings)
     sizes = (described["num_heads"], described["head_size"], described["width"])
-    is_residual = described["setting"]["setting"] == "Residual"
-    setattr(owner, attribute, build(setting, *sizes, old if is_residual else None))
+    keeps = isinstance(setting, Residual | Gate)
+    setattr(owner, attribute, build(setting, *sizes, old if keeps else None))
 
 
 def _read_record(source: Path) -> dict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,25 @@ def test_a_lead_beyond_another_range_is_the_difference_of_the_two_leads(tmp_path
     (judged,) = judge([Claim("", (Contrast("em", "plain", (7, 12), beyond=(1, 6)),))], {"": Evidence(results)})
     expected = mean_difference(results, "em", "plain", 7, 12) - mean_difference(results, "em", "plain", 1, 6)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_mean_over_parts_counts_each_part_alike_whatever_its_number_of_items(tmp_path):
+    drawn = (Drawn("plain", None), Drawn("guided", effect=0.6))
+    small, large = (
+        read_results(write_comparison(tmp_path / str(items), drawn, items=items, seed=items, seeds=range(seeds)))
+        for items, seeds in ((40, 5), (300, 6))
+    )
+    contrast = Contrast("guided", "plain", over=("small", "large"))
+    (judged,) = judge([Claim("", (contrast,))], {"small": Evidence(small), "large": Evidence(large)})
+    # the seed that one part alone has is left out of both
+    shared = replace(large, runs=tuple(run for run in large.runs if run.seed < 5))
+    expected = [mean_difference(results, "guided", "plain", 1, 3) for results in (small, shared)]
+    assert judged.found[0].estimate.value == pytest.approx(np.mean(expected), abs=1e-12)
+    assert abs(expected[0] - expected[1]) > 1e-3
+    assert str(contrast) == "guided over plain, mean of small, large"
+    assert contrast.named(lambda part, arm: f"{arm} in {part}").arm == "guided in small"
+    (judged,) = judge([Claim("", (contrast,))], {"small": Evidence(small)})
+    assert "was not run" in judged.verdict
 
 
 def test_claims_are_borne_out_contradicted_or_not_shown(tmp_path):

@@ -43,6 +43,7 @@ class Contrast:
         measure: A number of each run in the place of the score, as in "NLL"; one value a seed, so only seeds are
             chance then.
         less: A contrast whose difference is taken off.
+        over: Parts whose differences are averaged, each counting as much; `part` then says nothing.
     """
 
     arm: str
@@ -54,26 +55,30 @@ class Contrast:
     against_part: str | None = None
     measure: str | None = None
     less: Contrast | None = None
+    over: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts it speaks of."""
+        if self.over:
+            return self.over
         own = (self.part, self.part if self.against_part is None else self.against_part)
         return own + (() if self.less is None else self.less.parts)
 
     @property
     def is_empty(self) -> bool:
         """Whether both sides are one arm, as may happen at a scale with few layers."""
-        one, other = self.parts[:2]
-        return self.arm == self.against and one == other
+        return self.arm == self.against and (bool(self.over) or len({*self.parts[:2]}) == 1)
 
     def named(self, canonical: Callable[[str, str], str]) -> Contrast:
         """Return it with each arm's name replaced by `canonical(part, name)`."""
-        one, other = self.parts[:2]
+        one, other = (self.over[0],) * 2 if self.over else self.parts[:2]
         less = None if self.less is None else self.less.named(canonical)
         return replace(self, arm=canonical(one, self.arm), against=canonical(other, self.against), less=less)
 
     def __str__(self) -> str:
+        if self.over:
+            return f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
         one, other = self.parts[:2]
         if one == other:
             text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
@@ -179,6 +184,11 @@ class _Term:
 def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
     if contrast.is_empty:
         return Found(contrast, None, reason="is one arm at this scale")
+    if contrast.over:
+        leads = _mean_leads(contrast, parts)
+        if isinstance(leads, str):
+            return Found(contrast, None, reason=leads)
+        return Found(contrast, estimate(leads, seed=key("claim", str(contrast))))
     terms = _terms(contrast)
     if any(term.part not in parts for term in terms):
         return Found(contrast, None, reason="was not run")
@@ -208,6 +218,27 @@ def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
         other.data == first.data and other.metric == first.metric and np.array_equal(other.bins, first.bins)
         for other in rest
     )
+
+
+def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | str:
+    """Return values whose plain mean is the mean over parts of a contrast, [S, N], or why there are none."""
+    if any(part not in parts for part in contrast.over):
+        return "was not run"
+    runs = [
+        _by_seed(parts[part].results.runs, arm) for part in contrast.over for arm in (contrast.arm, contrast.against)
+    ]
+    seeds = set.intersection(*(set(found) for found in runs))
+    if not seeds:
+        return "was not run"
+    leads = []
+    for part in contrast.over:
+        kept = replace(parts[part].results, runs=tuple(run for run in parts[part].results.runs if run.seed in seeds))
+        found = _item_leads(_terms(replace(contrast, part=part, over=())), {part: replace(parts[part], results=kept)})
+        if isinstance(found, str):
+            return found
+        leads.append(found)
+    items = sum(found.shape[1] for found in leads)
+    return np.concatenate([found * (items / len(leads) / found.shape[1]) for found in leads], axis=1)
 
 
 def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array | str:

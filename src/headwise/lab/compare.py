@@ -19,16 +19,18 @@ from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
+from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
 from headwise.lab.jobs import do_job
-from headwise.lab.methods import Methods
 from headwise.lab.paired_tests import do_paired_tests
+from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
+from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import Table, read_table
 from headwise.lab.table_record import write_record
@@ -68,6 +70,7 @@ class Comparison:
         data: Folder of the data; None generates it.
         workers: Runs side by side, each on one thread.
         cache: Folder where prepared data is kept; None for one inside `out`.
+        options: What the command said of the scale; None where it was named alone.
     """
 
     task: str
@@ -78,6 +81,7 @@ class Comparison:
     data: Path | None = None
     workers: int = 1
     cache: Path | None = None
+    options: ScaleOptions | None = None
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -109,7 +113,7 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
     jobs = plan_runs(comparison, console)
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
-    if any(runs.is_finished(job.folder) for job in jobs):
+    if any(runs.is_finished(run_of(job)) for job in jobs):
         publish(out, console, command_of(comparison))
     return failures
 
@@ -182,7 +186,11 @@ def command_of(comparison: Comparison) -> str:
     """Return the command that makes a comparison, with every arm and seed its folder knows."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += ["--seeds", str(max(record["seeds"]) + 1), "--scale", comparison.scale.name]
+    words += [
+        "--seeds",
+        str(max(record["seeds"]) + 1),
+        *(comparison.options or ScaleOptions(comparison.scale.name)).words(),
+    ]
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
 
@@ -215,9 +223,9 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
     Raises:
         SettingError: It cannot; the message says why.
     """
-    model = task.model(data, scale)
     try:
-        Methods(arm, model, task.studied(model), seed=0).repel(torch.optim.Adam(model.parameters()))
+        model, methods = armed(task, arm, data, scale, seed=0)
+        methods.repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
@@ -257,7 +265,10 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
 
 
 def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
-    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms."""
+    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms.
+
+    A run of several parts is there part by part.
+    """
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
     places = {"data": comparison.data, "cache": _cache(comparison)}
     rows = [
@@ -273,4 +284,9 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         for seed in comparison.seeds
         for arm in comparison.arms
     ]
-    return rows
+    scales = scales_of(task, rows[-1].settings)
+    jobs = [part for row in rows for part in part_jobs(row, scales)]
+    for job in jobs:
+        # parts may all be finished and the run not, where it was ended in between
+        gather(job.settings, job.folder)
+    return jobs

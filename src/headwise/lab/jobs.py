@@ -11,6 +11,7 @@ import torch
 
 from headwise.lab.analyses import AnalysisSettings, analyse
 from headwise.lab.baseline import BaselineSettings, baseline_run
+from headwise.lab.parts import gather
 from headwise.lab.settings import RunSettings
 from headwise.lab.workers import Heartbeat
 
@@ -22,6 +23,7 @@ def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: 
     torch.set_num_threads(1)
     if isinstance(settings, BaselineSettings):
         baseline_run(settings, folder)
+        gather(settings, folder)
         return
     if isinstance(settings, AnalysisSettings):
         analyse(settings, folder)
@@ -30,3 +32,4 @@ def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: 
     from headwise.lab.train import train_run
 
     train_run(settings, folder, heartbeat)
+    gather(settings, folder)

@@ -19,10 +19,12 @@ from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, analysis_file, read_evidence
 from headwise.lab.grids import terminal_grid
+from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
+from headwise.lab.tables.guided import GUIDED
 from headwise.lab.tables.pictures import curve, head_map
 from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
 from headwise.lab.tables.reproduction import Part, Reproduction
@@ -37,7 +39,7 @@ __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_a
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *DIVERSIFY)
+    for reproduction in (*REPULSIVE, *DIVERSIFY, *GUIDED)
     if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
 }
 # Prepared data, kept once for all comparisons below --out.
@@ -74,7 +76,14 @@ def seeds_at(scale: str) -> int:
 
 
 def make_plans(
-    reproduction: Reproduction, scale: str, *, seeds: int, data: Path | None, out: Path, workers: int
+    reproduction: Reproduction,
+    scale: str,
+    *,
+    seeds: int,
+    data: Path | None,
+    out: Path,
+    workers: int,
+    options: ScaleOptions | None = None,
 ) -> tuple[Plan, ...]:
     """Return the comparisons of a reproduction; nothing is written.
 
@@ -85,9 +94,11 @@ def make_plans(
         data: Folder of the data; at the paper's scale, where the paper has several corpora, of a folder for each.
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
+        options: What the command said of the scale besides its name.
 
     Raises:
         DataError: The data cannot be found.
+        SettingError: An option is none of the task's.
     """
     task = named_task(reproduction.task)
     corpora, plans = reproduction.corpora_at(scale), []
@@ -102,11 +113,21 @@ def make_plans(
                     f"{' and '.join(corpora)}."
                 )
         model = sized(size, task.scales)
+        if options is not None:
+            model = with_options(model, options, reproduction.task)
         words = reproduction.task, model.name, folder_word(folder)
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
         comparison = Comparison(
-            reproduction.task, arms, tuple(range(seeds)), model, place, folder, workers, cache=out / CACHE
+            reproduction.task,
+            arms,
+            tuple(range(seeds)),
+            model,
+            place,
+            folder,
+            workers,
+            cache=out / CACHE,
+            options=options,
         )
         plans.append(Plan(part, comparison))
     return tuple(plans)

@@ -194,11 +194,17 @@ def write_arrays(path: Path, **arrays: NDArray) -> None:
 def as_record(value: Any) -> Any:
     """Return `value` as JSON data: a dataclass becomes its fields with its type's name under "kind".
 
+    A field whose metadata says {"recorded": False} is left out.
+
     >>> as_record(Cell(step=1, steps=4))
     {'kind': 'Cell', 'step': 1, 'steps': 4, 'note': ''}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: as_record(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: as_record(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.metadata.get("recorded", True)
+        }
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, Mapping):
         return {str(key): as_record(item) for key, item in value.items()}

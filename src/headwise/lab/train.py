@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
 from headwise.lab import runs
+from headwise.lab.armed import armed
 from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
@@ -62,9 +63,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         return
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
-    model = task.model(data, scale)
-    part = task.studied(model)
-    methods = Methods(settings.arm, model, part, seed=settings.seed, compile_routing=scale.compile_routing)
+    model, methods = armed(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = runs.latest_checkpoint(folder)
     if checkpoint is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from headwise.checks import DataError
 from headwise.heads import Heads
 from headwise.lab import runs
-from headwise.lab.methods import Methods
+from headwise.lab.armed import armed
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Task
@@ -46,8 +46,9 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
         raise DataError(f"{folder} holds no finished run; give the comparison's command again to go on with it.")
     task = named_task(settings.task)
     data = task.load(settings.data, settings.scale, settings.cache)
-    model = task.model(data, settings.scale)
-    methods = Methods(settings.arm, model, task.studied(model), seed=settings.seed)
+    model, methods = armed(task, settings.arm, data, settings.scale, seed=settings.seed)
+    if methods.heads is None:
+        raise DataError(f"the model of arm {settings.arm.name} has no heads to look at; leave that arm out.")
     try:
         load_model(model, str(path))
     except Exception as error:

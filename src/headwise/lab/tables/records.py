@@ -219,7 +219,9 @@ def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
 def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
     reproduction = found.reproduction
     there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
-    arm = reproduction.canonical(found.scale, named_task(reproduction.task).scales)(row.part, row.arm) if there else ""
+    canonical = reproduction.canonical(found.scale, named_task(reproduction.task).scales)
+    # a row that is quoted alone has no arm
+    arm = canonical(row.part, row.arm) if there and row.arm else ""
     table = found.tables.get(row.part)
     cells = [row.name, *([row.part] if several else []), arm or NONE]
     for place, (column, printed) in enumerate(zip(published.columns, row.cells, strict=True)):

@@ -51,7 +51,7 @@ class PaperRow:
 
     Attributes:
         name: What the paper calls it.
-        arm: The arm that stands for it, as in `Part.arms`.
+        arm: The arm that stands for it, as in `Part.arms`; "" for a row that is quoted and has none.
         cells: The paper's numbers as it prints them, one a column; "" where it has none.
         part: The part that the arm is run in.
     """

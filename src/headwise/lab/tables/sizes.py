@@ -27,13 +27,16 @@ class Size:
         scale: Name of the task's scale.
         times: Width, hidden units and heads are this many times as large as there.
         heads: Heads a layer; None for those of the scale, times `times`.
-        corpus: Name of the corpus that the paper trained on, where the scale is the paper's; None elsewhere.
+        corpus: Name of the corpus that the paper trained on, where the scale is the paper's; None elsewhere. Where a
+            table has several sets of data at every scale, the name of the set's folder.
+        folds: Parts of a cross-validation; None for the scale's own.
     """
 
     scale: str
     times: int = 1
     heads: int | None = None
     corpus: str | None = None
+    folds: int | None = None
 
 
 Sizes = Mapping[str, Size]
@@ -81,6 +84,9 @@ def sized(size: Size, scales: Mapping[str, Any]) -> Any:
     if size.heads not in (None, changes.get("heads", scale.heads)):
         changes["heads"] = size.heads
         name += f"-{size.heads}-heads"
+    if size.folds not in (None, getattr(scale, "folds", None)):
+        changes["folds"] = size.folds
+        name += f"-{size.folds}-folds"
     return dataclasses.replace(scale, name=name, **changes) if changes else scale
 
 

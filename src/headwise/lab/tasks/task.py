@@ -5,7 +5,7 @@ Owns the protocol of tasks and the small values that pass between a task and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -15,11 +15,27 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from headwise.checks import require_choice, require_integer, require_positive, require_range
+from headwise.lab.guided import Guided
 from headwise.lab.metric import Measure
+from headwise.masks import HeadMask
 
-__all__ = ["Answers", "Batches", "Data", "Preparing", "Recipe", "Scale", "Task"]
+__all__ = [
+    "UNRECORDED",
+    "Answers",
+    "Batches",
+    "Data",
+    "Preparing",
+    "Recipe",
+    "Scale",
+    "Task",
+    "WithModels",
+    "WithParts",
+    "WithRoles",
+]
 
 Batch = Mapping[str, Tensor]
+# Metadata of a scale's field that says where something lies on disk: what lies there is part of the data's digest.
+UNRECORDED: Mapping[str, bool] = {"recorded": False}
 
 
 @dataclass(frozen=True)
@@ -209,4 +225,44 @@ class Task(Protocol):
 
     def keepsakes(self, data: Any) -> Mapping[str, str]:
         """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
+        ...
+
+
+@runtime_checkable
+class WithModels(Protocol):
+    """A task with models besides its own, which have no attention; arms name them.
+
+    Attributes:
+        models: Their names.
+    """
+
+    models: tuple[str, ...]
+
+    def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:
+        """Return a new model of that name, which takes the same batches."""
+        ...
+
+
+@runtime_checkable
+class WithRoles(Protocol):
+    """A task whose sentences have words that heads can be guided by."""
+
+    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> Callable[[Mapping[str, Any]], HeadMask]:
+        """Return what makes the mask of a batch from the keyword arguments of the model's forward.
+
+        Raises:
+            DataError: A role needs a parse, and there are none.
+        """
+        ...
+
+
+@runtime_checkable
+class WithParts(Protocol):
+    """A task of which one run may be several trainings: the folds of a cross-validation."""
+
+    def parts(self, folder: Path | None, scale: Any, cache: Path | None) -> Sequence[Any]:
+        """Return the scale of each training of a run, in the order of the test items; the scale itself where it is one.
+
+        The names of the parts are 0, 1, ... and their test items, one part after another, are those of the whole.
+        """
         ...
