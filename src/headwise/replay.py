@@ -88,11 +88,12 @@ class Replay:
     def _in_hand(self, edits: Mapping[str, Edit]) -> Iterator[None]:
         """Inside the block, the first projection of each call of the site returns drawn and edited features."""
         done: set[int | None] = set()
-        handles, module = [], self.site.module
+        module: Any = self.site.module
+        handles = []
         for projecting in {id(slab.module): slab.module for slab in self.site.slabs}.values():
             slabs = [slab for slab in self.site.slabs if slab.module is projecting]
             if projecting is None:
-                module._project = self._projected(slabs, edits)  # pyright: ignore[reportArgumentType]
+                module._project = self._projected(slabs, edits)
             else:
                 hook = self._returned(slabs, edits, done)
                 handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
@@ -148,7 +149,8 @@ class Replay:
         return slab.features(slab.module(*args, **kwargs)).clone()
 
     def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return type(self.site.module)._project(self.site.module, *inputs)  # pyright: ignore[reportAttributeAccessIssue]
+        module: Any = self.site.module
+        return type(module)._project(module, *inputs)
 
     def refuse(self, finding: str) -> NoReturn:
         """Raise `LayoutError` with what was found out."""

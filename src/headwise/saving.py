@@ -61,7 +61,7 @@ def save(
     Raises:
         DataError: The model holds no aggregator; the folder holds a stock model's weights, which would be taken for
             this one; or a tensor is missing or spread over processes.
-        SettingError: `max_shard_size` is no size.
+        SettingError: `model` is no module, or `max_shard_size` is no size.
 
     Example:
         >>> import headwise as hw
@@ -73,6 +73,8 @@ def save(
         >>> type(again.self_attn.out_proj).__name__
         'SimpleAggregator'
     """
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
     places = aggregators_of(model)
     if not places:
         raise DataError(

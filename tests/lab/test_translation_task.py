@@ -181,8 +181,10 @@ def test_a_folder_from_before_further_scores_and_references_goes_on_with_them(co
 
 def test_what_is_no_corpus_is_refused_in_one_sentence(tmp_path):
     task = TranslationTask()
-    with pytest.raises(DataError, match=r"translation needs --data, a folder with the files of multi30k"):
+    with pytest.raises(DataError, match=r"translation needs --data: a folder with the files of multi30k"):
         task.load(None, TOY, tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no corpus that is known \(multi30k, iwslt14"):
+    with pytest.raises(
+        DataError, match=r"holds no corpus that is known; expected a folder with the files of multi30k, iwslt14"
+    ):
         task.load(tmp_path / "empty", TOY, tmp_path)

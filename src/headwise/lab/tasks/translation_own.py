@@ -32,7 +32,7 @@ def corpus_at(place: Path) -> tuple[Corpus, Path]:
         SettingError: Both sides are the same.
 
     Example:
-        >>> corpus_at(Path("nowhere"))
+        >>> corpus_at(Path("nowhere"))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         headwise.checks.DataError: nowhere does not exist; expected ...
