@@ -6,6 +6,7 @@
 #   make lint        ruff and pyright
 #   make bench       overhead of every method against plain torch
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
+#   make bench-roles   cost of role masks: making them, and a guided step
 #   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
 #   make clean       remove .venv and what the tools cached
 
@@ -18,7 +19,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench bench-minilm api clean
+.PHONY: help demo test test-slow lint format bench bench-minilm bench-roles api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -46,6 +47,9 @@ bench: $(VENV)/.dev
 
 bench-minilm: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/minilm.py $(ARGS)
+
+bench-roles: $(VENV)/.dev
+	$(BIN)/python benchmarks/roles.py $(ARGS)
 
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py

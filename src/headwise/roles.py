@@ -70,7 +70,7 @@ class Rare:
             raise SettingError(
                 "Rare needs to know how rare words are; give Roles(..., idf=headwise.idf(words of the training split))."
             )
-        # 0.1 * 30 is a little more than 3 in binary
+        # 0.07 * 100 is a little more than 7 in binary, and 0.29 * 100 a little less than 29
         exact = self.share * len(table) - 1e-9 if self.round_up else self.share * len(table) + 1e-9
         count = max(self.least, math.ceil(exact) if self.round_up else math.floor(exact))
         chosen: Sequence[int] = range(len(table))

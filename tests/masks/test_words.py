@@ -42,6 +42,7 @@ def depths(table: hw.WordTable) -> list[int]:
         depth, above = 0, word
         while table.heads[above] != above:
             above, depth = table.heads[above], depth + 1
+            assert depth < len(table), "the heads go round in a circle"
         found.append(depth)
     return sorted(found)
 
