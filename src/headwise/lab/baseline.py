@@ -70,6 +70,7 @@ def baseline_run(settings: BaselineSettings, folder: Path) -> None:
         "score": scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data)),
         "dev_score": None,
         "answers": dict(answers.measures),
+        "signatures": dict(answers.signatures),
         "parameters": None,
         "step_seconds": None,
         "train_seconds": time.monotonic() - began,

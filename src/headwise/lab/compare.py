@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
@@ -22,15 +23,17 @@ from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
-from headwise.lab.grids import terminal, write_record
+from headwise.lab.grids import terminal
 from headwise.lab.jobs import do_job
+from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
-from headwise.lab.results import COMPARISON, TEST
+from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import Table, read_table
+from headwise.lab.table_record import write_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
 from headwise.lab.workers import Failure, Job, run_jobs
@@ -45,6 +48,7 @@ __all__ = [
     "publish_table",
     "require_fits",
     "run_folder",
+    "test_in_pairs",
 ]
 
 RESULTS = "results.json"
@@ -146,6 +150,7 @@ def publish(out: Path, console: Console, command: str) -> None:
         DataError: A file of a run is damaged.
         NotFired: An arm did the same as plain.
     """
+    test_in_pairs(out, console)
     publish_table(read_table(out), out, console, command)
 
 
@@ -157,6 +162,24 @@ def publish_table(table: Table, folder: Path, console: Console, command: str) ->
     write_report(table, drawn, folder / REPORT, command=command)
     console.print(terminal(table))
     console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def test_in_pairs(out: Path, console: Console) -> None:
+    """Let sacreBLEU test the translations of each arm against its control's, where there are references.
+
+    What was tested before is kept in the folder `out`, which all its tables read.
+
+    Raises:
+        DataError: A file of a run is damaged.
+    """
+    if not (out / REFERENCES).exists():
+        return
+    pairs = pairs_of(read_results(out).runs)
+    done = do_paired_tests(pairs, out / REFERENCES, out / PAIRED)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("sacreBLEU's paired tests", total=len(pairs))
+        for count in done:
+            progress.update(bar, completed=count)
 
 
 def command_of(comparison: Comparison) -> str:
@@ -228,12 +251,17 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        runs.require_same(path, fixed | {"arms": old["arms"], "seeds": old["seeds"]})
+        runs.require_same(path, fixed | {name: old[name] for name in ("arms", "seeds", "shown") if name in old})
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
-    runs.write_json(path, fixed | {"arms": arms, "seeds": seeds})
+    # what is shown determines no run: an older folder shows what the task shows now
+    shown = [runs.as_record(measure) for measure in task.shown]
+    runs.write_json(path, fixed | {"shown": shown, "arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
+    references = task.references(data)
+    if references is not None and not (comparison.out / REFERENCES).exists():
+        runs.write_text(comparison.out / REFERENCES, "".join(f"{line}\n" for line in references))
 
 
 def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

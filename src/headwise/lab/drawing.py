@@ -28,11 +28,13 @@ __all__ = [
     "draw_differences",
     "draw_line",
     "draw_means",
+    "draw_range",
     "draw_reference",
     "drawing",
     "name_ends",
     "styles",
     "to_png",
+    "whole_numbers",
 ]
 
 # Okabe and Ito's colors, told apart under every common color blindness, without black (plain) and yellow (too pale);
@@ -106,10 +108,33 @@ def draw_line(
     axes: Axes, bins: Sequence[int], found: Sequence[Estimate], style: Style, *, label: str = "", width: float = 1.8
 ) -> None:
     """Draw values in percent with their intervals as a band."""
-    values = [100 * one.value for one in found]
-    axes.plot(
+    draw_range(
+        axes,
         bins,
-        values,
+        [100 * one.low for one in found],
+        [100 * one.value for one in found],
+        [100 * one.high for one in found],
+        style,
+        label=label,
+        width=width,
+    )
+
+
+def draw_range(
+    axes: Axes,
+    places: Sequence[int],
+    low: Sequence[float],
+    middle: Sequence[float],
+    high: Sequence[float],
+    style: Style,
+    *,
+    label: str = "",
+    width: float = 1.8,
+) -> None:
+    """Draw values as a line with a band from low to high."""
+    axes.plot(
+        places,
+        middle,
         color=style.color,
         linestyle=style.dash,
         marker=style.marker or None,
@@ -117,14 +142,7 @@ def draw_line(
         linewidth=width,
         label=label or None,
     )
-    axes.fill_between(
-        bins,
-        [100 * one.low for one in found],
-        [100 * one.high for one in found],
-        color=style.color,
-        alpha=0.10,
-        linewidth=0,
-    )
+    axes.fill_between(places, low, high, color=style.color, alpha=0.10, linewidth=0)
 
 
 def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estimate], style: Style) -> None:
@@ -143,6 +161,13 @@ def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estima
         markersize=5,
         elinewidth=1.3,
     )
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Label the horizontal axis at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:

@@ -1,30 +1,45 @@
-"""The figures of a comparison, as PNG bytes: score by difficulty, by diversity and by strength of repulsion.
+"""The figures of a comparison, as PNG bytes: score by difficulty, by epoch, by diversity and by strength of repulsion.
 
 Owns what is plotted against what, and the words beside it; how it looks is `drawing`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from headwise.lab.cells import MINUS
 from headwise.lab.drawing import (
     GRAY_DASHED,
     draw_differences,
     draw_line,
     draw_means,
+    draw_range,
     draw_reference,
     drawing,
     name_ends,
     styles,
     to_png,
+    whole_numbers,
 )
-from headwise.lab.grids import MINUS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
 
-__all__ = ["Picture", "pictures", "score_by_bin", "score_by_force", "score_by_similarity", "write_pictures"]
+__all__ = [
+    "Picture",
+    "dev_by_epoch",
+    "pictures",
+    "score_by_bin",
+    "score_by_force",
+    "score_by_similarity",
+    "write_pictures",
+]
+
+# Fewer epochs than this make no curve.
+EPOCHS = 3
+# More points than this would touch.
+MARKED = 15
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class Picture:
 
 def pictures(table: Table) -> tuple[Picture, ...]:
     """Return the figures that the table has data for."""
-    drawn = (score_by_bin(table), score_by_similarity(table), score_by_force(table))
+    drawn = (score_by_bin(table), dev_by_epoch(table), score_by_similarity(table), score_by_force(table))
     return tuple(picture for picture in drawn if picture is not None)
 
 
@@ -101,6 +116,34 @@ def score_by_bin(table: Table) -> Picture | None:
         f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f}" for row in table.rows
     )
     return Picture("score-by-difficulty", png, caption, alt)
+
+
+def dev_by_epoch(table: Table) -> Picture | None:
+    """Return the score on dev after each epoch, or None where no run took as many as three."""
+    runs = {row.arm: [point.dev for point in row.points if len(point.dev) >= EPOCHS] for row in table.arms}
+    runs = {arm: found for arm, found in runs.items() if found}
+    if not runs:
+        return None
+    style = styles(table)
+    with drawing(7.6, 4.6) as figure:
+        axes = figure.subplots()
+        for arm, found in runs.items():
+            epochs = [[100 * score for score in scores] for scores in zip(*found, strict=False)]
+            places = range(1, len(epochs) + 1)
+            ends = [*map(min, epochs)], [*map(fmean, epochs)], [*map(max, epochs)]
+            look = style[arm] if len(epochs) <= MARKED else replace(style[arm], marker="")
+            draw_range(axes, places, *ends, look, label=arm)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(f"{table.axis} on dev")
+        whole_numbers(axes)
+        figure.legend(loc="outside right upper", frameon=False)
+        png = to_png(figure)
+    caption = f"{_metric(table)} on dev after each epoch: the mean over seeds, and from the lowest seed to the highest."
+    alt = f"{table.metric.name} on dev, first epoch to last: " + "; ".join(
+        f"{arm} {100 * fmean(run[0] for run in found):.1f} to {100 * fmean(run[-1] for run in found):.1f}"
+        for arm, found in runs.items()
+    )
+    return Picture("dev-by-epoch", png, caption, alt)
 
 
 def score_by_similarity(table: Table) -> Picture | None:

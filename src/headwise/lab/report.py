@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headwise.lab.figures import Picture
-from headwise.lab.grids import Grid, bins_grid, diversity_grid, plain_grid, verdict_grid
+from headwise.lab.grids import (
+    Grid,
+    bins_grid,
+    cost_grid,
+    diversity_grid,
+    paired_grids,
+    plain_grid,
+    signature_grid,
+    verdict_grid,
+)
 from headwise.lab.statistics import MINIMUM_SEEDS
 from headwise.lab.table import Row, Table
 from headwise.page import Page
@@ -22,8 +31,17 @@ COLUMNS = (
     "cosine and CKA between outputs do not depend on size, and 1 means alike. Attention JS is the Jensen-Shannon "
     "divergence between the attention rows of two heads, 0 where they are equal. Param. cosine is the mean absolute "
     "cosine between the parameters of two heads and norm the mean norm of a head's parameters: repulsion that only "
-    "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the drive. "
-    "Step time is the median time of a training step over plain's."
+    "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the drive."
+)
+PAIRED = (
+    "sacreBLEU tests two trained systems against each other: would another draw of sentences turn their difference "
+    "round? It knows nothing of another seed, so each seed has p-values of its own, of which the lowest and the "
+    "highest are shown; ahead and behind count the seeds with a bootstrap p of at most 0.05. They are neither pooled "
+    "nor adjusted. The verdict is about seeds and sentences at once."
+)
+COST = (
+    "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
+    "of the machine that ran, with as many runs side by side as it was given."
 )
 
 
@@ -58,18 +76,26 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
         "Holm-adjusted, each table by itself.",
         kind="note",
     )
+    for grid in paired_grids(table):
+        _add(page, grid)
+    if table.paired:
+        page.paragraph(PAIRED, kind="note")
+    _add(page, cost_grid(table))
+    page.paragraph(COST, kind="note")
     page.heading(f"Score by {table.difficulty}")
     _add(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
     page.paragraph(f"Test items: {_items(table)}.", kind="note")
     for picture in pictures:
         page.figure(picture.png, caption=picture.caption, alt=picture.alt)
-    page.heading("How alike the heads are, and what the arms cost")
+    page.heading("How alike the heads are")
     _add(page, diversity_grid(table), caption="means over seeds")
     page.paragraph(COLUMNS, kind="note")
     page.heading("Settings of the arms")
     page.table(["arm", "settings"], [(row.arm, _settings(row)) for row in table.rows], align="ll")
     page.heading("How it was judged")
     page.paragraph(_protocol(table))
+    if table.signatures:
+        _add(page, signature_grid(table))
     page.heading("Made with")
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     page.paragraph(f"{versions}. Data {table.data or 'unnamed'}; seeds {_listed(list(map(str, table.seeds)))}.")

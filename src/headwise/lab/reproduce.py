@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from headwise.checks import DataError
 from headwise.lab import runs
 from headwise.lab.analyses import ANALYSES, HEAD_VECTORS, AnalysisSettings
 from headwise.lab.arm_text import parse_arm
-from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder
-from headwise.lab.evidence import analysis_file, read_evidence
-from headwise.lab.grids import Grid
+from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.evidence import Evidence, analysis_file, read_evidence
+from headwise.lab.grids import terminal_grid
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
@@ -188,7 +186,7 @@ def report(
     evidence, data = {}, {}
     for plan in plans:
         asked, part = plan.comparison, plan.part.name
-        found = read_evidence(asked.out, [arm.name for arm in asked.arms], asked.seeds)
+        found = _evidence_of(plan, console)
         if found is not None:
             evidence[part] = found
             data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
@@ -210,20 +208,17 @@ def report(
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
     for grid in (measures_grid(reproduced), published_grid(reproduced), claims_grid(reproduced.judged)):
         if grid is not None:
-            console.print(_shown(grid))
+            console.print(terminal_grid(grid))
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced
 
 
+def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
+    if plan.finished:
+        test_in_pairs(plan.comparison.out, console)
+    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
+
+
 def _named(job: Job, plan: Plan) -> Job:
     return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job
-
-
-def _shown(grid: Grid) -> RichTable:
-    shown = RichTable(title=Text(grid.title, "bold"), title_justify="left")
-    for title, letter in zip(grid.header, grid.align, strict=True):
-        shown.add_column(Text(title), justify="left" if letter == "l" else "right", overflow="fold")
-    for row in grid.rows:
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown

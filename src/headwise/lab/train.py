@@ -252,7 +252,7 @@ def _finish(
 ) -> None:
     """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
     run = trainer.run
-    score, answered = None, {}
+    score, answered, signatures = None, {}, {}
     if settings.scale.recipe.averaged > 1:
         load_averaged(model, folder)
     with methods.evaluating(model):
@@ -260,7 +260,7 @@ def _finish(
             answers = task.on_test(model, data)
             score = scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data))
             runs.write_answers(folder, answers.statistics, answers.predicted, answers.text)
-            answered = dict(answers.measures)
+            answered, signatures = dict(answers.measures), dict(answers.signatures)
         measured = diversity(methods.heads, task.probe(model, data))
     for name, text in task.keepsakes(data).items():
         runs.write_text(folder / name, text)
@@ -281,6 +281,7 @@ def _finish(
         "train_seconds": run.train_seconds,
         **measured,
         "answers": answered,
+        "signatures": signatures,
         "force_ratio": run.force_ratio,
         "versions": versions("torch", "transformers", "accelerate", "numpy"),
     }

@@ -12,10 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from headwise.checks import DataError
+from headwise.lab.cells import NONE, number, percent
 from headwise.lab.claims import Found, Judged, judge
 from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture
-from headwise.lab.grids import NONE, NOTE, Grid, diversity_grid, grids, markdown_of, number, percent, verdict_grid
+from headwise.lab.grids import NOTE, Grid, diversity_grid, grids, markdown_of, verdict_grid
 from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
 from headwise.lab.table import PLAIN, Table
 from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reproduction

@@ -19,7 +19,7 @@ from headwise.checks import DataError
 from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.guided import Guided
-from headwise.lab.metric import Accuracy
+from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.sentence import SentenceClassifier, SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.protocol import key
 from headwise.lab.sentence_masks import Donors, RoleMasks
@@ -55,6 +55,7 @@ class ClassificationTask:
     scales: Mapping[str, Any] = CLASSIFICATION_SCALES
     baselines: tuple[str, ...] = ("majority", "counts")
     models: tuple[str, ...] = tuple(MODELS)
+    shown: tuple[Measure, ...] = ()
 
     def load(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
@@ -115,6 +116,9 @@ class ClassificationTask:
         """Return the number of words of each test text, rounded up to the end of its bin."""
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths - 2), len(ends) - 1)]
+
+    def references(self, data: ClassificationData) -> None:  # noqa: ARG002  classes are no text
+        """Return that the answers are no text."""
 
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
         """Run the model on dev texts, a batch each time it is asked."""

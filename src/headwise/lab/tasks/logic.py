@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import scores_by_bin, spread_evenly
-from headwise.lab.metric import Accuracy
+from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
@@ -37,6 +37,7 @@ class LogicTask:
     difficulty: str = "number of operators"
     scales: Mapping[str, Any] = SCALES
     baselines: tuple[str, ...] = ("majority", "counts")
+    shown: tuple[Measure, ...] = ()
 
     def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
@@ -70,6 +71,9 @@ class LogicTask:
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
         return data.test.bins
+
+    def references(self, data: LogicData) -> None:
+        """Return None: answers are labels."""
 
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""

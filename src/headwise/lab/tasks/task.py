@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from headwise.checks import require_choice, require_integer, require_positive, require_range
 from headwise.lab.guided import Guided
+from headwise.lab.metric import Measure
 from headwise.masks import HeadMask
 
 __all__ = [
@@ -138,12 +139,14 @@ class Answers:
         predicted: The answers, or what tells them apart, int64 [N].
         measures: Further numbers about them, by name.
         text: The answers as lines of text, where they are text.
+        signatures: How each score was computed, by its name, where a library says so.
     """
 
     statistics: NDArray
     predicted: NDArray
     measures: Mapping[str, float] = field(default_factory=dict)
     text: Sequence[str] | None = None
+    signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -165,6 +168,7 @@ class Task(Protocol):
         difficulty: What the bins of test items are by.
         scales: Its scales by name.
         baselines: Rows of its table that no arm makes.
+        shown: What of `Answers.measures` is shown beside the metric.
     """
 
     name: str
@@ -173,6 +177,7 @@ class Task(Protocol):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
+    shown: tuple[Measure, ...]
 
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
         """Return the data of a scale, from a folder of files or, where the task can, generated."""
@@ -204,6 +209,10 @@ class Task(Protocol):
 
     def difficulties(self, data: Any) -> NDArray:
         """Return the bin of each test item, int [N]."""
+        ...
+
+    def references(self, data: Any) -> Sequence[str] | None:
+        """Return the text each test answer is scored against, where answers are text that sacreBLEU tests in pairs."""
         ...
 
     def probe(self, model: Any, data: Any) -> Iterable[None]:

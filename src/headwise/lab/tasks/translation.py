@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from headwise.checks import DataError
 from headwise.lab.data import stable_key
 from headwise.lab.evaluation import spread_evenly
-from headwise.lab.metric import Bleu
+from headwise.lab.metric import Bleu, Measure
 from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.task import Answers
@@ -54,6 +54,11 @@ class TranslationTask:
     difficulty: str = "source words, up to"
     scales: Mapping[str, Any] = TRANSLATION_SCALES
     baselines: tuple[str, ...] = ("copy",)
+    shown: tuple[Measure, ...] = (
+        Measure("chrF", "chrF"),
+        Measure("NLL", "NLL", "nats", better="lower", digits=3),
+        Measure("decoding_seconds", "decoding", "s", better="lower"),
+    )
 
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
@@ -131,6 +136,10 @@ class TranslationTask:
         words = np.array([len(line.split()) for line in data.sources("test")])
         return np.maximum(BIN, -(-words // BIN) * BIN)
 
+    def references(self, data: ScaledTranslation) -> list[str]:
+        """Return the target line of each test source."""
+        return data.references("test")
+
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
         device = next(model.parameters()).device
@@ -142,7 +151,7 @@ class TranslationTask:
 
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return each source as its own translation."""
-        return _answers(data.sources("test"), data.references("test"), seconds=0.0)
+        return _answers(data.sources("test"), data.references("test"))
 
 
 class ScaledTranslation:
@@ -225,14 +234,14 @@ def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
         )
 
 
-def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float) -> Answers:
+def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
     told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
-    measures = {
-        "BLEU": sacrebleu.corpus_bleu(found, [references]).score,
-        "chrF": sacrebleu.corpus_chrf(found, [references]).score,
-        "decoding_seconds": seconds,
-    }
-    return Answers(bleu_statistics(found, references), told_apart, measures, found)
+    scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
+    measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
+    if seconds is not None:
+        measures["decoding_seconds"] = seconds
+    signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
+    return Answers(bleu_statistics(found, references), told_apart, measures, found, signatures)
 
 
 def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:

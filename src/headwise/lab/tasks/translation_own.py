@@ -40,11 +40,11 @@ def corpus_at(place: Path) -> tuple[Corpus, Path]:
     if place.is_dir():
         return _known_corpus(place), place
     text = str(place)
-    if "," in text:
-        return _two_files([Path(part.strip()) for part in text.split(",")])
     folder, _, direction = text.rpartition(":")
     if folder and Path(folder).is_dir():
         return own_folder(Path(folder), *_sides(Path(folder), direction)), Path(folder)
+    if "," in text:
+        return _two_files([Path(part.strip()) for part in text.split(",")])
     raise DataError(f"{folder or place} {_state(Path(folder or place))}; expected {FORMS}.")
 
 
@@ -120,8 +120,8 @@ def _known_corpus(folder: Path) -> Corpus:
 def _two_files(files: list[Path]) -> tuple[Corpus, Path]:
     if len(files) != 2 or files[0] == files[1]:
         raise DataError(
-            f"{','.join(map(str, files))} names {len(set(files))} files; expected two: source,target, such as "
-            "my.en,my.de."
+            f"{','.join(map(str, files))} are {len(files)} files, {len(set(files))} of them different; expected two: "
+            "source,target, such as my.en,my.de."
         )
     for path in files:
         if present(path.parent, str(path.absolute())) is None:

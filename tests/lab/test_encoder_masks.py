@@ -1,0 +1,254 @@
+"""Masks of the encoder's heads, held against a forward by hand and a search that recomputes everything."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.checks import MaskError, SettingError
+from headwise.lab.encoder_masks import additive, mask_encoder
+from headwise.lab.models.marian import Marian
+from headwise.lab.models.seq2seq import END, START, Seq2Seq, Seq2SeqConfig
+from headwise.lab.protocol import initialise
+
+SOURCE = torch.tensor([[4, 5, 6, 7, 9, 2], [8, 3, 2, 0, 0, 0], [9, 9, 3, 2, 0, 0]])
+REAL = SOURCE != 0
+HEADS, LONGEST = 4, 7
+
+
+def built(kind: str, seed: int = 6, **changes) -> Seq2Seq | Marian:
+    sizes = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": HEADS, "encoder_layers": 2, "decoder_layers": 2}
+    config = Seq2SeqConfig(**sizes, **changes)
+    model = Seq2Seq(config) if kind == "seq2seq" else Marian(config)
+    initialise(model, seed)
+    scale = 1.0 if kind == "seq2seq" else 8.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "position" in name or parameter.dim() < 2:
+                continue
+            # what is decoded follows from the source, and no two continuations are nearly as likely
+            crossing = "cross_attention" in name or "encoder_attn" in name
+            parameter.mul_(scale * (12.0 if crossing else 0.5 if "embed" in name or "shared" in name else 1.0))
+    return model.double().eval()
+
+
+def roles(ids: Tensor, _real: Tensor) -> Tensor:
+    """Head 0 sees a window of 3; head 1 sees even ids but the end, which is padding alone in one source."""
+    places = torch.arange(ids.shape[1])
+    window = ((places[:, None] - places[None]).abs() <= 1).expand(len(ids), -1, -1)
+    even = ((ids % 2 == 0) & (ids != 2))[:, None].expand_as(window)
+    return torch.stack([window, even], dim=1)
+
+
+def allowed(guided: tuple[int, ...] = (0, 1)) -> Tensor:
+    """What each head may see, padding included, written out cell by cell."""
+    masks, batch, length = roles(SOURCE, REAL), *SOURCE.shape
+    found = torch.zeros(batch, HEADS, length, length, dtype=torch.bool)
+    for b in range(batch):
+        for head in range(HEADS):
+            for query in range(length):
+                real = [key for key in range(length) if REAL[b, key]]
+                seen = [key for key in real if head not in guided or masks[b, guided.index(head), query, key]]
+                for key in seen or real:
+                    found[b, head, query, key] = True
+    return found
+
+
+def states_by_hand(model: Seq2Seq, may: Tensor) -> Tensor:
+    """The encoder of `Seq2Seq`, head by head."""
+    batch, length = SOURCE.shape
+    width, size = model.config.width, model.config.width // HEADS
+    place = torch.arange(length, dtype=torch.float64)[:, None] / 10_000 ** (
+        torch.arange(0, width, 2, dtype=torch.float64) / width
+    )
+    positions = torch.zeros(length, width, dtype=torch.float64)  # the model's own are of single precision
+    positions[:, 0::2], positions[:, 1::2] = place.sin(), place.cos()
+    states = model.embedding.weight[SOURCE] * math.sqrt(width) + positions
+    for layer in model.encoder.layers:
+        x = layer.attention_norm(states) if model.config.norm_first else states
+        rows = (x @ layer.attention.in_proj_weight.T + layer.attention.in_proj_bias).split(width, dim=-1)
+        q, k, v = (part.view(batch, length, HEADS, size) for part in rows)
+        heads = torch.zeros(batch, length, HEADS, size, dtype=torch.float64)
+        for b in range(batch):
+            for h in range(HEADS):
+                for i in range(length):
+                    keys = may[b, h, i].nonzero().flatten()
+                    scores = torch.stack([q[b, i, h] @ k[b, j, h] for j in keys]) / math.sqrt(size)
+                    weights = scores.exp() / scores.exp().sum()
+                    heads[b, i, h] = sum(w * v[b, j, h] for w, j in zip(weights, keys, strict=True))
+        output = layer.attention.out_proj(heads.flatten(2))
+        if model.config.norm_first:
+            states = states + output
+            states = states + layer.feed_forward(layer.feed_forward_norm(states))
+        else:
+            states = layer.attention_norm(states + output)
+            states = layer.feed_forward_norm(states + layer.feed_forward(states))
+    return model.encoder.norm(states)
+
+
+def states_of_marian(model: Marian, may: Tensor) -> Tensor:
+    """Marian's own encoder under its own kind of mask for each head."""
+    model.set_attn_implementation("eager")
+    bias = torch.where(may, 0.0, -1e30).double()
+    states = model.get_encoder()(input_ids=SOURCE, attention_mask=bias).last_hidden_state
+    model.set_attn_implementation("sdpa")
+    return states
+
+
+def states_of(model: Seq2Seq | Marian, may: Tensor) -> Tensor:
+    return states_by_hand(model, may) if isinstance(model, Seq2Seq) else states_of_marian(model, may)
+
+
+def searched(model: Seq2Seq | Marian, states: Tensor, row: int, beams: int, length_penalty: float) -> list[int]:
+    """Beam search over one source that runs the decoder anew over every prefix."""
+    real = REAL[row].nonzero().flatten()
+    memory, keep = states[row : row + 1, real], torch.ones(1, len(real), dtype=torch.int64)
+    running, finished = [(0.0, [START])], []
+    for step in range(1, LONGEST + 1):
+        candidates = []
+        for total, prefix in running:
+            ids = torch.tensor([prefix])
+            logits = model(decoder_input_ids=ids, encoder_outputs=(memory,), attention_mask=keep).logits[0, -1]
+            logarithms = logits.log_softmax(-1)
+            candidates += [(total + float(logarithms[token]), [*prefix, token]) for token in range(2, 11)]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        going_on = []
+        for rank, (total, tokens) in enumerate(candidates[: 2 * beams]):
+            if tokens[-1] != END and step < LONGEST:
+                going_on.append((total, tokens))
+            elif rank < beams:
+                finished.append((total / step**length_penalty, tokens))
+        finished = sorted(finished, key=lambda candidate: -candidate[0])[:beams]
+        running = going_on[:beams]
+        if len(finished) == beams:
+            break
+    return finished[0][1]
+
+
+def generated(model: Seq2Seq | Marian, beams: int, length_penalty: float, **changes) -> list[list[int]]:
+    searching = {"length_penalty": length_penalty, "early_stopping": True} if beams > 1 else {}
+    found = model.generate(
+        input_ids=SOURCE,
+        attention_mask=REAL.long(),
+        num_beams=beams,
+        do_sample=False,
+        max_new_tokens=LONGEST,
+        suppress_tokens=[0, START],
+        **searching,
+        **changes,
+    ).tolist()
+    return [row[: row.index(END) + 1] if END in row else [token for token in row if token != 0] for row in found]
+
+
+KINDS = [("seq2seq", {"norm_first": True}), ("seq2seq", {"norm_first": False, "seed": 5}), ("marian", {})]
+
+
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_masked_encoder_is_searched_as_one_computed_by_hand(kind, changes, beams):
+    model = built(kind, **changes)
+    states = states_of(model, allowed())
+    free = generated(model, beams, 0.6)
+    with torch.no_grad():
+        expected = [searched(model, states, row, beams, 0.6) for row in range(len(SOURCE))]
+    with mask_encoder(model, roles):
+        encoder = model.get_encoder()(input_ids=SOURCE, attention_mask=REAL.long())
+        torch.testing.assert_close(encoder.last_hidden_state[REAL], states[REAL], rtol=1e-6, atol=1e-6)
+        for use_cache in (True, False):
+            assert generated(model, beams, 0.6, use_cache=use_cache) == expected
+    assert generated(model, beams, 0.6) == free
+    assert free != expected
+
+
+@pytest.mark.parametrize("kind", ["seq2seq", "marian"])
+@pytest.mark.parametrize("guided", [(0, 1), (3, 1)])
+def test_guided_heads_attend_only_where_they_may_and_the_others_everywhere(kind, guided):
+    model = built(kind)
+    sites = hw.find_heads(model).kind("self")
+    may = allowed(guided)
+    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, roles, guided=guided):
+        generated(model, 3, 1.0)
+        captures = taps.read()
+    assert len(captures) == 2
+    for capture in captures:
+        seen = capture.weights > 0
+        assert torch.equal(seen, may)
+
+
+def test_only_chosen_layers_are_guided():
+    model = built("seq2seq")
+    sites = hw.find_heads(model).kind("self")
+    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, roles, sites=sites.layers(1)) as handle:
+        generated(model, 2, 1.0)
+        first, second = taps.read()
+    assert list(handle.bias.calls) == ["encoder.layers.1.attention"]
+    assert bool((first.weights > 0)[0].all())
+    assert torch.equal(second.weights > 0, allowed())
+
+
+@pytest.mark.parametrize("kind", ["seq2seq", "marian"])
+def test_gradients_of_a_masked_encoder_are_those_of_its_mask(kind):
+    model = built(kind).train()
+    labels = torch.tensor([[5, 9, 2], [7, 2, -100], [4, 2, -100]])
+
+    def gradients(**handles) -> list[Tensor]:
+        model.zero_grad()
+        given = {"input_ids": SOURCE, "attention_mask": REAL.long()}
+        if "may" in handles:
+            given = {"encoder_outputs": (states_of(model, handles["may"]),), "attention_mask": REAL.long()}
+        model(**given, labels=labels).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with mask_encoder(model, roles):
+        found = gradients()
+    expected = gradients(may=allowed())
+    assert len(found) == len(expected) > 10
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_mask_for_padding_the_encoder_goes_by_its_ids():
+    model = built("seq2seq")
+    with mask_encoder(model, roles):
+        one = model.encoder(SOURCE).last_hidden_state
+        other = model.encoder(SOURCE, REAL.long()).last_hidden_state
+    assert torch.equal(one, other)
+
+
+def test_masks_that_do_not_fit_and_heads_that_are_not_there_are_refused():
+    model = built("seq2seq")
+    heads = hw.find_heads(model)
+    with pytest.raises(SettingError, match=r"decoder\.layers\.0\.attention is no self-attention of an encoder"):
+        mask_encoder(model, roles, sites=heads.kind("decoder"))
+    for guided in ((0, 4), (1, 1), ()):
+        with pytest.raises(SettingError, match="expected different heads from 0 to 3"):
+            mask_encoder(model, roles, guided=guided)
+    good = roles(SOURCE, REAL)
+    wrong = [
+        (good.float(), None, r"dtype torch\.float32; expected bool"),
+        (good[:, 0], None, r"shape \(3, 6, 6\); expected \(3 or 1, at most 4 heads, 6 or 1, 6\)"),
+        (good[:2], None, "expected"),
+        (good[..., :5], None, "expected"),
+        (good[:, :, :4], None, "expected"),
+        (good.repeat(1, 3, 1, 1), None, "at most 4 heads"),
+        (good, (0, 1, 2), "3 heads"),
+    ]
+    for mask, guided, message in wrong:
+        with pytest.raises(MaskError, match=message), mask_encoder(model, lambda *_, m=mask: m, guided=guided):
+            model.encoder(SOURCE)
+        model.encoder(SOURCE)
+    with pytest.raises(MaskError, match="no input_ids"), mask_encoder(built("marian"), roles) as handle:
+        handle._read(None, (), {"inputs_embeds": torch.zeros(1, 2, 16)})
+    with pytest.raises(hw.NotFired), mask_encoder(model, roles):
+        pass
+
+
+def test_one_row_of_a_mask_may_serve_all_queries_and_one_mask_all_sources():
+    keys = torch.tensor([[[[True, False, True, False, False, False]]]])
+    wide = keys.expand(3, 1, 6, 6)
+    assert torch.equal(additive(keys, REAL, 2, None), additive(wide, REAL, 2, (0,)))
+    assert bool((additive(keys, REAL, 2, (1,))[:, 0] == 0).all())
