@@ -16,6 +16,7 @@ from headwise.lab import cli
 from headwise.lab import compare as compare_module
 from headwise.lab.tasks import logic
 from headwise.lab.workers import Failure
+from lab.sentences import write_sentences
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -245,3 +246,37 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
     for arm in ("plain", "spos"):
         name = f"{arm}/seed-0/model.safetensors"
         assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()
+
+
+SMALL = ["width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=40"]
+
+
+def test_a_file_of_ones_own_is_compared_with_sizes_of_ones_own(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    sizes = [word for size in SMALL for word in ("--set", size)]
+    arms = ("--arms", "plain,guided:roles=rare/window", "--seeds", "1", "--workers", "1")
+    assert call("compare", "classification", "--data", "mine.tsv", *arms, *sizes) == 0
+    (out,) = Path("runs").glob("classification-demo-width=12-*")
+    page = (out / "report.html").read_text()
+    assert "--data mine.tsv" in page
+    assert "--set width=12" in page
+    assert "guided:roles=rare/window seed 0 is done" in capsys.readouterr().out
+
+
+def test_what_a_task_cannot_use_is_refused(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    compare = ("compare", "classification", "--seeds", "1", "--out", "o")
+    assert "classification needs --data" in refused(capsys, *compare)
+    assert "task logic takes no --folds" in refused(capsys, "compare", "logic", "--folds", "5")
+    own = (*compare, "--data", "mine.tsv")
+    assert "need parses; name" in refused(capsys, *own, "--arms", "plain,guided")
+    assert "nowhere does not exist; expected a spaCy pipeline" in refused(capsys, *own, "--pipeline", "nowhere")
+    assert "--set heads: expected size=value" in refused(capsys, *own, "--set", "heads")
+
+
+def test_the_runs_of_a_reproduction_with_several_sets_are_listed(capsys):
+    for folder in ("cr", "trec", "subj", "mpqa", "mr", "sst2"):
+        (Path("sets") / folder).mkdir(parents=True)
+    assert call("reproduce", "guided/table-3", "--data", "sets", "--dry-run") == 0
+    assert "180 runs to do" in capsys.readouterr().out
+    assert "nowhere/cr does not exist" in refused(capsys, "reproduce", "guided/table-3", "--data", "nowhere")

@@ -6,7 +6,6 @@ Owns the baseline `counts` of the classification task.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 __all__ = ["counts"]
+
+# Stands in no word, since words hold no white space.
+BETWEEN = "\n"
 
 
 def counts(
@@ -33,12 +35,9 @@ def counts(
     >>> counts([["good"], ["bad"]], [["bad", "bad"]], np.array([1, 0]), seed=0).tolist()
     [0]
     """
-    # scikit-learn takes None beside a tokenizer, its types do not say so
-    no_pattern: Any = None
-    features = TfidfVectorizer(
-        tokenizer=list, preprocessor=list, token_pattern=no_pattern, ngram_range=(1, 2), sublinear_tf=True
-    )
+    features = TfidfVectorizer(lowercase=False, token_pattern=f"[^{BETWEEN}]+", ngram_range=(1, 2), sublinear_tf=True)
     model = LogisticRegression(C=10.0, max_iter=1000, random_state=seed)
     with threadpool_limits(1):
-        model.fit(features.fit_transform(train), labels)
-        return np.asarray(model.predict(features.transform(test))).astype(np.int64)
+        model.fit(features.fit_transform([BETWEEN.join(words) for words in train]), labels)
+        predicted = model.predict(features.transform([BETWEEN.join(words) for words in test]))
+    return np.asarray(predicted).astype(np.int64)

@@ -92,7 +92,7 @@ class ClassificationTask:
             )
         table = data.texts.table
         donors = Donors(table, data.texts.words.lengths, data.train.numbers, key(seed, "shuffled parse"))
-        rarity = idf([table(number).words for number in data.train.numbers.tolist()])
+        rarity = idf(_words(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed)
 
     def batches(self, data: ClassificationData, scale: ClassificationScale, seed: int) -> LengthBatches:
@@ -117,7 +117,7 @@ class ClassificationTask:
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths - 2), len(ends) - 1)]
 
-    def references(self, data: ClassificationData) -> None:
+    def references(self, data: ClassificationData) -> None:  # noqa: ARG002  classes are no text
         """Return None: answers are labels."""
 
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
@@ -133,7 +133,8 @@ class ClassificationTask:
         from headwise.lab.models import word_counts
 
         if name == "counts":
-            predicted = word_counts.counts(*_word_lists(data), data.train.labels, seed=seed)
+            train, test = (_words(data, split, lower=True) for split in (data.train, data.test))
+            predicted = word_counts.counts(train, test, data.train.labels, seed=seed)
         else:
             predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
         return Answers(predicted == data.test.labels, predicted)
@@ -172,11 +173,7 @@ def _word_vectors(data: ClassificationData, scale: ClassificationScale) -> WordV
     return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known)
 
 
-def _word_lists(data: ClassificationData) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the words of the training and of the test texts, in lower case."""
-    lists = (
-        [[data.texts.lower[word] for word in data.texts.words[number]] for number in split.numbers.tolist()]
-        for split in (data.train, data.test)
-    )
-    train, test = lists
-    return train, test
+def _words(data: ClassificationData, split: Sentences, *, lower: bool = False) -> list[list[str]]:
+    """Return the words of each text of a split, as they are written or in lower case."""
+    types = data.texts.lower if lower else data.texts.types
+    return [[types[word] for word in data.texts.words[number]] for number in split.numbers.tolist()]
