@@ -117,7 +117,7 @@ class ClassificationTask:
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths - 2), len(ends) - 1)]
 
-    def references(self, data: ClassificationData) -> None:  # noqa: ARG002  classes are no text
+    def references(self, data: ClassificationData) -> None:
         """Return None: answers are labels."""
 
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
