@@ -4,6 +4,7 @@
 #   make test        install with the development tools, then run the tests
 #   make test-slow   the tests that take minutes
 #   make lint        ruff and pyright
+#   make translation-gpu DATA=FOLDER  eight arms of the translation task on one GPU; FOLDER from headwise prepare
 #   make bench       overhead of every method against plain torch
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
 #   make bench-roles   cost of role masks: making them, and a guided step
@@ -19,13 +20,22 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench bench-minilm bench-roles api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
 	$(BIN)/headwise compare logic $(ARGS)
+
+# Nothing is installed: a machine with a GPU has a torch of its own, which PYTHON names. Run it again to go on.
+GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,em:layers=0/1,output+em:layers=0/1
+SEEDS ?= 5
+OUT ?= runs/translation-gpu
+translation-gpu:
+	@test -n "$(DATA)" || { echo "name the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
+	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise.lab.cli compare translation --scale gpu \
+		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
 test: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
