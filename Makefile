@@ -29,7 +29,7 @@ demo: $(VENV)/.lab
 	$(BIN)/headwise compare logic $(ARGS)
 
 # Nothing is installed: a machine with a GPU has a torch of its own, which PYTHON names. Run it again to go on.
-GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,em:layers=0/1,output+em:layers=0/1
+GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
 SEEDS ?= 5
 OUT ?= runs/translation-gpu
 translation-gpu:
