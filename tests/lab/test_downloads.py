@@ -47,8 +47,9 @@ class Handler(BaseHTTPRequestHandler):
         body = body[: server.break_after]
         try:
             for start in range(0, len(body), 10_000):
-                self.wfile.write(body[start : start + 10_000])
+                # counted first: the client may be done before this thread comes to the next line
                 server.sent += len(body[start : start + 10_000])
+                self.wfile.write(body[start : start + 10_000])
         except ConnectionError:
             self.close_connection = True
 
