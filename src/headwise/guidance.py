@@ -22,7 +22,7 @@ from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 from headwise.masks import HeadMask
-from headwise.recomputation import recomputing
+from headwise.recomputation import outside_graphs, recomputing
 from headwise.role_masks import Roles
 from headwise.scores import ScoreCall
 from headwise.word_tables import WordTable
@@ -48,7 +48,8 @@ class Guidance:
         self._mask: HeadMask | None = None
         self._biases: dict[tuple, Tensor] = {}
         self._fired: set[str] = set()
-        self._bound, self._paused = 0, False
+        self._bound: int | None = None
+        self._paused = False
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
@@ -78,7 +79,7 @@ class Guidance:
                 )
         if self._mask is not None:
             self.verify()
-        self._mask, self._biases, self._fired, self._bound = mask, {}, set(), 0
+        self._mask, self._biases, self._fired, self._bound = mask, {}, set(), None
         return self
 
     def verify(self) -> None:
@@ -148,6 +149,8 @@ class Guidance:
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
 
+    # which mask it is changes with every forward, which a compiled graph must not hold
+    @outside_graphs
     def _mask_taken(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
             return None
@@ -155,6 +158,7 @@ class Guidance:
             self(kwargs[ROLE_MASK])
         return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
 
+    @outside_graphs
     def _bias(self, site: Site, call: ScoreCall) -> Tensor | None:
         if self._paused:
             return None
@@ -176,14 +180,16 @@ class Guidance:
 
     def _require_own(self, site: Site) -> None:
         """Refuse a second forward with the mask of the first: its sentences are others."""
-        now = self._forwards.number
-        if self._bound == 0:
-            self._bound = now
-        if self._bound != now and not self.every_forward:
+        forwards = self._forwards
+        now = forwards.number if forwards.inside else None
+        # a part of the model that is called alone calls each of its sites once
+        again = now is None and site.name in self._fired
+        if (again or (self._fired and now != self._bound)) and not self.every_forward:
             raise MaskError(
                 f"{_name(site)}: the mask given last belongs to the forward before this one; give every forward its "
                 "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True)."
             )
+        self._bound = now
 
     def _additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
         key = (causal, call.dtype, call.device)
