@@ -67,15 +67,12 @@ def compare(
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
+    redundancy: Annotated[
+        bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
+    ] = False,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_task(task)
-    _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
-
-
-def _compare(
-    task: str, arms: str, seeds: int, scale: str, data: Path | None, out: Path, workers: int | None
-) -> Sequence[Failure]:
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison, default_workers
     from headwise.lab.compare import compare as run
@@ -87,12 +84,13 @@ def _compare(
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
         scale_of(task, scale),
-        out,
+        out or Path("runs") / f"{task}-{scale}",
         data,
         default_workers() if workers is None else workers,
     )
     with stoppable():
-        return run(comparison, standard_console())
+        failures = run(comparison, standard_console(), redundancy=redundancy)
+    _end(failures)
 
 
 @app.command()

@@ -19,10 +19,12 @@ from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
+from headwise.lab.analyses import AnalysisSettings
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
+from headwise.lab.head_drops import REDUNDANCY
 from headwise.lab.jobs import do_job
 from headwise.lab.methods import Methods
 from headwise.lab.paired_tests import do_paired_tests
@@ -40,6 +42,7 @@ __all__ = [
     "Comparison",
     "compare",
     "default_workers",
+    "do_analyses",
     "do_jobs",
     "plan_runs",
     "publish",
@@ -90,12 +93,13 @@ class Comparison:
             require_integer("seed", seed, low=0, high=2**32 - 1)
 
 
-def compare(comparison: Comparison, console: Console) -> list[Failure]:
+def compare(comparison: Comparison, console: Console, *, redundancy: bool = False) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
     Args:
         comparison: What to compare.
         console: Where progress and table are shown.
+        redundancy: Whether each head of each trained model is then removed alone, to see what it is worth.
 
     Returns:
         The runs that failed; the table is made from the others.
@@ -109,9 +113,29 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
     jobs = plan_runs(comparison, console)
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    if redundancy:
+        failures += do_analyses(REDUNDANCY, jobs, comparison.workers, console)
     if any(runs.is_finished(job.folder) for job in jobs):
-        publish(out, console, command_of(comparison))
+        publish(out, console, command_of(comparison) + " --redundancy" * redundancy)
     return failures
+
+
+def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
+    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+
+    Returns:
+        The analyses that failed.
+    """
+    every = [
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        for job in jobs
+        if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
+    ]
+    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
+    for job in left:
+        # how far its training was says nothing about the analysis
+        (job.folder / runs.PROGRESS).unlink(missing_ok=True)
+    return do_jobs(left, len(every) - len(left), workers, console)
 
 
 def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
