@@ -195,6 +195,24 @@ def test_a_run_without_parts_is_left_alone(sentences, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_heads_are_not_removed_from_a_run_made_of_folds(inline, sentences, tmp_path):
+    scale = dataclasses.replace(TOY, folds=3, epochs=1)
+    comparison = Comparison("classification", tuple(parse_arms("plain")), (0,), scale, tmp_path, sentences)
+    with pytest.raises(SettingError, match="with --folds a run is several; give one of them"):
+        compare(comparison, Console(record=True), redundancy=True)
+    assert inline == []
+
+
+def test_the_heads_of_a_guided_classifier_are_removed_one_by_one(sentences, tmp_path):
+    arms = tuple(parse_arms("guided:roles=window/separator"))
+    comparison = Comparison("classification", arms, (0,), TOY, tmp_path, sentences)
+    assert compare(comparison, Console(record=True), redundancy=True) == []
+    (kept,) = tmp_path.glob("*/seed-0/*redundancy.json")
+    record = json.loads(kept.read_text())
+    assert len(record["heads"]) == TOY.layers * TOY.heads
+    assert record["scores"]["accuracy"] == json.loads((kept.parent / "result.json").read_text())["score"]["pooled"]
+
+
 @pytest.mark.usefixtures("inline")
 def test_tuning_does_not_take_folds(sentences, tmp_path):
     scale = dataclasses.replace(TOY, folds=3)

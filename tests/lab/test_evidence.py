@@ -7,7 +7,8 @@ import json
 import pytest
 
 from headwise.checks import DataError
-from headwise.lab.evidence import analysis_file, read_evidence, run_numbers
+from headwise.lab.evidence import read_evidence, run_numbers
+from headwise.lab.runs import analysis_file
 from lab.synthetic_comparison import PAPER, write_comparison
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from headwise.checks import DataError, SettingError
 from headwise.lab.analyses import AnalysisSettings, analyse
 from headwise.lab.arm_text import parse_arm
-from headwise.lab.evidence import analysis_file
 from headwise.lab.head_vectors import measure_head_vectors, vector_cosine
 from headwise.lab.models.seq2seq import PADDING, START
+from headwise.lab.runs import analysis_file
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.translation_loss import negative_log_likelihood
 from headwise.lab.train import train_run

@@ -13,7 +13,7 @@ from typing import Any
 
 from headwise.checks import require_choice
 from headwise.lab import runs
-from headwise.lab.evidence import analysis_file
+from headwise.lab.head_drops import REDUNDANCY
 from headwise.lab.settings import RunSettings
 
 __all__ = ["ANALYSES", "HEAD_VECTORS", "AnalysisSettings", "analyse"]
@@ -27,8 +27,17 @@ def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
     return measure_head_vectors(settings, folder)
 
 
+def _redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.redundancy import measure_redundancy
+
+    return measure_redundancy(settings, folder)
+
+
 # Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
-ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {HEAD_VECTORS: _head_vectors}
+ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
+    HEAD_VECTORS: _head_vectors,
+    REDUNDANCY: _redundancy,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,6 @@ class AnalysisSettings:
 
 def analyse(settings: AnalysisSettings, folder: Path) -> None:
     """Do an analysis of the finished run in `folder`, unless it is there already."""
-    path = analysis_file(folder, settings.name)
+    path = runs.analysis_file(folder, settings.name)
     if not path.exists():
         runs.write_json(path, ANALYSES[settings.name](settings.run, folder))

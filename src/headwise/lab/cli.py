@@ -77,35 +77,33 @@ def compare(
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
+    redundancy: Annotated[
+        bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
+    ] = False,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_task(task)
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
-    _end(_compare(task, arms, seeds, options, data, out, workers))
-
-
-def _compare(
-    task: str, arms: str, seeds: int, options: ScaleOptions, data: Path | None, out: Path | None, workers: int | None
-) -> Sequence[Failure]:
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison, default_workers
     from headwise.lab.compare import compare as run
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    scale = scale_of(task, options)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    chosen = scale_of(task, options)
     comparison = Comparison(
         task,
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
-        scale,
-        out or Path("runs") / f"{task}-{scale.name}",
+        chosen,
+        out or Path("runs") / f"{task}-{chosen.name}",
         data,
         default_workers() if workers is None else workers,
         options=options,
     )
     with stoppable():
-        return run(comparison, standard_console())
+        failures = run(comparison, standard_console(), redundancy=redundancy)
+    _end(failures)
 
 
 @app.command()

@@ -19,11 +19,13 @@ from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
+from headwise.lab.analyses import AnalysisSettings
 from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
+from headwise.lab.head_drops import REDUNDANCY
 from headwise.lab.jobs import do_job
 from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
@@ -42,6 +44,7 @@ __all__ = [
     "Comparison",
     "compare",
     "default_workers",
+    "do_analyses",
     "do_jobs",
     "plan_runs",
     "publish",
@@ -94,28 +97,54 @@ class Comparison:
             require_integer("seed", seed, low=0, high=2**32 - 1)
 
 
-def compare(comparison: Comparison, console: Console) -> list[Failure]:
+def compare(comparison: Comparison, console: Console, *, redundancy: bool = False) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
     Args:
         comparison: What to compare.
         console: Where progress and table are shown.
+        redundancy: Whether each head of each trained model is then removed alone, to see what it is worth.
 
     Returns:
         The runs that failed; the table is made from the others.
 
     Raises:
-        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        SettingError: The folder cannot be written, holds another comparison, an arm does not fit the model, or heads
+            are to be removed where a run is made of folds.
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
     out = comparison.out
     jobs = plan_runs(comparison, console)
+    if redundancy and any(job.settings.whole is not None for job in jobs):
+        raise SettingError(
+            "--redundancy looks at the heads of one trained model, and with --folds a run is several; give one of them."
+        )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    if redundancy:
+        failures += do_analyses(REDUNDANCY, jobs, comparison.workers, console)
     if any(runs.is_finished(run_of(job)) for job in jobs):
-        publish(out, console, command_of(comparison))
+        publish(out, console, command_of(comparison) + " --redundancy" * redundancy)
     return failures
+
+
+def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
+    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+
+    Returns:
+        The analyses that failed.
+    """
+    every = [
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        for job in jobs
+        if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
+    ]
+    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
+    for job in left:
+        # how far its training was says nothing about the analysis
+        (job.folder / runs.PROGRESS).unlink(missing_ok=True)
+    return do_jobs(left, len(every) - len(left), workers, console)
 
 
 def plan_runs(comparison: Comparison, console: Console) -> list[Job]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GRAY_DASHED",
     "Style",
+    "draw_counts",
     "draw_differences",
     "draw_line",
     "draw_means",
@@ -187,6 +188,26 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
             va="center",
             fontsize=9,
         )
+
+
+def draw_counts(
+    axes: Axes, values: Sequence[float], edges: Sequence[float], models: int, style: Style, *, filled: bool, label: str
+) -> None:
+    """Draw how many of one model's values lie between two edges, the mean over models; what lies beyond is at the ends.
+
+    Args:
+        axes: Where.
+        values: The values of all models.
+        edges: Edges of the bars, rising.
+        models: How many models they are of.
+        style: Its color and dash are used.
+        filled: Whether bars are filled, or only their outline is drawn.
+        label: Its name in the legend.
+    """
+    inside = [min(max(value, edges[0]), edges[-1]) for value in values]
+    look = {"histtype": "stepfilled", "alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.6}
+    weights = [1 / models] * len(values)
+    axes.hist(inside, bins=list(edges), weights=weights, color=style.color, linestyle=style.dash, label=label, **look)
 
 
 def draw_means(

@@ -15,12 +15,9 @@ from typing import Any
 from headwise.checks import DataError
 from headwise.lab.arms import folder_of
 from headwise.lab.results import COMPARISON, Results, Run, read_results
-from headwise.lab.runs import RESULT, read_json
+from headwise.lab.runs import ANALYSIS, RESULT, read_json
 
-__all__ = ["ANALYSIS", "Evidence", "analysis_file", "read_evidence", "run_numbers"]
-
-# What is measured of a trained model afterwards lies beside its result, {"numbers": {...}, ...} each.
-ANALYSIS = "analysis-"
+__all__ = ["Evidence", "read_evidence", "run_numbers"]
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,6 @@ def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evide
     cut = replace(results, arms=tuple(arms), seeds=tuple(seeds), runs=runs)
     numbers = {(run.arm, run.seed): run_numbers(_folder(out, run)) for run in runs}
     return Evidence(cut, numbers)
-
-
-def analysis_file(folder: Path, name: str) -> Path:
-    """Return where an analysis of the run in `folder` is kept."""
-    return folder / f"{ANALYSIS}{name}.json"
 
 
 def run_numbers(folder: Path) -> dict[str, float]:

@@ -7,8 +7,9 @@ are `table`'s.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rich import box
 from rich.console import Group
@@ -16,6 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.lab.cells import NONE, number, p_range, percent, points, signed
+from headwise.lab.head_drops import LOSS, Drop, pooled
 from headwise.lab.table import PLAIN, Table
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "cost_grid",
     "diversity_grid",
     "grids",
+    "head_grids",
     "markdown_of",
     "paired_grids",
     "plain_grid",
@@ -38,6 +41,7 @@ BINS_WITH_INTERVAL = 5
 # Columns of a grid that leaves one space between them, and letters of a name that is not broken.
 CROWDED = 8
 LONGEST_NAME = 16
+KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
 
 
@@ -117,6 +121,35 @@ def cost_grid(table: Table) -> Grid:
     return Grid(title, header, rows, "l" + "r" * (len(header) - 1))
 
 
+def head_grids(table: Table) -> tuple[Grid, ...]:
+    """Return what removing one head costs, one grid a score, the heads of all seeds together."""
+    scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
+    kinds = dict.fromkeys(
+        drop.kind
+        for row in table.arms
+        for models in row.head_drops.values()
+        for model in models
+        for drop in model.drops
+    )
+    columns = tuple(KINDS.get(kind, kind) for kind in kinds) if len(kinds) > 1 else ()
+    header = ("arm", "seeds", "heads", "redun-\ndant", "raise", "no cost\nshown", "mean\ncost", *columns)
+    found = []
+    for score in scores:
+        rows = []
+        for row in table.arms:
+            if models := row.head_drops.get(score):
+                drops = [drop for model in models for drop in model.drops]
+                summary = pooled(models)
+                shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
+                means = [_mean_cost(score, drops)]
+                means += [_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns]
+                percents = (f"{100 * value:.0f} %" for value in shares)
+                rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
+        cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
+        found.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
+    return tuple(found)
+
+
 def signature_grid(table: Table) -> Grid:
     """Return how each score was computed, in the words of the library that did."""
     return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
@@ -167,6 +200,7 @@ def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
         cost_grid(table),
         bins_grid(table, intervals=intervals),
         diversity_grid(table),
+        *head_grids(table),
         signature_grid(table),
     )
     return tuple(grid for grid in every if grid.rows)
@@ -177,6 +211,13 @@ def terminal(table: Table) -> Group:
     shown = [terminal_grid(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
     notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
+
+
+def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
+    if not drops:
+        return NONE
+    mean = fmean(drop.value for drop in drops)
+    return number(mean) if score == LOSS else number(100 * mean)
 
 
 def terminal_grid(grid: Grid) -> RichTable:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwise.checks import ShapeError, require_choice, require_integer
 
-__all__ = ["METRICS", "Accuracy", "Bleu", "Measure", "Metric"]
+__all__ = ["METRICS", "Accuracy", "Bleu", "Loss", "Measure", "Metric"]
 
 ORDERS = 4
 
@@ -129,6 +129,30 @@ class Bleu:
         if penalty < 0.0:
             logarithm += (reference * shares[:, -2] / length - shares[:, -1]) / length
         return score * (1.0 + len(shares) * logarithm)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean loss of a prediction; an item's statistics are the sum of its losses and how many they are.
+
+    With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and an item's value is
+    m + N (t_i - m n_i) / sum n: the values' mean is m, their spread that of m under resampling, to first order.
+    """
+
+    name: str = "loss"
+    unit: str = "nats"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 2].
+
+        >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
+        [4.0, 0.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 2:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count an item, (N, 2).")
+        sums, counts = statistics.astype(np.float64).T
+        mean = sums.sum() / counts.sum()
+        return mean + len(sums) * (sums - mean * counts) / counts.sum()
 
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu())}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headwise.lab.figures import Picture
+from headwise.lab.figures import OF_HEADS, Picture
 from headwise.lab.grids import (
     Grid,
     bins_grid,
     cost_grid,
     diversity_grid,
+    head_grids,
     paired_grids,
     plain_grid,
     signature_grid,
@@ -38,6 +39,13 @@ PAIRED = (
     "round? It knows nothing of another seed, so each seed has p-values of its own, of which the lowest and the "
     "highest are shown; ahead and behind count the seeds with a bootstrap p of at most 0.05. They are neither pooled "
     "nor adjusted. The verdict is about seeds and sentences at once."
+)
+HEADS = (
+    "Each head is removed alone from the trained model, and the test set is scored without it: the task's metric with "
+    "the cheapest search (greedy decoding), and the loss of the right answers. A head is redundant when that costs "
+    "less than a hundredth of the score; raise counts the heads without which the score is better; no cost shown those "
+    "whose cost has zero in its 95 % interval over test items, each by itself; heads of all seeds together. Nothing "
+    "was chosen by these numbers; heads of two models have no partners, so no head is tested against another."
 )
 COST = (
     "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
@@ -66,30 +74,20 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
     page.paragraph(headline(table), kind="lead")
     if table.missing:
         page.paragraph(f"Not finished, and not in what follows: {_listed(table.missing)}.")
-    page.heading("Verdicts")
-    _add(page, verdict_grid(table))
-    others = plain_grid(table)
-    if others.rows:
-        _add(page, others)
-    page.paragraph(
-        "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
-        "Holm-adjusted, each table by itself.",
-        kind="note",
-    )
-    for grid in paired_grids(table):
-        _add(page, grid)
-    if table.paired:
-        page.paragraph(PAIRED, kind="note")
-    _add(page, cost_grid(table))
-    page.paragraph(COST, kind="note")
+    _add_scores(page, table)
     page.heading(f"Score by {table.difficulty}")
     _add(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
     page.paragraph(f"Test items: {_items(table)}.", kind="note")
-    for picture in pictures:
-        page.figure(picture.png, caption=picture.caption, alt=picture.alt)
+    of_heads = [picture for picture in pictures if picture.name.startswith(OF_HEADS)]
+    _add_pictures(page, [picture for picture in pictures if picture not in of_heads])
     page.heading("How alike the heads are")
     _add(page, diversity_grid(table), caption="means over seeds")
     page.paragraph(COLUMNS, kind="note")
+    if costs := head_grids(table):
+        page.heading("What each head is worth")
+        _add_all(page, costs)
+        page.paragraph(HEADS, kind="note")
+        _add_pictures(page, of_heads)
     page.heading("Settings of the arms")
     page.table(["arm", "settings"], [(row.arm, _settings(row)) for row in table.rows], align="ll")
     page.heading("How it was judged")
@@ -182,6 +180,34 @@ def _items(table: Table) -> str:
         return f"{table.items[0]:,} of each {table.difficulty}"
     counted = zip(table.bins, table.items, strict=True)
     return f"by {table.difficulty}: " + ", ".join(f"{count:,} of {number}" for number, count in counted)
+
+
+def _add_scores(page: Page, table: Table) -> None:
+    page.heading("Verdicts")
+    _add(page, verdict_grid(table))
+    others = plain_grid(table)
+    if others.rows:
+        _add(page, others)
+    page.paragraph(
+        "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
+        "Holm-adjusted, each table by itself.",
+        kind="note",
+    )
+    _add_all(page, paired_grids(table))
+    if table.paired:
+        page.paragraph(PAIRED, kind="note")
+    _add(page, cost_grid(table))
+    page.paragraph(COST, kind="note")
+
+
+def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
+    for picture in pictures:
+        page.figure(picture.png, caption=picture.caption, alt=picture.alt)
+
+
+def _add_all(page: Page, every: Sequence[Grid]) -> None:
+    for grid in every:
+        _add(page, grid)
 
 
 def _add(page: Page, grid: Grid, *, caption: str = "") -> None:

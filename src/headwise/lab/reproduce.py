@@ -14,13 +14,12 @@ from rich.console import Console
 
 from headwise.checks import DataError
 from headwise.lab import runs
-from headwise.lab.analyses import ANALYSES, HEAD_VECTORS, AnalysisSettings
+from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
-from headwise.lab.compare import Comparison, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
-from headwise.lab.evidence import Evidence, analysis_file, read_evidence
+from headwise.lab.compare import Comparison, do_analyses, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.grids import terminal_grid
 from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.settings import RunSettings
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
@@ -149,13 +148,7 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
     if reproduction.analysis:
-        analyses = [
-            Job(f"{reproduction.analysis} of {job.name}", job.folder, AnalysisSettings(reproduction.analysis, run))
-            for job in jobs
-            if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
-        ]
-        missing = [job for job in analyses if not analysis_file(job.folder, reproduction.analysis).exists()]
-        failures += do_jobs(missing, len(analyses) - len(missing), workers, console)
+        failures += do_analyses(reproduction.analysis, jobs, workers, console)
     return failures
 
 

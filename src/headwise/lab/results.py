@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import DataError, ShapeError
+from headwise.lab.head_drops import HeadDrops, read_head_drops
 from headwise.lab.metric import METRICS, Measure, Metric
 from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
 from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, read_json
@@ -58,6 +59,7 @@ class Run:
         step_seconds: Median time of a training step, or None.
         settings: What determined the run, as JSON data.
         dev: Its score on dev after each epoch; empty for a baseline.
+        head_drops: What each of its heads is worth, a score each; empty where that was not measured.
         versions: Package to version.
         folder: Its folder.
     """
@@ -75,6 +77,7 @@ class Run:
     step_seconds: float | None
     settings: Mapping[str, Any]
     dev: tuple[float, ...]
+    head_drops: tuple[HeadDrops, ...]
     versions: Mapping[str, str]
     folder: Path
 
@@ -207,6 +210,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
             dev=_read_dev(path.with_name(EPOCHS), again),
+            head_drops=read_head_drops(path.parent),
             folder=path.parent,
         )
         score = float(record["score"]["pooled"])

@@ -21,6 +21,7 @@ from headwise.checks import DataError, SettingError
 
 __all__ = [
     "Cell",
+    "analysis_file",
     "as_record",
     "claim",
     "first_difference",
@@ -46,6 +47,8 @@ TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
 LOG = "log.txt"
+# What is measured of a trained model afterwards lies beside its result, {"numbers": {...}, ...} each.
+ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
 
@@ -111,6 +114,11 @@ def require_same(path: Path, record: Mapping[str, Any]) -> None:
 def is_finished(folder: Path) -> bool:
     """Return whether the run in `folder` is finished."""
     return (folder / RESULT).exists()
+
+
+def analysis_file(folder: Path, name: str) -> Path:
+    """Return where an analysis of the run in `folder` is kept."""
+    return folder / f"{ANALYSIS}{name}.json"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import NotFired
+from headwise.lab.head_drops import HeadDrops
 from headwise.lab.metric import Measure, Metric
 from headwise.lab.paired_tests import PairedTests
 from headwise.lab.protocol import key
@@ -90,6 +91,7 @@ class Row:
         parameters: Number of parameters, or None.
         step_ratio: Time of a training step over plain's, median over seeds, or None.
         points: One point a seed.
+        head_drops: What the heads of its models are worth, by score: one entry a seed for which that was measured.
         settings: What determined the arm's first run, as JSON data.
     """
 
@@ -108,6 +110,7 @@ class Row:
     parameters: int | None
     step_ratio: float | None
     points: tuple[Point, ...]
+    head_drops: Mapping[str, tuple[HeadDrops, ...]]
     settings: Mapping[str, Any]
 
 
@@ -276,8 +279,14 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Result
             )
             for run in runs
         ),
+        head_drops=_by_score(runs),
         settings=first.settings,
     )
+
+
+def _by_score(runs: Sequence[Run]) -> dict[str, tuple[HeadDrops, ...]]:
+    scores = dict.fromkeys(drops.score for run in runs for drops in run.head_drops)
+    return {score: tuple(drops for run in runs for drops in run.head_drops if drops.score == score) for score in scores}
 
 
 def _compared(

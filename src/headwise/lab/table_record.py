@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from headwise.lab.head_drops import pooled
 from headwise.lab.paired_tests import PairedTests
 from headwise.lab.runs import write_json
 from headwise.lab.statistics import Estimate
@@ -55,6 +56,10 @@ def _row_record(row: Row, table: Table) -> dict[str, Any]:
         "verdict": row.verdict,
         "measures": dict(row.measures),
         "answered": dict(row.answered),
+        "heads": {
+            score: {"seeds": len(models), "heads": sum(len(model.drops) for model in models), **pooled(models)}
+            for score, models in row.head_drops.items()
+        },
         "parameters": row.parameters,
         "step_ratio": row.step_ratio,
         "runs": [dataclasses.asdict(point) for point in row.points],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_model
 from torch import nn
 
@@ -55,4 +56,5 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
         # safetensors has an error class of its own, torch raises RuntimeError
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{path} does not hold this run's weights ({reason}); delete {folder} and run again.") from None
-    return Trained(task, data, model.eval(), methods.heads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Trained(task, data, model.to(device).eval(), methods.heads)

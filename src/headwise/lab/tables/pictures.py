@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from headwise.lab.arms import folder_of
 from headwise.lab.drawing import drawing, styles, to_png
-from headwise.lab.evidence import Evidence, analysis_file
+from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture
-from headwise.lab.runs import read_json
+from headwise.lab.runs import analysis_file, read_json
 from headwise.lab.table import Table
 
 __all__ = ["curve", "head_map"]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -111,6 +113,19 @@ class ClassificationTask:
         """Return the predicted classes and whether they are right."""
         predicted = predict(model, data.test)
         return Answers(predicted == data.test.labels, predicted)
+
+    def greedy(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.bool_]:
+        """Return whether each test text is classified correctly."""
+        return predict(model, data.test) == data.test.labels
+
+    def losses(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.float64]:
+        """Return the cross entropy of each test text, and 1."""
+        split, found = data.test, np.ones((len(data.test), 2))
+        for batch in length_sorted(split.lengths, BATCH):
+            logits = _logits(model, split, batch)
+            labels = torch.from_numpy(split.labels[batch].astype(np.int64)).to(logits.device)
+            found[batch, 0] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
+        return found
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""

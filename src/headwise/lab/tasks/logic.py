@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -67,6 +69,19 @@ class LogicTask:
         """Return the predicted labels and whether they are right."""
         predicted = predict(model, data.test)
         return Answers(predicted == data.test.labels, predicted)
+
+    def greedy(self, model: PairClassifier, data: LogicData) -> NDArray[np.bool_]:
+        """Return whether each test pair is answered correctly."""
+        return predict(model, data.test) == data.test.labels
+
+    def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
+        """Return the cross entropy of each test pair, and 1."""
+        split, found = data.test, np.ones((len(data.test), 2))
+        for batch in length_sorted(split.lengths, BATCH):
+            logits = _logits(model, split, batch)
+            labels = torch.from_numpy(split.labels[batch].astype(np.int64)).to(logits.device)
+            found[batch, 0] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
+        return found
 
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""

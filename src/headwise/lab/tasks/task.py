@@ -207,6 +207,14 @@ class Task(Protocol):
         """Return a trained model's answers on the test split."""
         ...
 
+    def greedy(self, model: Any, data: Any) -> NDArray:
+        """Return what the metric needs of each test item, [N] or [N, K], answered by the cheapest search."""
+        ...
+
+    def losses(self, model: Any, data: Any) -> NDArray:
+        """Return for each test item the sum of its losses and how many predictions it is of, float64 [N, 2]."""
+        ...
+
     def difficulties(self, data: Any) -> NDArray:
         """Return the bin of each test item, int [N]."""
         ...

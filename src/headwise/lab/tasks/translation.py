@@ -33,7 +33,7 @@ from headwise.lab.tasks.translation_data import (
     prepare_translation,
 )
 from headwise.lab.tasks.translation_decoding import decoded
-from headwise.lab.tasks.translation_loss import negative_log_likelihood
+from headwise.lab.tasks.translation_loss import negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation_own import FORMS, corpus_at
 from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
@@ -130,6 +130,15 @@ class TranslationTask:
         found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
         answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
         return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
+
+    def greedy(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the statistics of BLEU of each greedy translation of a test source."""
+        found = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+        return bleu_statistics(found, data.references("test"))
+
+    def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the negative log likelihood of each test target, and its tokens."""
+        return pair_losses(model, data.test)
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""
