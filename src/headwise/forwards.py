@@ -30,6 +30,7 @@ class Forwards:
 
     Example:
         >>> import headwise as hw
+        >>> import torch
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2,
         ...                               enable_nested_tensor=False)
         >>> forwards = Forwards(hw.find_heads(model))

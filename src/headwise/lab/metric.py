@@ -146,7 +146,7 @@ class Loss:
         """Return the share of each item, [N], from statistics [N, 2].
 
         >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
-        [4.0, 0.0]
+        [3.0, 1.0]
         """
         if statistics.ndim != 2 or statistics.shape[1] != 2:
             raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count an item, (N, 2).")
