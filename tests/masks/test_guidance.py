@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from layouts.families import Family
@@ -326,3 +327,30 @@ def test_a_causal_mask_given_to_torch_enters_before_the_policy():
         model(x, mask=future, is_causal=True)
         capture = taps.read()[0]
     assert torch.equal(capture.weights[:, [1, 0]] > 0, mask.allowed(causal=True)[:, [1, 0]])
+
+
+def test_a_forward_that_ended_in_an_error_is_over():
+    model = encoder().eval()
+    guidance = hw.guide(hw.find_heads(model), random_mask(2, 3, 5))
+    with pytest.raises((RuntimeError, AssertionError, hw.HeadwiseError)):
+        model(torch.randn(2, 5, 7))
+    x = torch.randn(2, 5, 12)
+    model.layers[0](x)
+    with pytest.raises(hw.MaskError, match="belongs to the forward before"):
+        model.layers[0](x)
+    guidance.remove()
+
+
+def test_a_whole_model_that_is_computed_again_does_not_bring_its_mask_again():
+    model = encoder()
+    x, masks = torch.randn(2, 5, 12), [random_mask(2, 3, 5), random_mask(2, 3, 5, empty="self")]
+    guidance = hw.guide(hw.find_heads(model))
+    plain = [model(x, role_mask=mask).square().sum() for mask in masks]
+    expected = torch.autograd.grad(plain[0], list(model.parameters()))
+    again = [checkpoint(model, x, role_mask=mask, use_reentrant=False).square().sum() for mask in masks]
+    found = torch.autograd.grad(again[0], list(model.parameters()))
+    for before, after in zip(expected, found, strict=True):
+        torch.testing.assert_close(after, before)
+    # the mask given last is still the one in place, and has guided
+    guidance.verify()
+    guidance.remove()
