@@ -28,7 +28,7 @@ def parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
         DataError: There are fewer different texts than parts.
 
     >>> parts(["a", "b", "a", "c"], 3).tolist()
-    [1, 2, 1, 0]
+    [0, 1, 0, 2]
     """
     members: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
