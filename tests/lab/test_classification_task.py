@@ -225,7 +225,7 @@ def test_tuning_does_not_take_folds(sentences, tmp_path):
     ("task", "arm", "message"),
     [
         ("classification", "guided", r"arm guided does not fit .* the roles dependency, major need parses"),
-        ("classification", "guided:roles=major", r"the roles major need parses; name the folder of a spaCy pipeline"),
+        ("classification", "guided:roles=major", r"the roles major need parses; name a spaCy pipeline with a parser"),
         ("logic", "guided:roles=window", r"task logic has no words with roles"),
         ("logic", "cnn", r"task logic has no model cnn; models besides its own: none"),
     ],

@@ -12,8 +12,10 @@ from headwise.lab import compare as compare_module
 from headwise.lab import reproduce
 from headwise.lab.grids import NONE
 from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_3, TABLE_3_FOLDS
+from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
+from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from lab.sentences import parse_without_spacy, write_sentences
 
 TINY = ("width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=48")
@@ -61,6 +63,16 @@ def test_the_papers_numbers_are_those_of_its_table():
         "PSAN* (quoted, not run)",
         "Transformer-Complex-Order* (quoted, not run)",
     }
+
+
+def test_the_translation_table_has_a_head_for_each_role_at_every_scale():
+    assert TABLE_2.scales == ("demo", "cpu", "gpu", "paper")
+    for scale in TABLE_2.scales:
+        (part,) = TABLE_2.parts_at(scale)
+        assert sized(part.sizes[scale], TRANSLATION_SCALES).heads == 8
+    published = {row.name: (row.arm, *row.cells) for row in TABLE_2.published.rows}
+    assert published["Transformer-Guided-Attn"] == ("guided", "38.8")
+    assert published["AED + BPE* (quoted, not run)"] == ("", "34.2")
 
 
 def test_every_set_has_a_part_and_the_three_share_their_folders(sets, tmp_path):

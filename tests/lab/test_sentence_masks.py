@@ -117,9 +117,9 @@ def test_a_shuffled_parse_changes_the_roles_of_a_parse_alone(data, scale):
 
 
 def test_another_parse_is_that_of_a_training_sentence_of_as_many_words_and_never_the_own_one(data):
-    lengths, pool = data.texts.words.lengths, data.train.numbers
+    lengths, pool = data.texts.words.lengths, data.train.numbers.tolist()
     donors = Donors(data.texts.table, lengths, pool, seed=8)
-    parses = {number: data.texts.table(number).parse() for number in pool.tolist()}
+    parses = {number: data.texts.table(number).parse() for number in pool}
     from_another = 0
     for number in range(len(lengths)):
         own, other = data.texts.table(number), donors(number)
@@ -136,19 +136,19 @@ def test_another_parse_is_that_of_a_training_sentence_of_as_many_words_and_never
 
 def test_where_no_other_sentence_is_as_long_the_own_words_change_places_in_the_tree():
     tables = [parsed([*"abcdefgh"]), parsed([*"ab"])]
-    found = Donors(tables.__getitem__, np.array([8, 2]), np.array([0, 1]), seed=3)(0)
+    found = Donors(tables.__getitem__, np.array([8, 2]), [0, 1], seed=3)(0)
     assert found.heads != tables[0].heads
     assert sorted(found.relations) == sorted(tables[0].relations)
     # equal sentences have equal parses, and their own is not another one
     twins = [parsed([*"abcd"]), parsed([*"abcd"])]
-    assert Donors(twins.__getitem__, np.array([4, 4]), np.array([0, 1]), seed=3)(0).parse() != twins[0].parse()
+    assert Donors(twins.__getitem__, np.array([4, 4]), [0, 1], seed=3)(0).parse() != twins[0].parse()
 
 
 def test_roles_of_a_parse_without_one_are_refused_and_the_others_are_not(scale, tmp_path):
     plain = dataclasses.replace(scale, pipeline=None)
     data = TASK.load(write_sentences(tmp_path / "b.tsv", 60), plain, None)
     with pytest.raises(
-        DataError, match=r"the roles dependency, major need parses; name the folder of a spaCy pipeline"
+        DataError, match=r"the roles dependency, major need parses; name a spaCy pipeline with a parser"
     ):
         masks(data, plain, Guided())
     with pytest.raises(DataError, match=r"the roles major need parses"):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.checks import SettingError, require_choice
+from headwise.checks import DataError, SettingError, require_choice
 
-__all__ = ["PARSED", "ROLES", "Guided"]
+__all__ = ["PARSED", "ROLES", "Guided", "require_parses"]
 
 # In the paper's order, which is that of the heads.
 ROLES = ("rare", "separator", "dependency", "major", "window")
@@ -65,3 +65,12 @@ class Guided:
     def parsed(self) -> tuple[str, ...]:
         """The roles that need a parse, their own or another sentence's; a random mask needs the role's own."""
         return tuple(role for role in self.roles if role in PARSED and role not in self.drop)
+
+
+def require_parses(guided: Guided, there: bool) -> None:
+    """Raise `DataError` where a role needs a parse and there is none."""
+    if guided.parsed and not there:
+        raise DataError(
+            f"the roles {', '.join(guided.parsed)} need parses; name a spaCy pipeline with a parser, its folder or an "
+            "installed package (--pipeline DIR)."
+        )

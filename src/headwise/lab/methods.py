@@ -20,9 +20,10 @@ from headwise.guidance import Guidance, guide
 from headwise.heads import Heads
 from headwise.lab.arms import KINDS, Arm
 from headwise.lab.drophead import DropHead
+from headwise.lab.encoder_masks import mask_encoder
 from headwise.lab.protocol import initialise, key
+from headwise.lab.tasks.task import MakesMasks
 from headwise.layouts import find_heads
-from headwise.masks import HeadMask
 from headwise.penalty import Disagreement
 from headwise.repulsion import Repulsion, repel
 
@@ -49,7 +50,7 @@ class Methods:
         *,
         seed: int,
         compile_routing: bool = False,
-        masks: Callable[[Mapping[str, Any]], HeadMask] | None = None,
+        masks: MakesMasks | None = None,
     ) -> None:
         self.arm, self.seed = arm, seed
         self.penalty: Disagreement | None = None
@@ -74,8 +75,7 @@ class Methods:
         if arm.drophead:
             self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
         if masks is not None:
-            guidance = guide(self.heads)
-            self._masking = model.register_forward_pre_hook(_masked(masks, guidance), with_kwargs=True, prepend=True)
+            _guide(model, self.heads, masks)
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
@@ -135,9 +135,20 @@ class Methods:
             self.repulsion.load_state_dict(state["repulsion"])
 
 
-def _masked(
-    masks: Callable[[Mapping[str, Any]], HeadMask], guidance: Guidance
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _guide(model: Any, heads: Heads, masks: MakesMasks) -> None:
+    """Give each forward of the model the masks of its batch; where the model encodes a source, those of the source."""
+    if hasattr(model, "get_encoder"):
+        mask_encoder(
+            model,
+            lambda ids, real: masks({"input_ids": ids, "attention_mask": real}).roles,
+            sites=heads.kind("self"),
+            guided=masks.heads,
+        )
+        return
+    model.register_forward_pre_hook(_masked(masks, guide(heads)), with_kwargs=True, prepend=True)
+
+
+def _masked(masks: MakesMasks, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
         guidance(masks(batch))
 

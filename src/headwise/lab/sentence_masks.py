@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,17 +47,21 @@ class Donors:
 
     Args:
         table: The words and the parse of a sentence by its number.
-        lengths: Words of each sentence, [N].
+        lengths: Words of each sentence, by its number.
         pool: Numbers of the training sentences.
         seed: Seed of the draws.
     """
 
     def __init__(
-        self, table: Callable[[int], WordTable], lengths: NDArray[np.integer], pool: NDArray[np.integer], seed: int
+        self,
+        table: Callable[[int], WordTable],
+        lengths: Mapping[int, int] | NDArray[np.integer],
+        pool: Sequence[int],
+        seed: int,
     ) -> None:
         self.table, self.seed = table, seed
         self.pool: dict[int, list[int]] = defaultdict(list)
-        for number in pool.tolist():
+        for number in pool:
             self.pool[int(lengths[number])].append(number)
 
     def __call__(self, number: int) -> WordTable:
@@ -84,6 +89,8 @@ class RoleMasks:
         idf: How rare a word is, from the training split.
         num_heads: Heads of a layer.
         seed: Seed of the run, for random masks.
+        encoding: The tokens of a sentence by its number, as `headwise.align.align` takes them; None where each word is
+            a token, with one before and one after the words.
 
     Raises:
         SettingError: There are more roles than heads.
@@ -98,11 +105,12 @@ class RoleMasks:
         *,
         num_heads: int,
         seed: int,
+        encoding: Callable[[int], Any] | None = None,
     ) -> None:
         if len(guided.roles) > num_heads:
             raise SettingError(f"{len(guided.roles)} roles and {num_heads} heads; expected a head for each role.")
         self.guided, self.table, self.donors = guided, table, donors
-        self.num_heads, self.seed = num_heads, seed
+        self.num_heads, self.seed, self.encoding = num_heads, seed, encoding
         # a dropped role's head is a regular one, which padding alone masks
         self.names = tuple(name for name in guided.roles if name not in guided.drop)
         self.heads = tuple(guided.roles.index(name) for name in self.names)
@@ -130,17 +138,22 @@ class RoleMasks:
         )
 
     def _made(self, numbers: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """Return the masks of sentences, each [R, n, n] with one token before and one after the words."""
+        """Return the masks of sentences, each [R, n, n] with n its tokens."""
         if not numbers:
             return []
         tables = [self.table(number) for number in numbers]
         others = [self.donors(number) for number in numbers] if set(self.names) & set(self.guided.shuffled) else tables
+        encodings = None if self.encoding is None else [self.encoding(number) for number in numbers]
+        sizes = [len(t) + 2 for t in tables] if encodings is None else [len(one.offsets) for one in encodings]
         made = []
         for name in self.names:
-            shuffled = name in self.guided.shuffled
-            mask = self.roles[name](others if shuffled else tables, num_heads=1, before=1, after=1)
+            own = others if name in self.guided.shuffled else tables
+            if encodings is None:
+                mask = self.roles[name](own, num_heads=1, before=1, after=1)
+            else:
+                mask = self.roles[name](own, num_heads=1, encoding=encodings)
             if name in self.guided.random:
                 mask = mask.randomized([key(self.seed, "random mask", name, number) for number in numbers])
             made.append(mask.roles.expand(len(numbers), 1, mask.tokens, mask.tokens))
         planes = torch.cat(made, dim=1).numpy()
-        return [plane[:, : len(t) + 2, : len(t) + 2] for plane, t in zip(planes, tables, strict=True)]
+        return [plane[:, :size, :size] for plane, size in zip(planes, sizes, strict=True)]

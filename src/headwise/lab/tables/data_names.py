@@ -34,9 +34,11 @@ def corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
         data: The data's folder, which may be prepared data itself.
         cache: Folder that prepared data is kept in.
     """
+    # what stands behind a plus is the digest of a parser
+    prepared = fingerprint.partition("+")[0]
     places = [] if data is None else [data / RECORD]
     for path in (*places, *sorted(cache.glob(f"*/{RECORD}")), *sorted(cache.glob(f"*/*/{RECORD}"))):
         found = read_json(path) if path.exists() else {}
-        if isinstance(found, dict) and found.get("fingerprint") == fingerprint and "corpus" in found:
+        if isinstance(found, dict) and found.get("fingerprint") == prepared and "corpus" in found:
             return "-".join([str(found["corpus"])] + [PARTIAL] * (found.get("layout") == PARTIAL))
     return ""

@@ -7,7 +7,7 @@ Owns what the laboratory asks of the task: models, batches, answers, role masks 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwise.checks import DataError
 from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import spread_evenly
-from headwise.lab.guided import Guided
+from headwise.lab.guided import Guided, require_parses
 from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.sentence import SentenceClassifier, SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.protocol import key
@@ -34,8 +34,7 @@ from headwise.lab.tasks.classification_data import (
     load_data,
 )
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, ClassificationScale
-from headwise.lab.tasks.task import Answers
-from headwise.masks import HeadMask
+from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.word_rarity import idf
 
 __all__ = ["ClassificationTask", "predict"]
@@ -83,17 +82,11 @@ class ClassificationTask:
         """Return the whole model: all its attention is the encoder's."""
         return model
 
-    def role_masks(
-        self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int
-    ) -> Callable[[Mapping[str, Any]], HeadMask]:
+    def role_masks(self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int) -> MakesMasks:
         """Return what makes the role masks of a batch; the words' rarity is that of the training split."""
-        if guided.parsed and data.texts.heads is None:
-            raise DataError(
-                f"the roles {', '.join(guided.parsed)} need parses; name the folder of a spaCy pipeline with a parser "
-                "(--pipeline DIR)."
-            )
+        require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
-        donors = Donors(table, data.texts.words.lengths, data.train.numbers, key(seed, "shuffled parse"))
+        donors = Donors(table, data.texts.words.lengths, data.train.numbers.tolist(), key(seed, "shuffled parse"))
         rarity = idf(_words(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed)
 

@@ -6,7 +6,6 @@ ids follow from it and are `classification_data`'s.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.checks import DataError
 from headwise.lab.data import Ragged, cached_arrays, digest, stable_key
+from headwise.lab.pipelines import pipeline_files
 from headwise.lab.tasks.classification_files import LabelledText, Layout, find_layout, read_labelled
 from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.word_vectors import read_word_vectors
@@ -109,7 +109,7 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
     described = f"{ENCODING} {layout} {scale.max_words}"
     extra: list[Path] = []
     if scale.pipeline is not None:
-        described, extra = f"{described} parsed", _files_below(scale.pipeline)
+        described, extra = f"{described} parsed", pipeline_files(scale.pipeline)
     if scale.embeddings is not None:
         described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
     fingerprint = digest(described, [*paths.values(), *extra])
@@ -139,20 +139,6 @@ def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: M
                 f"{paths[layout.train].name}; expected one of {', '.join(labels[:8])}."
             )
     return labels
-
-
-def _files_below(pipeline: Path) -> list[Path]:
-    folder = pipeline
-    if not folder.is_dir():
-        name = str(pipeline)
-        package = importlib.util.find_spec(name) if name.isidentifier() else None
-        if package is None or package.origin is None:
-            raise DataError(
-                f"{pipeline} does not exist; expected a spaCy pipeline with a parser: its folder, or the name of an "
-                "installed package, as en_core_web_sm."
-            )
-        folder = Path(package.origin).parent
-    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _encode(

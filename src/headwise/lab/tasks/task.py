@@ -5,7 +5,7 @@ Owns the protocol of tasks and the small values that pass between a task and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ __all__ = [
     "Answers",
     "Batches",
     "Data",
+    "MakesMasks",
     "Preparing",
     "Recipe",
     "Scale",
@@ -251,12 +252,26 @@ class WithModels(Protocol):
         ...
 
 
+class MakesMasks(Protocol):
+    """What makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's.
+
+    Attributes:
+        heads: The heads that have a role.
+    """
+
+    heads: tuple[int, ...]
+
+    def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
+        """Return the masks."""
+        ...
+
+
 @runtime_checkable
 class WithRoles(Protocol):
     """A task whose sentences have words that heads can be guided by."""
 
-    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> Callable[[Mapping[str, Any]], HeadMask]:
-        """Return what makes the mask of a batch from the keyword arguments of the model's forward.
+    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> MakesMasks:
+        """Return what makes the masks of a batch.
 
         Raises:
             DataError: A role needs a parse, and there are none.

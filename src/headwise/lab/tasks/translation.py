@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.checks import DataError
-from headwise.lab.data import stable_key
+from headwise.lab.data import digest, stable_key
 from headwise.lab.evaluation import spread_evenly
+from headwise.lab.guided import Guided, require_parses
 from headwise.lab.metric import Bleu, Measure
 from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
-from headwise.lab.tasks.task import Answers
+from headwise.lab.pipelines import pipeline_files
+from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -36,6 +38,7 @@ from headwise.lab.tasks.translation_decoding import decoded
 from headwise.lab.tasks.translation_loss import negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation_own import FORMS, corpus_at
 from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
+from headwise.lab.tasks.translation_roles import SourceMasks, Sources, parser
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
@@ -43,6 +46,8 @@ __all__ = ["TranslationTask", "bleu_statistics", "translated", "translation_mode
 
 PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
+# Parses of the sources, inside the folder of the prepared data.
+PARSES = "parses"
 
 
 class TranslationTask:
@@ -107,6 +112,13 @@ class TranslationTask:
     def studied(self, model: nn.Module) -> nn.Module:
         """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
         return model
+
+    def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MakesMasks:
+        """Return what makes the masks of a batch of sources; the words' rarity is that of the training sources."""
+        require_parses(guided, scale.pipeline is not None)
+        parse = parser(scale.pipeline, data.whole.folder / PARSES)
+        sources = Sources(data.whole.tokenizer, parse)
+        return SourceMasks(guided, sources, data.train.sources, num_heads=scale.heads, seed=seed)
 
     def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
         """Return batches of pairs of like length, by tokens."""
@@ -179,7 +191,9 @@ class ScaledTranslation:
     @property
     def fingerprint(self) -> str:
         """Digest of what the data follows from; the caps are part of the scale's record."""
-        return self.whole.fingerprint
+        if self.scale.pipeline is None:
+            return self.whole.fingerprint
+        return f"{self.whole.fingerprint}+{digest('parsed', pipeline_files(self.scale.pipeline))}"
 
     def summary(self) -> str:
         """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
