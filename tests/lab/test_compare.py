@@ -78,6 +78,7 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path):
 
 
 SCRIPT = """
+import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
@@ -90,6 +91,8 @@ class Told(Watch):
         (job.folder / "started").touch()
 
 if __name__ == "__main__":
+    # what starts the tests in the background may have Ctrl-C ignored, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_jobs(work, jobs(Path({folder!r}), *{kinds!r}), 2, Told())
     except KeyboardInterrupt:

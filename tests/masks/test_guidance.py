@@ -290,9 +290,10 @@ def test_a_compiled_model_is_guided_by_the_mask_of_each_batch():
         expected = model(x, role_mask=mask)
         torch.testing.assert_close(compiled(x, role_mask=mask), expected)
         frames.append(counter.frame_count)
-    # a new mask compiles nothing anew
+    # the first call marks its sites as reached, which the second is compiled with; a new mask compiles nothing anew
     assert frames[0] > 0
-    assert frames == frames[:1] * 5
+    assert frames[1] <= frames[0] + 1
+    assert frames[1:] == frames[1:2] * 4
     with pytest.raises(hw.MaskError, match="belongs to the forward before"):
         compiled(x)
     guidance.remove()
