@@ -7,6 +7,7 @@
 #   make translation-gpu DATA=FOLDER  eight arms of the translation task on one GPU; FOLDER from headwise prepare
 #   make bench       overhead of every method against plain torch
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
+#   make bench-roles   cost of role masks: making them, and a guided step
 #   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
 #   make clean       remove .venv and what the tools cached
 
@@ -19,7 +20,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,7 +29,7 @@ demo: $(VENV)/.lab
 	$(BIN)/headwise compare logic $(ARGS)
 
 # Nothing is installed: a machine with a GPU has a torch of its own, which PYTHON names. Run it again to go on.
-GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,em:layers=0/1,output+em:layers=0/1
+GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
 SEEDS ?= 5
 OUT ?= runs/translation-gpu
 translation-gpu:
@@ -56,6 +57,9 @@ bench: $(VENV)/.dev
 
 bench-minilm: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/minilm.py $(ARGS)
+
+bench-roles: $(VENV)/.dev
+	$(BIN)/python benchmarks/roles.py $(ARGS)
 
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 import headwise as hw
-from overhead import console, interleaved, machine, new_record, ratio
+from overhead import console, interleaved, machine, ratio, write
 
 PLAIN, AGAIN = "as it is", "as it is, again"
 TARGET = 1.05
@@ -104,12 +103,7 @@ def main() -> None:
     )
     for name, value in ratios.items():
         console.print(f"  {name:<28} {value:8.4f}" + ("" if name == AGAIN else f"   (target {TARGET})"))
-    out = arguments.out or new_record(f"{record['date']}-minilm-{device.type}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".part")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(out)
-    console.print(f"written to {out}")
+    write(record, device, arguments.out)
 
 
 if __name__ == "__main__":

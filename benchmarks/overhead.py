@@ -318,19 +318,19 @@ def main() -> None:
         record["models"].append(model_table(device, batch, length, arguments.rounds, naive, arguments.only))
     record["machine"]["load after"] = os.getloadavg()[0]
     show(record)
-    out = arguments.out or new_record(f"{record['date']}-overhead-{device.type}")
+    write(record, device, arguments.out)
+
+
+def write(record: dict, device: torch.device, out: Path | None) -> None:
+    """Write a record: to `out`, or to the first free name of its date and benchmark in the folder of records."""
+    folder, name = Path(__file__).parent / "records", f"{record['date']}-{record['benchmark']}-{device.type}"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    out = out or next(folder / f"{n}.json" for n in names if not (folder / f"{n}.json").exists())
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".part")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(out)
     console.print(f"\nwritten to {out}")
-
-
-def new_record(name: str) -> Path:
-    """The first free name among name.json, name-2.json, ... in the folder of records."""
-    folder = Path(__file__).parent / "records"
-    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
-    return next(folder / f"{n}.json" for n in names if not (folder / f"{n}.json").exists())
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.token_batches import token_sorted
 from headwise.routing import Chunks
 
-ARMS = "plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,em:layers=0/1,output+em:layers=0/1"
+ARMS = (
+    "plain,smooth,svgd,svgd-relative,output,"
+    "trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self"
+)
 SCALE = TRANSLATION_SCALES["gpu"]
 # Tokens that are counted with, so that two cores can; bytes and arithmetic are taken in proportion.
 COUNTED_TOKENS = 1_024

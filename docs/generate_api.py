@@ -20,6 +20,8 @@ MODULES = (
     "headwise.votes",
     "headwise.routing",
     "headwise.aggregators",
+    "headwise.gates",
+    "headwise.roles",
     "headwise.metrics",
     "headwise.nn",
 )
@@ -27,6 +29,7 @@ MODULES = (
 CONSTANTS = {
     "LAYOUTS": "The rows that `find_heads` tries, in order.",
     "PROJECTIONS": "The projections of a site, in order: query, key, value.",
+    "Setting": "Any setting of `aggregate`: a routing, `Residual` of one, or `Gate`.",
     "Routing": "Any routing setting: `SimpleRouting`, `EMRouting` or `Trunk`.",
 }
 

@@ -4,6 +4,7 @@ from headwise import nn
 from headwise.ablation import Ablation, Importance, ablate, importance
 from headwise.aggregation import Aggregation, aggregate
 from headwise.aggregators import Residual
+from headwise.align import Alignment, align
 from headwise.bandwidths import Fixed, Median, ReleasedMedian
 from headwise.checks import (
     DataError,
@@ -14,22 +15,33 @@ from headwise.checks import (
     SettingError,
     ShapeError,
 )
+from headwise.collate import RoleCollator
+from headwise.conllu import read_conllu
 from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.gates import Gate
+from headwise.guidance import Guidance, guide
 from headwise.head_bias import HeadBias, bias_heads
 from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
+from headwise.masks import HeadMask
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
-from headwise.repulsion import Repulsion, jitter, repel
+from headwise.repulsion import Repulsion, repel
+from headwise.role_masks import Roles
+from headwise.roles import Dependency, Major, Rare, Role, Separator, Window
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.saving import load, save
 from headwise.scores import ScoreCall
+from headwise.separation import jitter
 from headwise.taps import Capture, Taps
 from headwise.verify import Verification, verify
 from headwise.votes import DistinctCapsules, PerHead, SharedTrunk
+from headwise.word_rarity import IDF, idf
+from headwise.word_tables import WordTable
 
 __all__ = [
+    "IDF",
     "IMQ",
     "LAYOUTS",
     "RBF",
@@ -38,24 +50,30 @@ __all__ = [
     "SVGD",
     "Ablation",
     "Aggregation",
+    "Alignment",
     "Capture",
     "Chunks",
     "Cosine",
     "CosinePenalty",
     "CosineRepulsion",
     "DataError",
+    "Dependency",
     "Disagreement",
     "DistinctCapsules",
     "EMRouting",
     "Fixed",
     "Frobenius",
     "FusedLinear",
+    "Gate",
+    "Guidance",
     "HeadBias",
+    "HeadMask",
     "Heads",
     "HeadwiseError",
     "Importance",
     "Layout",
     "LayoutError",
+    "Major",
     "MaskError",
     "Median",
     "NormalizedRBF",
@@ -64,12 +82,17 @@ __all__ = [
     "PerHead",
     "Position",
     "PositionSquaredDifference",
+    "Rare",
     "Relative",
     "ReleasedMedian",
     "Repulsion",
     "Residual",
+    "Role",
+    "RoleCollator",
+    "Roles",
     "ScoreCall",
     "SeparateLinears",
+    "Separator",
     "SettingError",
     "ShapeError",
     "SharedTrunk",
@@ -80,14 +103,20 @@ __all__ = [
     "TorchMultihead",
     "Trunk",
     "Verification",
+    "Window",
+    "WordTable",
     "ablate",
     "aggregate",
+    "align",
     "bias_heads",
     "find_heads",
+    "guide",
+    "idf",
     "importance",
     "jitter",
     "load",
     "nn",
+    "read_conllu",
     "repel",
     "save",
     "verify",

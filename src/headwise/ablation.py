@@ -7,32 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from headwise.captures import split_heads
 from headwise.checks import NotFired, SettingError, require_integer
-from headwise.heads import Heads, Site
-from headwise.hooks import Hook
+from headwise.given_heads import require_heads
+from headwise.heads import Heads, Seam, Site
+from headwise.hooks import Handle, Hook, first_argument, with_first_argument
 from headwise.recomputation import in_checkpoint
 
 __all__ = ["Ablation", "Importance", "ablate", "importance"]
 
 
-class Ablation:
-    """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`."""
+class Ablation(Handle):
+    """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`.
+
+    On leaving the block it raises `NotFired` where no forward pass went through a site.
+    """
 
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
+        super().__init__()
         self.heads, self.indices = heads, indices
         self._reached: set[str] = set()
-        self._handles: list[RemovableHandle] = []
         # every site is reached before the first is changed: a refusal leaves the model as it was
         for site, seam in [(site, site.expose()) for site in heads.sites]:
-            module = seam.module
-            self._handles.append(module.register_forward_pre_hook(Hook(module, self._zeroing(site))))
+            projection = seam.module
+            # first of all: what reads the input of W_O then reads what W_O gets, whoever was attached before
+            self._before(projection, self._zeroing(site), prepend=True)
+            self._before(site.module, _requiring(site, seam, projection))
 
     @property
     def called(self) -> bool:
@@ -48,24 +53,18 @@ class Ablation:
                 f"({', '.join(silent[:6])}); the score cannot show their removal."
             )
 
-    def remove(self) -> None:
-        """Put the heads back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def _left(self) -> None:
+        self.verify()
 
-    def __enter__(self) -> Self:
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_reached": set()}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-        if kind is None:
-            self.verify()
+    def _before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
+        handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
+        self._removers.append(handle.remove)
 
-    def _zeroing(self, site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        def zeroed(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _zeroing(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+        def zeroed(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if in_checkpoint():
                 raise NotFired(
                     f"{site.name or 'the model'}: heads are removed for evaluation; a backward pass after the block "
@@ -73,12 +72,23 @@ class Ablation:
                     "or gradients."
                 )
             self._reached.add(site.name)
-            keep = torch.ones(site.num_heads, 1, dtype=args[0].dtype, device=args[0].device)
+            outputs = split_heads(first_argument(module, args, kwargs), site)
+            keep = torch.ones(site.num_heads, 1, dtype=outputs.dtype, device=outputs.device)
             keep[list(self.indices)] = 0.0
-            outputs = args[0].unflatten(-1, (site.num_heads, site.head_size))
-            return ((outputs * keep).flatten(-2), *args[1:])
+            return with_first_argument(args, kwargs, (outputs * keep).flatten(-2))
 
         return zeroed
+
+
+def _requiring(site: Site, seam: Seam, projection: nn.Module) -> Callable[[nn.Module, tuple, dict], None]:
+    def require(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        if seam.module is not projection:
+            raise NotFired(
+                f"{site.name or 'the model'}: its output projection is now a {type(seam.module).__name__}, put there "
+                "after ablate(), and would get the removed heads whole; call remove() on the ablation and ablate again."
+            )
+
+    return require
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,7 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
         >>> ablation.called
         True
     """
+    require_heads(heads)
     if not indices:
         raise SettingError("ablate was given no head; expected at least one index, counted from 0.")
     for site in heads.sites:
@@ -149,6 +160,7 @@ def importance(heads: Heads, score: Callable[[], float]) -> Importance:
         >>> result.drops["self_attn"].shape
         torch.Size([2])
     """
+    require_heads(heads)
     with torch.no_grad():
         return _importance(heads, score)
 

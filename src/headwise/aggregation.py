@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.aggregators import Aggregator, Residual, Routing, build, require_setting
+from headwise.aggregators import Aggregator, Residual, Setting, build, require_setting
 from headwise.checks import HeadwiseError, LayoutError
+from headwise.gates import Gate
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Seam
 from headwise.saving import SavePretrained, aggregators_of
 
@@ -36,7 +38,7 @@ class Aggregation:
         replaced: The sites, in the order of the heads given.
     """
 
-    def __init__(self, model: nn.Module, setting: Routing | Residual, replaced: tuple[Replaced, ...]) -> None:
+    def __init__(self, model: nn.Module, setting: Setting, replaced: tuple[Replaced, ...]) -> None:
         self.model, self.setting, self.replaced = model, setting, replaced
 
     def remove(self) -> None:
@@ -69,7 +71,7 @@ class Aggregation:
     __repr__ = __str__
 
 
-def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
+def aggregate(heads: Heads, setting: Setting) -> Aggregation:
     """Put an aggregator in the place of the output projection of each site, and return the handle that undoes it.
 
     Each site gets weights of its own, with the device and dtype of the projection it replaces. Build the
@@ -81,16 +83,17 @@ def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
 
     Args:
         heads: The sites, from `find_heads`.
-        setting: `SimpleRouting`, `EMRouting`, `Trunk`, or `Residual` of one of them.
+        setting: `SimpleRouting`, `EMRouting`, `Trunk`, `Residual` of one of them, or `Gate`.
 
     Returns:
         The handle; printing it lists the sites.
 
     Raises:
-        SettingError: `setting` is no such setting, or its capsules do not divide a site's width.
+        SettingError: `heads` or `setting` is something else, or its capsules do not divide a site's width.
         LayoutError: There is no site, a site's output projection was not found, it is an aggregator already, or
             two sites share one. Nothing is replaced then.
     """
+    require_heads(heads)
     require_setting(setting)
     sites = tuple(heads.sites)
     if not sites:
@@ -111,7 +114,7 @@ def aggregate(heads: Heads, setting: Routing | Residual) -> Aggregation:
                 "are not shared, so select one of them."
             )
         places.add((id(seam.owner), seam.attribute))
-        projection = old if isinstance(setting, Residual) else None
+        projection = old if isinstance(setting, Residual | Gate) else None
         new = build(setting, site.num_heads, site.head_size, site.width, projection)
         replaced.append(Replaced(site.name, seam, old, _placed_like(new, old)))
     for place in replaced:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise.checks import SettingError, ShapeError
 from headwise.em_routing import EMKernel
+from headwise.gates import Gate, GatedProjection
 from headwise.recompute import Kernel, compiled_kernel, routed_in_chunks
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.simple_routing import SimpleKernel
@@ -24,6 +25,7 @@ __all__ = [
     "Residual",
     "ResidualAggregator",
     "Routing",
+    "Setting",
     "SimpleAggregator",
     "TrunkAggregator",
     "build",
@@ -212,11 +214,12 @@ class ResidualAggregator(nn.Module):
         return self.projection(heads) + self.gamma * self.aggregator(heads)
 
 
-Aggregator = SimpleAggregator | EMAggregator | TrunkAggregator | ResidualAggregator
+Aggregator = SimpleAggregator | EMAggregator | TrunkAggregator | ResidualAggregator | GatedProjection
+Setting = Routing | Residual | Gate
 
 
 def build(
-    setting: Routing | Residual,
+    setting: Setting,
     num_heads: int,
     head_size: int,
     width: int,
@@ -225,11 +228,11 @@ def build(
     """Return a new aggregator with its own weights, in float32 on the default device.
 
     Args:
-        setting: The routing, or `Residual` of one.
+        setting: The routing, `Residual` of one, or `Gate`.
         num_heads: Heads H.
         head_size: Width e of one head.
         width: Width d of the output.
-        projection: The projection `Residual` keeps; None for the others, which replace it.
+        projection: The projection `Residual` and `Gate` keep; None for the others, which replace it.
 
     Raises:
         SettingError: `setting` is no such setting; the number of capsules does not divide `width`; or a
@@ -239,13 +242,15 @@ def build(
         >>> build(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(5, 8)).shape
         torch.Size([5, 8])
     """
-    if isinstance(setting, Residual) != (projection is not None):
+    if isinstance(setting, Residual | Gate) != (projection is not None):
         wanted = "the projection it keeps" if projection is None else "no projection: it is replaced"
         raise SettingError(
             f"{type(setting).__name__} was given projection={type(projection).__name__}; expected {wanted}."
         )
     if isinstance(setting, Residual) and projection is not None:
         return ResidualAggregator(projection, build(setting.routing, num_heads, head_size, width))
+    if isinstance(setting, Gate) and projection is not None:
+        return GatedProjection(setting, projection, num_heads, head_size, width)
     if isinstance(setting, SimpleRouting):
         return SimpleAggregator(setting, num_heads, head_size, width)
     if isinstance(setting, EMRouting):
@@ -287,14 +292,14 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
-def require_setting(setting: Routing | Residual) -> None:
+def require_setting(setting: Setting) -> None:
     """Raise `SettingError` unless `setting` is one `build` takes."""
-    if not isinstance(setting, Routing | Residual):
+    if not isinstance(setting, Setting):
         raise _unknown_setting(setting)
 
 
 def _unknown_setting(setting: object) -> SettingError:
     return SettingError(
-        f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, or Residual of one "
-        "of them."
+        f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, Residual of one "
+        "of them, or Gate."
     )

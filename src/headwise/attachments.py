@@ -6,19 +6,22 @@ and the knowledge of whether the gradients there are now were acted on. What is 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from headwise.checks import LayoutError, SettingError
+from headwise.checks import LayoutError, SettingError, require_integer, require_range
 from headwise.ensembles import Ensemble, ForceNorms
 
-__all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "torch_optimizers"]
+__all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "require_state", "torch_optimizers"]
 
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 
@@ -35,6 +38,7 @@ class Attachment:
             equal names), so that each has noise of its own.
         last: What the last step did.
         idle: Names of the ensembles that never had a gradient.
+        noisy: Whether the gradients that were acted on have their noise.
     """
 
     optimizer: Optimizer
@@ -43,6 +47,7 @@ class Attachment:
     turn: int = 0
     last: ForceNorms | None = None
     idle: set[str] = field(default_factory=set)
+    noisy: bool = False
     _stepping: bool = field(default=False, repr=False)
     _applied_to: tuple[weakref.ref[Tensor], ...] = field(default=(), repr=False)
     _before: BeforeStep | None = field(default=None, repr=False)
@@ -64,7 +69,7 @@ class Attachment:
 
     @property
     def applied(self) -> bool:
-        """Whether the gradients there are now were acted on; fresh ones, after a step that was skipped, were not."""
+        """Whether the gradients there are now were acted on; new tensors were not, nor what a later backward added."""
         present = self._gradients()
         return (
             bool(self._applied_to)
@@ -79,13 +84,15 @@ class Attachment:
         taken = {other.turn for other in others if names & set(other.keys.values())}
         self.turn = min(set(range(len(others) + 1)) - taken)
         self._before = before
+        arrived = _forgetting(weakref.ref(self))
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
+            *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in self._parameters),
         )
 
     def detach(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Take the hooks off the optimizer and its parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()
@@ -96,7 +103,7 @@ class Attachment:
 
     def clear(self) -> None:
         """Forget it: the step was taken, or there are new gradients."""
-        self._applied_to = ()
+        self._applied_to, self.noisy = (), False
 
     def record(self, forces: ForceNorms) -> None:
         """Keep what a step did."""
@@ -125,12 +132,13 @@ class Attachment:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[tuple, dict] | None:
-        # a class whose step() calls its parent's fires once for each of them
-        if self._stepping:
+        # a class whose step() calls its parent's fires once for each of them; a step that raised never said its end
+        if self._stepping and (torch.compiler.is_compiling() or _within_step(optimizer, sys._getframe(1))):
             return None
         before = self._before
         assert before is not None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._stepping = False
         if closure is None:
             before(self, getattr(optimizer, "grad_scale", None))
             self._stepping = True
@@ -158,6 +166,28 @@ class Attachment:
         self.clear()
 
 
+def _forgetting(own: weakref.ref[Attachment]) -> Callable[[Tensor], None]:
+    """Return a hook on parameters that clears an attachment; it keeps neither that nor its optimizer alive."""
+
+    def arrived(_parameter: Tensor) -> None:
+        attachment = own()
+        if attachment is not None:
+            attachment.clear()
+
+    return arrived
+
+
+def _within_step(optimizer: Optimizer, caller: FrameType) -> bool:
+    """Whether the step that called a hook of this optimizer, in frame `caller`, runs inside another step of it."""
+    outer = caller.f_back
+    while outer is not None:
+        # torch wraps the step of every class in the same function
+        if outer.f_code is caller.f_code and any(value is optimizer for value in outer.f_locals.values()):
+            return True
+        outer = outer.f_back
+    return False
+
+
 def attachments_of(optimizer: Optimizer) -> list[Attachment]:
     """Return what is attached to an optimizer now, in order."""
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
@@ -182,7 +212,8 @@ def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> li
 
     Raises:
         LayoutError: An ensemble's parameters are not held by any one of the optimizers.
-        SettingError: An optimizer maximizes, or its attachments act on some of these heads already.
+        SettingError: An optimizer maximizes, or its attachments act on some of these heads already, or several
+            optimizers hold the same heads.
     """
     if any(group.get("maximize", False) for optimizer in optimizers for group in optimizer.param_groups):
         raise SettingError(
@@ -192,14 +223,19 @@ def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> li
     assigned: list[list[Ensemble]] = [[] for _ in optimizers]
     for ensemble in ensembles:
         wanted = {id(slab.parameter) for slab in ensemble.slabs}
-        owner = next((i for i, parameters in enumerate(held) if wanted <= parameters), None)
-        if owner is None:
+        owners = [index for index, parameters in enumerate(held) if wanted <= parameters]
+        if len({id(optimizers[index]) for index in owners}) > 1:
+            raise SettingError(
+                f"{ensemble.name}: its parameters are held by {len(owners)} of the {len(optimizers)} optimizers, which "
+                "would step on the same gradients; pass the one that updates these heads."
+            )
+        if not owners:
             raise LayoutError(
                 f"{ensemble.name}: its parameters are not held by "
                 f"{'the optimizer' if len(optimizers) == 1 else f'any one of the {len(optimizers)} optimizers'}; "
                 "pass the optimizer (or all of them, in a list) that updates these heads, or select other heads."
             )
-        assigned[owner].append(ensemble)
+        assigned[owners[0]].append(ensemble)
     attachments = [Attachment(o, tuple(e)) for o, e in zip(optimizers, assigned, strict=True) if e]
     for attachment in attachments:
         claimed = {key for other in attachments_of(attachment.optimizer) for key in other.keys}
@@ -209,6 +245,23 @@ def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> li
                 f"the {taken[0]} are repelled by this optimizer already; call .remove() on the earlier handle first."
             )
     return attachments
+
+
+def require_state(state: Mapping[str, Any], expected: int) -> None:
+    """Raise `SettingError` unless this is what `Repulsion.state_dict` returned on `expected` optimizers."""
+    names = ("steps", "turns", "strength")
+    if not isinstance(state, Mapping) or any(name not in state for name in names):
+        held = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise SettingError(f"the state holds {held}; expected {', '.join(names)}, as state_dict() of a repulsion has.")
+    steps, turns, strength = (state[name] for name in names)
+    if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
+        raise SettingError(
+            f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
+        )
+    for name, counts in (("steps", steps), ("turns", turns)):
+        for count in counts:
+            require_integer(name, count)
+    require_range("strength", strength, low=0.0)
 
 
 def _held(optimizer: Optimizer) -> set[int]:

@@ -6,24 +6,27 @@ Owns the records; `taps` fills them. Must not know hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from torch import Tensor, nn
 
-from headwise.checks import NotFired
+from headwise.checks import NotFired, ShapeError
 from headwise.heads import Site
-from headwise.padding import given_padding
+from headwise.padding import cached_length, given_padding
 
-__all__ = ["Call", "Capture", "Padding", "padding_of"]
+__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "split_heads"]
 
 
 @dataclass
 class Capture:
     """What one call of one site computed.
 
+    A deep copy has the same site, and tensors of its own without their graph.
+
     Attributes:
         site: The attention module.
-        outputs: O_h of each head before W_O, [B, Q, H, e].
+        outputs: O_h of each head as W_O gets it, [B, Q, H, e]: 0 for a head that `ablate` has removed.
         values: V_g of each key/value head, [B, K, G, e].
         weights: Attention weights before dropout, [B, H, Q, K].
         key_keep: True where a key is a real token, [B, K], cached keys included: one that the mask the call received
@@ -38,13 +41,19 @@ class Capture:
     key_keep: Tensor | None = None
     query_keep: Tensor | None = None
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "site"}
+        return replace(self, **{name: None if t is None else t.detach().clone() for name, t in tensors.items()})
+
 
 @dataclass(frozen=True)
 class Padding:
-    """Which keys of a call are real, and how many tokens were in the cache before it."""
+    """Which keys of a call are real, whether it was given a cache, and how many tokens were in that before it."""
 
     keep: Tensor | None = None
     first: int = 0
+    cached: bool = False
 
     def of_queries(self, queries: int) -> Tensor | None:
         """Return the padding of the call's own queries, the newest of its keys."""
@@ -56,10 +65,12 @@ class Padding:
 
 def padding_of(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     """Return the padding of a call, from its arguments by name."""
-    cached = next((value for value in arguments.values() if hasattr(value, "get_seq_length")), None)
-    length = getattr(cached, "get_seq_length", None)
-    first = 0 if length is None else int(length(getattr(module, "layer_idx", None) or 0))
-    return Padding(given_padding(module, arguments), first)
+    first = cached_length(module, arguments.values())
+    return Padding(given_padding(module, arguments), first or 0, first is not None)
+
+
+class Forward:
+    """One forward of the model itself, known by identity: torch.compile would compile anew for each number."""
 
 
 @dataclass
@@ -68,28 +79,40 @@ class Call:
 
     Attributes:
         capture: What is filled while the call runs.
+        own: Padding that the call received.
         queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
-        inside: Whether the model itself was being called.
+        forward: The model's own forward in which it was made; None where a part was called without the model.
     """
 
     capture: Capture
+    own: Padding
     queries: Padding
-    inside: bool
+    forward: Forward | None
 
-    def finished(self, weights: bool) -> Capture:
+    def finished(self, *, outputs: bool, values: bool, weights: bool) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.
 
         Args:
+            outputs: Whether outputs were asked for.
+            values: Whether values were asked for.
             weights: Whether attention weights were asked for.
 
         Raises:
-            NotFired: They were, and the call did not compute them where they are read.
+            NotFired: Something asked for was not computed in the call where it is read.
         """
         capture = self.capture
+        name = capture.site.name or "the model"
+        if outputs and capture.outputs is None:
+            raise NotFired(
+                f"{name} was called but its outputs were not computed in the call: its output projection may have been "
+                "replaced after this was attached. Attach after aggregate()."
+            )
+        if values:
+            self._require_values(name)
         if weights and capture.weights is None:
             raise NotFired(
-                f"{capture.site.name or 'the model'} was called but computed its attention in another way than the "
-                "one its weights are read in; attach after any set_attn_implementation()."
+                f"{name} was called but computed its attention in another way than the one its weights are read in; "
+                "attach after any set_attn_implementation()."
             )
         padding = self.queries if capture.site.kind == "cross" else Padding(capture.key_keep, self.queries.first)
         capture.query_keep = padding.keep
@@ -102,6 +125,42 @@ class Call:
             capture.key_keep = _for_batch(capture.key_keep, len(read))
             capture.query_keep = _for_batch(capture.query_keep, len(read))
         return capture
+
+    def _require_values(self, name: str) -> None:
+        values, keep, weights = self.capture.values, self.capture.key_keep, self.capture.weights
+        earlier = self.own.first if self.capture.site.kind != "cross" else 0
+        keys = {tensor.shape[-1] for tensor in (keep, weights) if tensor is not None}
+        if self.own.cached and (values is None or earlier or keys - {values.shape[1]}):
+            raise NotFired(
+                f"{name} was called with a cache, which holds keys whose values the call itself did not compute; pass "
+                "use_cache=False where values are read."
+            )
+        if values is None:
+            raise NotFired(
+                f"{name} was called but its values were not computed in the call: the module that projects them may "
+                "have been replaced after this was attached. Call find_heads again, and attach anew."
+            )
+        if keep is not None and keep.shape[1] != values.shape[1]:
+            raise NotFired(
+                f"{name} computed values of {values.shape[1]} tokens, and the mask it was called with is for "
+                f"{keep.shape[1]} keys; which value belongs to which key is unknown."
+            )
+
+
+def split_heads(joined: Tensor, site: Site) -> Tensor:
+    """Return the concatenated heads [..., H * e] that W_O of a site gets as [..., H, e].
+
+    Raises:
+        ShapeError: The last axis is not H * e.
+    """
+    width = site.num_heads * site.head_size
+    if joined.shape[-1:] != (width,):
+        raise ShapeError(
+            f"{site.name or 'the model'} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
+            f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
+            "find_heads, call it again."
+        )
+    return joined.unflatten(-1, (site.num_heads, site.head_size))
 
 
 def _for_batch(keep: Tensor | None, batch: int) -> Tensor | None:

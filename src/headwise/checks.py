@@ -19,8 +19,10 @@ __all__ = [
     "NotFired",
     "SettingError",
     "ShapeError",
+    "require_boolean",
     "require_choice",
     "require_integer",
+    "require_names",
     "require_positive",
     "require_range",
     "require_shape",
@@ -86,6 +88,21 @@ def require_integer(name: str, value: int, *, low: int = 0, high: int | None = N
     wrong_type = isinstance(value, bool) or not isinstance(value, int)
     if wrong_type or value < low or (high is not None and value > high):
         raise SettingError(f"{name} is {value!r}; expected {expected}.")
+
+
+def require_boolean(name: str, value: bool) -> None:
+    """Raise `SettingError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise SettingError(f"{name} is {value!r}; expected True or False.")
+
+
+def require_names(name: str, value: tuple[str, ...]) -> None:
+    """Raise `SettingError` unless `value` is a tuple or list of strings; one string would be read letter by letter.
+
+    >>> require_names("query", ("wq",))
+    """
+    if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
+        raise SettingError(f"{name} is {value!r}; expected a tuple of names, such as ('wq',).")
 
 
 def require_choice(name: str, value: str, choices: Iterable[str]) -> None:

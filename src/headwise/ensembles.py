@@ -7,7 +7,6 @@ gradients and parameters on views of them. Nothing here copies a weight or waits
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from headwise.heads import Heads, Slab
 from headwise.mixing import Mixing, repulsion_scale
 from headwise.particles import Rule
 
-__all__ = ["Ensemble", "ForceNorms", "apply_rule", "ensembles_of", "langevin_rate", "noise_key", "spread"]
+__all__ = ["Ensemble", "ForceNorms", "apply_rule", "ensembles_of", "langevin_rate", "noise_key"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +95,9 @@ class ForceNorms:
         drive_norm: Norm of the drive (loss and prior) handed to the optimizer, [G].
         repulsion_norm: Norm of the repulsion handed to the optimizer, [G].
         particle_norm: Mean norm of the particles before the step, [G].
-        finite: False where the gradient was not finite and was left alone, [G].
-        equal: True where all heads are equal, so that they do not repel, [G].
+        finite: False where gradient or particles were not finite and the gradient was left alone, [G].
+        equal: True where several heads are all equal, so that they do not repel, [G].
+        particles: Number of particles M of each ensemble; nothing repels one alone.
         skipped: Names of ensembles without a gradient.
     """
 
@@ -107,6 +107,7 @@ class ForceNorms:
     particle_norm: Tensor
     finite: Tensor
     equal: Tensor
+    particles: tuple[int, ...]
     skipped: tuple[str, ...] = ()
 
     @property
@@ -129,6 +130,7 @@ class ForceNorms:
             together("particle_norm"),
             together("finite"),
             together("equal"),
+            tuple(count for record in records for count in record.particles),
             tuple(name for record in records for name in record.skipped),
         )
 
@@ -137,7 +139,9 @@ class ForceNorms:
         columns = (self.drive_norm, self.repulsion_norm, self.force_ratio, self.particle_norm)
         for index, name in enumerate(self.names):
             notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
-            notes += "" if self.finite[index] else "  gradient not finite, left alone"
+            notes += "  one head: nothing repels it" if self.particles[index] == 1 else ""
+            left = "gradient" if self.particle_norm[index].isfinite() else "heads"
+            notes += "" if self.finite[index] else f"  {left} not finite, left alone"
             lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
         lines += [f"{name:<40} no gradient" for name in self.skipped]
         return "\n".join(lines)
@@ -200,13 +204,6 @@ def apply_rule(
     return ForceNorms(**{**vars(forces), "skipped": tuple(skipped)})
 
 
-def spread(ensemble: Ensemble) -> float:
-    """Return the largest distance between two particles; waits for the device."""
-    with torch.no_grad():
-        gram = sum((shifted_gram(slab.view(slab.parameter)) for slab in ensemble.slabs), torch.zeros(()))
-        return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
-
-
 def langevin_rate(optimizer: Optimizer, ensemble: Ensemble) -> float | Tensor:
     """Return what Langevin noise is multiplied by so that its temperature is right under this optimizer.
 
@@ -247,7 +244,7 @@ def _apply_batch(
     repulsion_norms = _repulsion_norms(mixing, shifted if plain is None else plain)
     # the particle nearest to all others: differences from it are the ones that round least
     medoids = geometry.squared_distances.sum(-1).argmin(-1)
-    drive_norms, pushed, workspace = [], [], _Workspace()
+    drive_norms, pushed, sound, workspace = [], [], [], _Workspace()
     for index, (views, (_, gradients)) in enumerate(zip(parameters, batch, strict=True)):
         drives = [workspace.like(slot, gradient) for slot, gradient in enumerate(gradients)]
         for drive, view, gradient in zip(drives, views, gradients, strict=True):
@@ -256,21 +253,25 @@ def _apply_batch(
                 _add_mixed(drive, mixing.prior[index] if scale is None else mixing.prior[index] * scale, view)
         drive_norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
         factor = _factor(mixing, drive_norm, repulsion_norms[index], strength, scale)
+        push = factor * repulsion_norms[index]
+        finite = drive_norm.isfinite() & push.isfinite()
         for drive, view, gradient in zip(drives, views, gradients, strict=True):
             rows = workspace.like(len(gradients), drive)
             _add_repulsion(drive, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
             # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
-            torch.where(drive_norm.isfinite(), drive.to(gradient.dtype), gradient, out=gradient)
+            torch.where(finite, drive.to(gradient.dtype), gradient, out=gradient)
         drive_norms.append(drive_norm)
-        pushed.append(factor * repulsion_norms[index])
+        pushed.append(push)
+        sound.append(finite)
     unscale = 1.0 if scale is None else scale.reciprocal()
     return ForceNorms(
         tuple(ensemble.name for ensemble, _ in batch),
         torch.stack(drive_norms) * unscale,
         torch.stack(pushed).to(drive_norms[0].dtype) * unscale,
         torch.stack([_mean_norm(views) for views in parameters]),
-        torch.stack(drive_norms).isfinite(),
+        torch.stack(sound),
         collapsed(geometry),
+        tuple(ensemble.particles for ensemble, _ in batch),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.checks import LayoutError, SettingError
+from headwise.checks import LayoutError, SettingError, require_names
 from headwise.heads import PROJECTIONS, Seam, Site
 from headwise.places import find_seam, joined, projection_slab, seam_width
 from headwise.projections import Projection, read_projection
@@ -49,7 +49,7 @@ class FusedLinear:
         beside: Names of other projections that such a module may hold and that are no heads.
 
     Raises:
-        SettingError: `order` is not made of query, key and value, or heads alternate with the query left out.
+        SettingError: Names are no tuple of strings, or `order` is not made of query, key and value.
 
     Example:
         >>> row = FusedLinear("mine", fused=("to_qvk",), output=("merge",), order=("query", "value", "key"))
@@ -67,6 +67,8 @@ class FusedLinear:
     beside: tuple[str, ...] = BESIDE
 
     def __post_init__(self) -> None:
+        for field in ("fused", "output", "order", "query", "num_heads", "head_size", "beside"):
+            require_names(field, getattr(self, field))
         expected = sorted(PROJECTIONS[1:] if self.query else PROJECTIONS)
         if sorted(self.order) != expected:
             raise SettingError(

@@ -79,7 +79,8 @@ def geometry_from_grams(shifted: Tensor, plain: Tensor | None) -> Geometry:
     norms = shifted.diagonal(dim1=-2, dim2=-1)
     scale = norms.unsqueeze(-1) + norms.unsqueeze(-2)
     distances = scale - (shifted + shifted.mT)
-    return Geometry(torch.where(distances > ROUNDING * scale, distances, 0.0), plain)
+    # written so that NaN stays NaN: particles that are not finite are not equal
+    return Geometry(torch.where(distances <= ROUNDING * scale, 0.0, distances), plain)
 
 
 def shifted_gram(view: Tensor) -> Tensor:
@@ -120,8 +121,9 @@ def plain_gram(view: Tensor) -> Tensor:
 
 
 def collapsed(geometry: Geometry) -> Tensor:
-    """Which groups have all particles equal, so that nothing can push them apart: bool [*]."""
-    return (geometry.squared_distances == 0).all(-1).all(-1)
+    """Which groups of several particles have all of them equal, so that nothing can push them apart: bool [*]."""
+    equal = (geometry.squared_distances == 0).all(-1).all(-1)
+    return equal if geometry.squared_distances.shape[-1] > 1 else torch.zeros_like(equal)
 
 
 def require_nonzero(particles: Tensor, name: str = "particles") -> None:

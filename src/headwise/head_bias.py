@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.checks import MaskError, NotFired
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
+from headwise.hooks import Handle
 from headwise.recomputation import recomputing
 from headwise.scores import ScoreCall
 
@@ -24,7 +25,7 @@ __all__ = ["BiasFunction", "HeadBias", "bias_heads"]
 BiasFunction = Callable[[Site, ScoreCall], Tensor | None]
 
 
-class HeadBias:
+class HeadBias(Handle):
     """A bias on the scores of heads until `remove()` or the end of a `with` block; made by `bias_heads`.
 
     A forward belongs to the bias it ran with: when activation checkpointing computes it again in the backward pass, it
@@ -32,20 +33,21 @@ class HeadBias:
 
     Attributes:
         heads: The sites.
-        calls: Calls of each site that had a bias, by its name.
+        calls: Calls of each site that had a bias, by its name; 1 where it had one in a compiled model.
     """
 
     def __init__(self, heads: Heads, bias: Tensor | BiasFunction) -> None:
+        require_heads(heads)
         if isinstance(bias, Tensor):
             _check_values(bias)
         elif not callable(bias):
             raise MaskError(f"bias is a {type(bias).__name__}; expected a tensor, or a function of (site, call).")
+        super().__init__()
         self.heads, self.bias = heads, bias
         self.calls = {site.name: 0 for site in heads.sites}
-        self._stops: list[Callable[[], None]] = []
         try:
             for site in heads.sites:
-                self._stops.append(site.reach_scores().listen(_SiteBias(self, site)))
+                self._removers.append(site.reach_scores().listen(_SiteBias(self, site)))
         except BaseException:
             self.remove()
             raise
@@ -60,21 +62,11 @@ class HeadBias:
                 "module, or the function gave None for it (select the sites it is for)."
             )
 
-    def remove(self) -> None:
-        """Take the bias away; the attention implementation of a model of transformers is what it was before."""
-        for stop in self._stops:
-            stop()
-        self._stops = []
+    def _left(self) -> None:
+        self.verify()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-        if kind is None:
-            self.verify()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "bias": None, "calls": dict.fromkeys(self.calls, 0)}
 
     def of(self, site: Site, call: ScoreCall) -> Tensor | None:
         """Return the bias of one call of one site, broadcastable to [B, H, Q, K]; None where it has none.
@@ -103,7 +95,10 @@ class HeadBias:
             )
         if not found.is_floating_point():
             raise MaskError(_not_additive(found))
-        if not recomputing():
+        if torch.compiler.is_compiling():
+            # a number that grows would be compiled anew at every call
+            self.calls[site.name] = 1
+        elif not recomputing():
             self.calls[site.name] += 1
         return found.to(call.device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -85,7 +85,19 @@ class Slab:
         """
         if self.obstacle is not None:
             raise LayoutError(f"{self.name} {self.obstacle}.")
-        return getattr(self.owner, self.attribute)
+        held = self.owner._parameters.get(self.attribute)
+        if held is None:
+            raise LayoutError(self.vanished)
+        return held
+
+    @property
+    def vanished(self) -> str:
+        """The refusal of a parameter that was there when its heads were found."""
+        return (
+            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: something took its place after its "
+            "heads were found (a parametrisation, pruning, sharding). Take that off, or call find_heads again, which "
+            "says what can still be done."
+        )
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the heads of `tensor` (the parameter, its gradient, or anything shaped like it) without a copy.
@@ -189,6 +201,7 @@ class Site:
             no module call returns them (`nn.MultiheadAttention`).
         prepare: Makes a call of the seam visible (the swap of a stock torch module), given model and module.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
+        found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
 
     model: nn.Module
@@ -207,6 +220,15 @@ class Site:
     value_module: nn.Module | None = None
     prepare: Callable[[nn.Module, nn.Module], object] | None = None
     scores: Callable[[nn.Module], Scores] | None = None
+    found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "found_at", self.paths())
+
+    def paths(self) -> tuple[tuple[str | None, str | None], ...]:
+        """Return, for each slab, where in the attention module its owner and the module that is called stand now."""
+        paths = {id(part): path for path, part in self.module.named_modules()}
+        return tuple((paths.get(id(slab.owner)), paths.get(id(slab.module))) for slab in self.slabs)
 
     def expose(self) -> Seam:
         """Make the output projection's call visible and return its seam.
@@ -313,12 +335,16 @@ class Heads:
 
     def kind(self, *kinds: str) -> Heads:
         """Return the heads of some kinds of attention: "self", "decoder", "cross"."""
+        if not kinds:
+            raise SettingError("kind() was given nothing; expected some of self, decoder, cross.")
         for kind in kinds:
             require_choice("kind", kind, ("self", "decoder", "cross"))
         return self._selected(tuple(site for site in self.sites if site.kind in kinds), f"of kind {', '.join(kinds)}")
 
     def where(self, pattern: str) -> Heads:
         """Return the heads whose site name matches a shell pattern, for example "decoder.*"."""
+        if not isinstance(pattern, str):
+            raise SettingError(f"pattern is {pattern!r}; expected a shell pattern of site names, such as 'decoder.*'.")
         kept = tuple(site for site in self.sites if fnmatch.fnmatchcase(site.name, pattern))
         return self._selected(kept, f"named like {pattern!r}")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from headwise.checks import LayoutError
+from headwise.checks import LayoutError, SettingError
 from headwise.fused import FusedLinear
 from headwise.heads import Heads, Site, check_slab
 from headwise.rows import Layout, SeparateLinears, TorchMultihead
@@ -59,7 +60,9 @@ ROW = (
 )
 
 
-def find_heads(model: nn.Module, layouts: Sequence[Layout] = LAYOUTS, *, exclude: Sequence[str] = ()) -> Heads:
+def find_heads(
+    model: nn.Module, layouts: Layout | Sequence[Layout] = LAYOUTS, *, exclude: str | Sequence[str] = ()
+) -> Heads:
     """Return the attention heads of a model.
 
     Every module is compared with the layouts in order; the first that fits gives its site. Nothing is guessed and
@@ -68,7 +71,7 @@ def find_heads(model: nn.Module, layouts: Sequence[Layout] = LAYOUTS, *, exclude
 
     Args:
         model: Any module that holds attention modules, or is one.
-        layouts: Rows to try. Put your own first: `find_heads(model, (MyRow, *headwise.LAYOUTS))`.
+        layouts: Rows to try, or one. Put your own first: `find_heads(model, (my_row, *headwise.LAYOUTS))`.
         exclude: Shell patterns of module names to leave out, with what is inside them, for example
             ("*.linear_attn",).
 
@@ -78,13 +81,18 @@ def find_heads(model: nn.Module, layouts: Sequence[Layout] = LAYOUTS, *, exclude
     Raises:
         LayoutError: No module fits a row; a row fits but its numbers do not; a module looks like attention and fits
             no row; or a pattern of `exclude` matches nothing.
+        SettingError: `model` is no module, or something among `layouts` no row.
 
     Example:
         >>> model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
         >>> [site.kind for site in find_heads(model)]
         ['self', 'decoder', 'cross']
     """
-    modules = _included(model, (exclude,) if isinstance(exclude, str) else tuple(exclude))
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
+    layouts = _rows(layouts)
+    modules = _included(model, _patterns(exclude))
     sites: list[Site] = []
     for name, module in modules:
         for layout in layouts:
@@ -111,6 +119,26 @@ def _with_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
     from headwise.bridges import huggingface
 
     return tuple(huggingface.with_scores(site) for site in sites)
+
+
+def _rows(layouts: Any) -> tuple[Layout, ...]:
+    several = isinstance(layouts, Iterable) and not isinstance(layouts, str)
+    rows: tuple[Any, ...] = tuple(layouts) if several else (layouts,)
+    for row in rows:
+        if isinstance(row, type) or not callable(getattr(row, "site", None)):
+            raise SettingError(f"layouts holds {row!r}; expected layout rows, for example {ROW}.")
+    if not rows:
+        raise SettingError(f"layouts is empty; expected at least one layout row, for example {ROW}.")
+    return rows
+
+
+def _patterns(exclude: Any) -> tuple[str, ...]:
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str)
+    patterns: tuple[Any, ...] = tuple(exclude) if several else (exclude,)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise SettingError(f"exclude holds {pattern!r}; expected shell patterns of names, such as '*.linear_attn'.")
+    return patterns
 
 
 def _included(model: nn.Module, exclude: Sequence[str]) -> list[tuple[str, nn.Module]]:

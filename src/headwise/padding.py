@@ -1,19 +1,21 @@
 """Which tokens are real, read from the masks an attention module was given.
 
 Owns the two conventions: torch's `key_padding_mask` (True is padding) and transformers' `attention_mask` (True, 1 or an
-additive 0 may be attended to), which holds causality and windows besides. Must not know about heads.
+additive 0 may be attended to), which holds causality and windows besides; and the length of a cache. Must not know
+about heads.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.nn import VERY_NEGATIVE, valid_keys
 
-__all__ = ["given_padding", "named_arguments", "parameter_names", "real_keys"]
+__all__ = ["cached_length", "given_padding", "named_arguments", "parameter_names", "real_keys"]
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
@@ -26,6 +28,12 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 def named_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments of a call by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def cached_length(module: nn.Module, arguments: Iterable[object]) -> int | None:
+    """Return how many tokens were in the cache that an attention module was called with; None without a cache."""
+    cache: Any = next((value for value in arguments if hasattr(value, "get_seq_length")), None)
+    return None if cache is None else int(cache.get_seq_length(getattr(module, "layer_idx", None) or 0))
 
 
 def given_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:

@@ -7,12 +7,12 @@ from disk and printed; a content policy in its head forbids the browser to load 
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from headwise.checks import DataError, SettingError, require_integer
+from headwise.checks import SettingError, require_integer
+from headwise.whole_files import write_whole
 
 __all__ = ["Page", "write_whole"]
 
@@ -133,22 +133,6 @@ class Page:
         """
         # half a surrogate pair has no bytes in UTF-8
         write_whole(path, self.render().encode("utf-8", errors="replace"))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file by rename, so that a reader sees the old file or the new one, never a part.
-
-    Raises:
-        DataError: It cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise DataError(f"{path} cannot be written ({reason}); choose a folder that can.") from None
 
 
 def _cell(tag: str, kind: str, text: str, *, scope: str = "") -> str:

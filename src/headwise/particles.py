@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.checks import SettingError, ShapeError, require_positive, require_range, require_shape
+from headwise.checks import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
 from headwise.gram import Geometry, geometry, require_nonzero
 from headwise.kernels import RBF, Kernel
 from headwise.mixing import Mixing, Relative, blend, repulsion_scale, require_alpha
@@ -257,8 +257,7 @@ def _check_stein(owner: str, rule: SVGD | SPOS) -> None:
     require_positive(f"{owner}.step_size", rule.step_size)
     if isinstance(rule.kernel, type) or not isinstance(rule.kernel, Kernel):
         raise SettingError(f"{owner}.kernel is {rule.kernel!r}; expected a kernel such as RBF(), an instance.")
-    if not isinstance(rule.smoothing, bool):
-        raise SettingError(f"{owner}.smoothing is {rule.smoothing!r}; expected True or False.")
+    require_boolean(f"{owner}.smoothing", rule.smoothing)
 
 
 def _check_target(owner: str, rule: SVGD | SPOS | SGLD) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headwise.checks import NotFired, SettingError, ShapeError, require_choice, require_range
+from headwise.checks import LayoutError, NotFired, SettingError, ShapeError, require_choice, require_range
 from headwise.disagreement import (
     frobenius_penalty_sum,
     output_similarity_sum,
@@ -22,7 +21,9 @@ from headwise.disagreement import (
     position_squared_difference_sum,
     subspace_similarity_sum,
 )
-from headwise.heads import Heads
+from headwise.given_heads import require_heads
+from headwise.heads import Heads, Site
+from headwise.hooks import Handle
 from headwise.taps import Capture, Taps
 
 __all__ = [
@@ -37,9 +38,17 @@ __all__ = [
 ]
 
 
+# The fields of a capture a similarity may be of.
+READ = ("outputs", "values", "weights")
+
+
 @runtime_checkable
 class Similarity(Protocol):
-    """A single similarity of heads; anything with these two attributes can be added to the built-in ones."""
+    """A single similarity of heads; anything with these two attributes can be added to the built-in ones.
+
+    Attributes:
+        reads: What it is computed from: "outputs", "values" or "weights" of a capture.
+    """
 
     reads: ClassVar[str]
 
@@ -133,7 +142,7 @@ class Frobenius(_Arithmetic):
         return frobenius_penalty_sum(tensor.transpose(1, 2), keep)
 
 
-class Disagreement:
+class Disagreement(Handle):
     """A penalty that makes heads disagree: add it to the loss.
 
     loss = task loss + lambda * sum_kind w_kind * mean_site s(site), with s the chosen similarity averaged over the
@@ -147,9 +156,14 @@ class Disagreement:
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
 
+    A site with one head (of values: one key/value head) has nobody to disagree with: its similarity does not tell heads
+    apart. Beside others it counts in the mean as it is, and printing the penalty says so.
+
     Raises:
-        LayoutError: A site cannot be read that way.
-        SettingError: A weight names an unknown kind or a kind that `heads` does not hold.
+        LayoutError: A site cannot be read that way, the model was changed since its heads were found, or no site has
+            more than one head of what a term reads.
+        SettingError: `heads` or `term` is something else, a weight names an unknown kind or a kind that `heads` does
+            not hold, or a term of your own reads nothing that is captured.
 
     Example:
         >>> import headwise as hw
@@ -160,7 +174,14 @@ class Disagreement:
     """
 
     def __init__(self, heads: Heads, term: Similarity | Sum, *, weights: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        require_heads(heads)
         self._parts = _parts(term)
+        for _, similarity in self._parts:
+            require_choice(f"what {similarity} reads", similarity.reads, READ)
+            _require_several(similarity, heads)
+        if weights is not None and not isinstance(weights, Mapping):
+            raise SettingError(f"weights is {weights!r}; expected a mapping such as {{'cross': 0.5}}.")
         kinds = sorted({site.kind for site in heads.sites})
         for kind, weight in (weights or {}).items():
             require_choice("kind of attention", kind, kinds)
@@ -169,6 +190,7 @@ class Disagreement:
         self.weights = {kind: float((weights or {}).get(kind, 1.0)) for kind in kinds}
         needed = {similarity.reads for _, similarity in self._parts}
         self.taps = Taps(heads, outputs="outputs" in needed, values="values" in needed, weights="weights" in needed)
+        self._removers.append(self.taps.remove)
         self.last: Tensor | None = None
 
     def __call__(self, keep: Tensor | None = None) -> Tensor:
@@ -179,7 +201,8 @@ class Disagreement:
                 the attention itself received none.
 
         Raises:
-            NotFired: A site was not called, or the captures carry no gradient while the model trains.
+            NotFired: A site was not called, or did not compute what is read (values from a cache); the captures carry
+                no gradient while the model trains; or the penalty is attached to no model.
             ShapeError: `keep` does not fit what a site computed.
         """
         captures = self.taps.read()
@@ -199,21 +222,33 @@ class Disagreement:
         self.last = total.detach()
         return total
 
-    def remove(self) -> None:
-        """Detach from the model."""
-        self.taps.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {weight:g}" for kind, weight in self.weights.items())
-        return f"{self.term} on {len(self.heads)} sites ({kinds})"
+        alone = {
+            site.name or "(model)": None
+            for _, similarity in self._parts
+            for site in self.heads
+            if _heads_read(similarity, site) == 1
+        }
+        names = f"; with one head: {', '.join(list(alone)[:4])}{', ...' if len(alone) > 4 else ''}" if alone else ""
+        return f"{self.term} on {len(self.heads)} sites ({kinds}){names}"
+
+    __repr__ = __str__
+
+
+def _heads_read(similarity: Similarity, site: Site) -> int:
+    return site.key_value_heads if similarity.reads == "values" else site.num_heads
+
+
+def _require_several(similarity: Similarity, heads: Heads) -> None:
+    if all(_heads_read(similarity, site) == 1 for site in heads):
+        what = "key/value head" if similarity.reads == "values" else "head"
+        grouped = what != "head" and any(site.num_heads > 1 for site in heads)
+        raise LayoutError(
+            f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
+            f"{what}, which has nothing to disagree with; "
+            + ("take a term on outputs, such as hw.Output()." if grouped else "select sites with more heads.")
+        )
 
 
 def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
@@ -229,14 +264,12 @@ def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
 def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     name = capture.site.name or "the model"
     tensor: Tensor | None = getattr(capture, similarity.reads)
-    if tensor is None:
-        raise NotFired(
-            f"{name} was called but its {similarity.reads} were not computed in the call; its output projection may "
-            "have been replaced after the penalty was attached: build the penalty after aggregate()."
-        )
+    assert tensor is not None  # taps refuse a call that did not compute what they read
     if keep is None:
         keep = capture.key_keep if similarity.reads == "values" else capture.query_keep
     expected = (tensor.shape[0], tensor.shape[2 if similarity.reads == "weights" else 1])
+    if keep is not None and not isinstance(keep, Tensor):
+        raise ShapeError(f"{name}: keep is a {type(keep).__name__}; expected a torch.bool tensor of shape {expected}.")
     if keep is not None and (keep.dtype != torch.bool or tuple(keep.shape) != expected):
         raise ShapeError(
             f"{name}: keep is {keep.dtype} of shape {tuple(keep.shape)}; expected torch.bool of shape {expected}. "
@@ -252,6 +285,6 @@ def _require_gradient(captures: list[Capture]) -> None:
         if read and not any(tensor.requires_grad for tensor in read):
             raise NotFired(
                 f"{capture.site.name or 'the model'}: what its heads computed carries no gradient although the model "
-                "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so does a "
-                "frozen model."
+                "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so do a "
+                "frozen model and a forward without gradients before the penalty was read."
             )

@@ -80,7 +80,7 @@ def obstacle_to(owner: nn.Module, attribute: str) -> str | None:
     weight = owner._parameters.get(attribute)
     parametrizations = getattr(owner, "parametrizations", None)
     if isinstance(parametrizations, nn.ModuleDict) and attribute in parametrizations:
-        names = ", ".join(type(step).__name__.lstrip("_") for step in parametrizations[attribute])  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        names = ", ".join(type(step).__name__.lstrip("_") for step in parametrizations[attribute].children())
         return (
             f"is computed anew at each use by a parametrisation ({names}), so that what is written to it is lost; take "
             f"it off with torch.nn.utils.parametrize.remove_parametrizations(module, {attribute!r})"

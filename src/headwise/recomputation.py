@@ -13,12 +13,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import CheckpointFunction
 
 from headwise.checks import NotFired
 from headwise.scores import Bias, Observer, ScoreCall
 
-__all__ = ["Asked", "asked", "in_checkpoint", "recomputing"]
+__all__ = ["Asked", "asked", "in_checkpoint", "outside_graphs", "recomputing"]
+
+# torch.compiler.disable, without the second that importing the compiler takes before anybody compiles
+outside_graphs = _disable_dynamo
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ def asked(
     return answer
 
 
+# called between compiled graphs, where it would be compiled by itself
+@outside_graphs
 def _checkpoint_frame() -> tuple[Any, bool]:
     """Return the frame of the innermost checkpoint that is running and whether this is its first run, not a later one.
 

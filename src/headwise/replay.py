@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from headwise.checks import LayoutError, NotFired
 from headwise.heads import Site, Slab
+from headwise.hooks import first_argument
 
 __all__ = ["Call", "Edit", "Replay", "noise"]
 
@@ -65,8 +66,8 @@ class Replay:
         """
         seen: list[Tensor] = []
 
-        def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append((args[0] if args else next(iter(kwargs.values()))).detach().clone())
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(first_argument(module, args, kwargs).detach().clone())
 
         with self._in_hand(edits):
             handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
@@ -87,11 +88,12 @@ class Replay:
     def _in_hand(self, edits: Mapping[str, Edit]) -> Iterator[None]:
         """Inside the block, the first projection of each call of the site returns drawn and edited features."""
         done: set[int | None] = set()
-        handles, module = [], self.site.module
+        module: Any = self.site.module
+        handles = []
         for projecting in {id(slab.module): slab.module for slab in self.site.slabs}.values():
             slabs = [slab for slab in self.site.slabs if slab.module is projecting]
             if projecting is None:
-                module._project = self._projected(slabs, edits)  # pyright: ignore[reportArgumentType]
+                module._project = self._projected(slabs, edits)
             else:
                 hook = self._returned(slabs, edits, done)
                 handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
@@ -147,7 +149,8 @@ class Replay:
         return slab.features(slab.module(*args, **kwargs)).clone()
 
     def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return type(self.site.module)._project(self.site.module, *inputs)  # pyright: ignore[reportAttributeAccessIssue]
+        module: Any = self.site.module
+        return type(module)._project(module, *inputs)
 
     def refuse(self, finding: str) -> NoReturn:
         """Raise `LayoutError` with what was found out."""

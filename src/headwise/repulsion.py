@@ -7,27 +7,28 @@ Owns the verb, what happens before a step, and the handle. The hooks are in `att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headwise.attachments import Attachment, assign, torch_optimizers
+from headwise.attachments import Attachment, assign, require_state, torch_optimizers
 from headwise.checks import (
-    HeadwiseError,
     NotFired,
     SettingError,
+    require_boolean,
     require_choice,
     require_integer,
-    require_positive,
+    require_range,
 )
-from headwise.ensembles import Ensemble, ForceNorms, apply_rule, ensembles_of, langevin_rate, noise_key, spread
+from headwise.ensembles import Ensemble, ForceNorms, apply_rule, ensembles_of, langevin_rate, noise_key
+from headwise.given_heads import require_heads
 from headwise.heads import Heads
+from headwise.hooks import Handle
 from headwise.particles import Rule
+from headwise.separation import acts_apart, require_apart, require_several
 
-__all__ = ["Repulsion", "jitter", "repel"]
+__all__ = ["Repulsion", "repel"]
 
 
 def repel(
@@ -62,12 +63,16 @@ def repel(
             models with equal names draw apart under one optimizer; under two, give them seeds of their own.
 
     Raises:
-        LayoutError: An optimizer lacks a parameter of the heads, or a parameter is sharded.
-        SettingError: These heads are repelled by this optimizer already, or a setting is out of range.
-        HeadwiseError: All heads of an ensemble are equal: nothing would ever separate them. See `jitter`.
+        LayoutError: An optimizer lacks a parameter of the heads; a parameter is sharded, frozen or without values; the
+            model was changed since its heads were found; or there is but one head wherever the rule would act.
+        SettingError: These heads are repelled by this optimizer already, or held by two of those given, or a setting
+            is out of range.
+        HeadwiseError: All heads of an ensemble are equal: nothing would ever separate them. See `jitter`. Or they are
+            not finite.
         ShapeError: A head is zero and the rule's kernel compares directions.
 
     Example:
+        >>> import torch
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -81,30 +86,33 @@ def repel(
         raise SettingError(f"rule is {rule!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
     require_choice("when", when, ("step", "manual"))
     require_choice("noise", noise, ("step", "apply"))
+    require_boolean("joint", joint)
     require_integer("seed", seed)
+    optimizers = torch_optimizers(optimizer)
+    require_heads(heads)
     ensembles = ensembles_of(heads, joint=joint)
     for ensemble in ensembles:
         ensemble.check()
-        if ensemble.particles > 1 and spread(ensemble) == 0.0:
-            raise HeadwiseError(
-                f"{ensemble.name}: all {ensemble.particles} heads are equal, so their repulsion is zero and stays so. "
-                "Separate them first with hw.jitter(heads, scale), for example scale=1e-3."
-            )
+    if not acts_apart(rule):
+        require_several(ensembles, heads)
+    for ensemble in ensembles:
+        require_apart(ensemble)
         if rule.needs_inner:
             ensemble.require_nonzero()
-    return Repulsion(assign(torch_optimizers(optimizer), ensembles), rule, when=when, noise=noise, seed=seed)
+    return Repulsion(heads, assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
 
 
-class Repulsion:
+class Repulsion(Handle):
     """The handle of `repel`: what it acts on, how strongly, and what it did last. A context manager.
 
     Attributes:
+        heads: The heads it was made for.
         rule: The particle rule.
-        strength: Multiplies the repulsion (not the drive); change it between steps to schedule it. Starts at 1.
     """
 
     def __init__(
         self,
+        heads: Heads,
         attachments: Sequence[Attachment],
         rule: Rule,
         *,
@@ -112,11 +120,27 @@ class Repulsion:
         noise: Literal["step", "apply"],
         seed: int,
     ) -> None:
-        self.rule, self.when, self.noise, self.seed = rule, when, noise, seed
-        self.strength: float = 1.0
+        super().__init__()
+        self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
+        self._strength = 1.0
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
+            self._removers.append(attachment.detach)
+
+    @property
+    def strength(self) -> float:
+        """Multiplies the repulsion (not the drive), at least 0; assign between steps to schedule it. Starts at 1.
+
+        Raises:
+            SettingError: On assignment of anything else.
+        """
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        require_range("strength", value, low=0.0)
+        self._strength = float(value)
 
     @property
     def ensembles(self) -> tuple[Ensemble, ...]:
@@ -144,7 +168,7 @@ class Repulsion:
         """Change the heads' gradients now, before clipping; the coming `optimizer.step()` will not do it again.
 
         Once a step, on gradients that are whole and unscaled: after the last micro-batch and `scaler.unscale_`. Where
-        the step is then skipped, call `zero_grad()` as usual (`set_to_none=True`, torch's default) before going on.
+        the step is then skipped, or raises, call `zero_grad()` as usual before going on.
 
         Raises:
             NotFired: No head has a gradient: call it after `backward()`. Or the handle was removed.
@@ -157,11 +181,6 @@ class Repulsion:
                 self._act(attachment, scale=None)
                 attachment.mark()
 
-    def remove(self) -> None:
-        """Detach from the optimizer."""
-        for attachment in self._attachments:
-            attachment.detach()
-
     def verify(self, *optimizers: Optimizer) -> None:
         """Raise unless the repulsion is attached and has acted on all of its heads.
 
@@ -170,8 +189,8 @@ class Repulsion:
 
         Raises:
             NotFired: The hook is gone, no step was acted on, or heads never had a gradient.
-            LayoutError: A parameter was replaced, or left its optimizer.
-            HeadwiseError: All heads of an ensemble have become equal.
+            LayoutError: A parameter or the layer that held it was replaced or wrapped, or left its optimizer.
+            HeadwiseError: All heads of an ensemble have become equal, or are not finite.
         """
         attached = [attachment.optimizer for attachment in self._attachments]
         strangers = [o for o in torch_optimizers(optimizers or attached) if not any(o is own for own in attached)]
@@ -180,6 +199,7 @@ class Repulsion:
                 "the repulsion is not attached to the optimizer in use: it was removed, another optimizer was built, "
                 "or the optimizer was copied or unpickled, which drops hooks. Call hw.repel on the optimizer in use."
             )
+        require_heads(self.heads)
         for attachment in self._attachments:
             if attachment.steps == 0:
                 raise NotFired(
@@ -193,11 +213,7 @@ class Repulsion:
                     "use these heads, or they are frozen. Select other heads."
                 )
         for ensemble in self.ensembles:
-            if ensemble.particles > 1 and spread(ensemble) == 0.0:
-                raise HeadwiseError(
-                    f"{ensemble.name}: all {ensemble.particles} heads are equal and do not repel; "
-                    "separate them with hw.jitter(heads, scale)."
-                )
+            require_apart(ensemble)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on with the same noise and strength."""
@@ -211,32 +227,24 @@ class Repulsion:
         """Go on from `state_dict`.
 
         Raises:
-            SettingError: The state is of a repulsion on another number of optimizers.
+            SettingError: It is no such state, or of a repulsion on another number of optimizers. Nothing is changed
+                then.
         """
-        steps, turns, expected = state.get("steps"), state.get("turns"), len(self._attachments)
-        if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
-            raise SettingError(
-                f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
-            )
-        for attachment, step, turn in zip(self._attachments, steps, turns, strict=True):
-            require_integer("steps", step)
-            require_integer("turns", turn)
+        require_state(state, len(self._attachments))
+        self.strength = state["strength"]
+        for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
             attachment.clear()
-        self.strength = float(state["strength"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, sorted({ensemble.particles for ensemble in self.ensembles})))
         steppers = " and ".join(type(attachment.optimizer).__name__ for attachment in self._attachments)
-        return f"{self.rule} on {len(self.ensembles)} ensembles of {sizes} heads, before each step of {steppers}"
+        single = [ensemble.name for ensemble in self.ensembles if ensemble.particles == 1]
+        alone = f"; one head, so nothing repels it: {', '.join(single[:4])}" if single else ""
+        alone += f" and {len(single) - 4} more" if len(single) > 4 else ""
+        return f"{self.rule} on {len(self.ensembles)} ensembles of {sizes} heads, before each step of {steppers}{alone}"
+
+    __repr__ = __str__
 
     def _before_step(self, attachment: Attachment, scale: Tensor | None) -> None:
         if not attachment.applied:
@@ -246,11 +254,16 @@ class Repulsion:
                     'call handle.apply() after backward(), or use when="step".'
                 )
             self._act(attachment, scale)
-        if self.noise == "step":
+            attachment.mark()
+        if self.noise == "step" and not attachment.noisy:
             self._add_noise(attachment, scale)
+            attachment.noisy = True
 
     def _act(self, attachment: Attachment, scale: Tensor | None) -> None:
         attachment.require_current()
+        if any(ensemble.gradients() is None for ensemble in attachment.ensembles):
+            # none comes to a layer that was wrapped or replaced
+            require_heads(self.heads)
         forces = apply_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(
@@ -269,32 +282,3 @@ class Repulsion:
         for ensemble in attachment.ensembles:
             rate = langevin_rate(attachment.optimizer, ensemble)
             ensemble.add_noise(deviation * rate, seed=seed, step=attachment.steps, scale=scale)
-
-
-def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
-    """Separate equal heads: add N(0, (scale * r)^2) to every head's parameters, r their root mean square.
-
-    Equal heads have zero repulsion and equal gradients, so no rule can separate them.
-
-    Args:
-        heads: Which heads.
-        scale: Size of the noise relative to the parameters, above 0; 1e-3 is enough.
-        seed: Seed of the noise, at least 0.
-
-    Raises:
-        SettingError: `scale` is not above 0.
-
-    Example:
-        >>> import headwise as hw
-        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> jitter(hw.find_heads(model), 1e-3)
-    """
-    require_positive("scale", scale)
-    require_integer("seed", seed)
-    with torch.no_grad():
-        for slab in heads.slabs():
-            view = slab.view(slab.parameter)
-            size = view.float().square().mean().sqrt()
-            generator = torch.Generator(view.device).manual_seed(noise_key(seed, "jitter", slab.name, slab.projection))
-            noise = torch.randn(view.shape, generator=generator, device=view.device)
-            view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from headwise import nn as headwise_nn
-from headwise.checks import LayoutError
+from headwise.checks import LayoutError, require_names
 from headwise.heads import PROJECTIONS, Seam, Site, Slab
 from headwise.places import find_seam, joined, output_slab, place, projection_slab, seam_width
 from headwise.projections import obstacle_to, read_projection
@@ -112,6 +112,9 @@ class SeparateLinears:
         head_size: Attribute names of the width of one head; tried before `num_heads`.
         beside: Names of other projections that such a module may hold and that are no heads.
 
+    Raises:
+        SettingError: Names are no tuple of strings.
+
     Example:
         >>> row = SeparateLinears(query=("wq",), key=("wk",), value=("wv",), output=("wo",), num_heads=("nh",))
     """
@@ -133,6 +136,10 @@ class SeparateLinears:
     num_heads: tuple[str, ...] = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
     beside: tuple[str, ...] = BESIDE
+
+    def __post_init__(self) -> None:
+        for field in (*PROJECTIONS, "output", "num_heads", "head_size", "beside"):
+            require_names(field, getattr(self, field))
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the three projections."""

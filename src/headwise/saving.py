@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.aggregators import Aggregator, ResidualAggregator, build
+from headwise.aggregators import Aggregator, Residual, ResidualAggregator, build
 from headwise.checks import DataError, SettingError
+from headwise.gates import Gate, GatedProjection
 from headwise.nn import MultiheadAttention, adopt
-from headwise.scores import UNDERNEATH
 from headwise.setting_records import record, restored, setting_of
 from headwise.tensor_files import fill, shard_limit, shards_of, tensors_of
 
@@ -61,7 +61,7 @@ def save(
     Raises:
         DataError: The model holds no aggregator; the folder holds a stock model's weights, which would be taken for
             this one; or a tensor is missing or spread over processes.
-        SettingError: `max_shard_size` is no size.
+        SettingError: `model` is no module, or `max_shard_size` is no size.
 
     Example:
         >>> import headwise as hw
@@ -73,6 +73,8 @@ def save(
         >>> type(again.self_attn.out_proj).__name__
         'SimpleAggregator'
     """
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
     places = aggregators_of(model)
     if not places:
         raise DataError(
@@ -188,11 +190,7 @@ def _identity(model: nn.Module) -> dict | None:
         return None
     generation = getattr(model, "generation_config", None)
     names = {"": config, **{name: getattr(config, name) for name in config.sub_configs}}
-    attention = {
-        name: UNDERNEATH.get(part._attn_implementation, part._attn_implementation)
-        for name, part in names.items()
-        if part is not None
-    }
+    attention = {name: part._attn_implementation for name, part in names.items() if part is not None}
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "config": json.loads(config.to_json_string(use_diff=False)),
@@ -219,8 +217,8 @@ def _rebuilt(source: Path, identity: dict | None) -> nn.Module:
 
 def _described(aggregator: Aggregator) -> dict:
     routed: Any = aggregator.aggregator if isinstance(aggregator, ResidualAggregator) else aggregator
-    votes = routed.votes
-    sizes = {"num_heads": votes.num_heads, "head_size": votes.head_size, "width": votes.width}
+    sized = routed if isinstance(routed, GatedProjection) else routed.votes
+    sizes = {"num_heads": sized.num_heads, "head_size": sized.head_size, "width": sized.width}
     return {"setting": record(setting_of(aggregator)), **sizes}
 
 
@@ -241,8 +239,8 @@ def _put(model: nn.Module, name: str, described: dict, settings: Sequence[type])
         return
     setting = restored(described["setting"], settings)
     sizes = (described["num_heads"], described["head_size"], described["width"])
-    is_residual = described["setting"]["setting"] == "Residual"
-    setattr(owner, attribute, build(setting, *sizes, old if is_residual else None))
+    keeps = isinstance(setting, Residual | Gate)
+    setattr(owner, attribute, build(setting, *sizes, old if keeps else None))
 
 
 def _read_record(source: Path) -> dict:

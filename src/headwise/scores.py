@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from headwise.checks import LayoutError
 
 __all__ = [
-    "UNDERNEATH",
     "Attended",
     "Bias",
     "Listeners",
@@ -28,9 +27,6 @@ __all__ = [
     "added",
     "without_empty_rows",
 ]
-
-# Our names in the attention interface of transformers, and the implementation each stands on.
-UNDERNEATH = {"headwise": "sdpa", "headwise_eager": "eager"}
 
 
 @dataclass(frozen=True)

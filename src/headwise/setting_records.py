@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from headwise.aggregators import Residual, ResidualAggregator, Routing
+from headwise.aggregators import Residual, ResidualAggregator, Setting
 from headwise.checks import DataError
+from headwise.gates import Gate
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.votes import DistinctCapsules, PerHead, SharedTrunk
 
@@ -20,6 +21,7 @@ KNOWN: tuple[type, ...] = (
     Chunks,
     DistinctCapsules,
     EMRouting,
+    Gate,
     PerHead,
     Residual,
     SharedTrunk,
@@ -28,10 +30,11 @@ KNOWN: tuple[type, ...] = (
 )
 
 
-def setting_of(aggregator: Any) -> Routing | Residual:
+def setting_of(aggregator: Any) -> Setting:
     """Return the setting an aggregator was built from."""
     if isinstance(aggregator, ResidualAggregator):
-        return Residual(setting_of(aggregator.aggregator))  # pyright: ignore[reportArgumentType]
+        routed: Any = aggregator.aggregator
+        return Residual(routed.setting)
     return aggregator.setting
 
 

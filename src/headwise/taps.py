@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from headwise.captures import Call, Capture, Padding, padding_of
-from headwise.checks import LayoutError, NotFired, SettingError, ShapeError
+from headwise.captures import Call, Capture, Forward, Padding, padding_of, split_heads
+from headwise.checks import LayoutError, NotFired, SettingError
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
-from headwise.hooks import Hook
+from headwise.hooks import Handle, Hook, first_argument
 from headwise.padding import named_arguments, parameter_names
 from headwise.recomputation import recomputing
 from headwise.scores import Attended, Observer
@@ -30,22 +30,21 @@ __all__ = ["Capture", "Taps"]
 UNREAD_CALLS = 64
 
 
-class Taps:
+class Taps(Handle):
     """Captures of chosen sites, from a forward pass until they are read.
 
     While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an
-    encoder called twice gives two captures a site. Otherwise a forward of the model drops what the one before it
-    left, and a part called without the model (the encoder, while generating) keeps its newest call. A module shared
-    between layers gives one capture a call, in their order. Recomputation by activation checkpointing is not captured
-    again. A copy of the model, or a pickle, is not tapped.
+    encoder called twice gives two captures a site; the next forward drops those of one that an error broke off.
+    Otherwise a forward of the model drops what the one before it left, and a part called without the model (the
+    encoder, while generating) keeps its newest call. A module shared between layers gives one capture a call, in order.
+    Recomputation by activation checkpointing is not captured again. A copy of the model, or a pickle, is not tapped.
 
     Args:
         heads: The sites to read.
         outputs: Whether to read O_h.
         values: Whether to read V_g.
         weights: Whether to read attention weights; they are computed explicitly, as torch does with need_weights, and
-            only while this is attached. In a model of transformers, its attention interface names "headwise" for that
-            long.
+            only while this is attached. A model of transformers may run sdpa or eager then.
 
     Raises:
         SettingError: Nothing was asked for.
@@ -62,16 +61,17 @@ class Taps:
     """
 
     def __init__(self, heads: Heads, *, outputs: bool = False, values: bool = False, weights: bool = False) -> None:
+        require_heads(heads)
         if not (outputs or values or weights):
             raise SettingError("Taps was asked to read nothing; expected some of outputs, values, weights.")
+        super().__init__()
         self.heads = heads
         self.outputs, self.values, self.weights = outputs, values, weights
         self._calls: list[Call] = []
         self._padding: dict[tuple[str, int], Padding] = {}
-        self._removers: list[Callable[[], object]] = []
         self._paused = False
         self._transient = False
-        self._inside = False
+        self._forward, self._running = Forward(), False
         try:
             self._attach()
         except BaseException:
@@ -82,8 +82,14 @@ class Taps:
         """Return the captures since the last read, in the order of the calls, and forget them.
 
         Raises:
-            NotFired: A site was not called since the last read.
+            NotFired: A site was not called since the last read, or a call of it did not compute all that is read (a
+                cache holds values of earlier calls). Or the taps are attached to no model.
         """
+        if not self.attached:
+            raise NotFired(
+                "these taps are attached to no model: remove() was called on them, or they are a copy or were "
+                "unpickled. Make new ones for the heads of the model that runs."
+            )
         calls, self._calls = self._calls, []
         silent = [
             site.name or "(model)" for site in self.heads.sites if not any(call.capture.site is site for call in calls)
@@ -91,10 +97,11 @@ class Taps:
         if silent:
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
-                f"{', '.join(silent[:6])}. Run a forward pass of the model first; if you did, the call went around "
-                "the module (attach before torch.compile and before the first forward)."
+                f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
+                "not tapped (find_heads in the copy), torch.compile goes around what is attached later (attach before "
+                "the first forward), and what ran without gradients is dropped when the model trains on."
             )
-        return [call.finished(self.weights) for call in calls]
+        return [call.finished(outputs=self.outputs, values=self.values, weights=self.weights) for call in calls]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,17 +114,11 @@ class Taps:
 
     def remove(self) -> None:
         """Detach from the model."""
-        for remove in self._removers:
-            remove()
-        self._removers, self._calls, self._padding = [], [], {}
+        super().remove()
+        self._calls, self._padding = [], {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_calls": [], "_padding": {}}
 
     def _attach(self) -> None:
         model = self.heads.model
@@ -158,13 +159,16 @@ class Taps:
     def _model_called(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._silent():
             return
+        if self._running:
+            # the forward before was broken off: half of it must not enter the next penalty
+            self._calls = [call for call in self._calls if call.forward is not self._forward]
         if not self._accumulates():
-            self._calls = [call for call in self._calls if not call.inside]
+            self._calls = [call for call in self._calls if call.forward is None]
             self._padding = {}
-        self._inside = True
+        self._forward, self._running = Forward(), True
 
     def _model_returned(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self._inside = False
+        self._running = False
 
     def _site_called(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
         names = parameter_names(site.module)
@@ -178,13 +182,17 @@ class Taps:
                 self._calls, self._padding = [], {}
             if not accumulates:
                 self._calls = [
-                    call for call in self._calls if call.capture.site is not site or (self._inside and call.inside)
+                    call
+                    for call in self._calls
+                    if call.capture.site is not site or (self._running and call.forward is not None)
                 ]
             self._transient = not accumulates
             own = padding_of(module, named_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
-            self._calls.append(Call(Capture(site, key_keep=own.keep), queries, self._inside))
+            self._calls.append(
+                Call(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
+            )
             if len(self._calls) > UNREAD_CALLS * len(self.heads):
                 raise NotFired(
                     f"{len(self._calls)} captures were kept and never read; call the penalty (or read the taps) "
@@ -212,8 +220,7 @@ class Taps:
             seam = site.seam
             capture = self._newest(site) if seam is not None and module is seam.module else None
             if capture is not None:
-                joined = args[0] if args else next(iter(kwargs.values()))
-                capture.outputs = _split(joined, site.num_heads, site.head_size, f"{site.name} output")
+                capture.outputs = split_heads(first_argument(module, args, kwargs), site)
 
         return called
 
@@ -238,9 +245,3 @@ class Taps:
             capture.weights = attended.weights if self.weights else None
 
         return see
-
-
-def _split(tensor: Tensor, heads: int, size: int, name: str) -> Tensor:
-    if tensor.dim() != 3 or tensor.shape[-1] != heads * size:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected (batch, tokens, {heads * size}).")
-    return tensor.unflatten(-1, (heads, size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +100,8 @@ def fill(model: nn.Module, source: Path, files: Mapping[str, list[str]], tied: M
             raise DataError(f"{name} has shape {tuple(tensor.shape)} in {source} and {tuple(own.shape)} in the model.")
         filled[name] = _filled(own, tensor)
     for name, (module, attribute, own) in slots.items():
-        target = module._parameters if isinstance(own, nn.Parameter) else module._buffers
-        target[attribute] = filled[tied.get(name, name)]  # pyright: ignore[reportArgumentType]
+        target: dict[str, Any] = module._parameters if isinstance(own, nn.Parameter) else module._buffers
+        target[attribute] = filled[tied.get(name, name)]
 
 
 def _filled(own: Tensor, tensor: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.checks import HeadwiseError, LayoutError, NotFired
+from headwise.checks import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.experiments import Experiments
+from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site, Slab, check_slab
 from headwise.replay import Call, Replay
 
@@ -61,7 +62,9 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
         The names of the sites proved.
 
     Raises:
-        LayoutError: A site is misread; the message names the site and the experiment.
+        LayoutError: A site is misread, and the message names the site and the experiment; or the model was changed
+            since its heads were found.
+        SettingError: `heads` or `inputs` is something else.
         NotFired: A site was not reached by a forward pass on these inputs.
         HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64.
 
@@ -71,6 +74,12 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
         >>> print(verify(hw.find_heads(model), (torch.randn(2, 5, 8),)))
         1 sites verified: self_attn
     """
+    require_heads(heads)
+    if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
+        raise SettingError(
+            f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
+            "arguments, (x,), or a mapping of names."
+        )
     twin, copies = _copied(heads.model, tuple(heads.sites))
     _without_flash(twin.eval())
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -180,11 +189,7 @@ def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Si
 
     def slab_again(slab: Slab) -> Slab:
         owner = again(slab.owner)
-        if owner is None:
-            raise LayoutError(
-                f"{slab.name} is no longer part of the model: its heads were found before the model was changed; call "
-                "find_heads again."
-            )
+        assert owner is not None  # the heads are those of the model as it is
         return replace(slab, owner=owner, module=again(slab.module))
 
     copies = []

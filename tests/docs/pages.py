@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "papers").rglob("*.md")])
@@ -25,6 +27,16 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
         for match in FENCE.finditer(text)
         if match["language"] == language
     ]
+
+
+def generator(name: str) -> ModuleType:
+    """The module in docs/ that writes a page: its PAGE, and the text of it that its render() makes anew."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def prose(page: Path) -> str:

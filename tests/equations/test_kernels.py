@@ -267,6 +267,16 @@ def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_n
         close(matrices.repulsion[[0, 1, 3]][:, [0, 1, 3]], others.repulsion)
 
 
+def test_a_group_of_one_or_of_nan_is_not_collapsed():
+    one = geometry(torch.zeros(3, 1, 4), inner=False)
+    assert collapsed(one).tolist() == [False] * 3
+    theta = torch.ones(2, 3, 4)
+    theta[1, 2, 0] = torch.nan
+    spoilt = geometry(theta, inner=False)
+    assert collapsed(spoilt).tolist() == [True, False]
+    assert spoilt.squared_distances[1].isnan().tolist() == [[i == 2 or j == 2 for j in range(3)] for i in range(3)]
+
+
 def test_collapsed_groups_are_named():
     theta = draw(2, 4, 3)
     theta[1] = theta[1, 0]

@@ -15,6 +15,7 @@ from headwise.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.lab.arm_text import parse_arm, parse_arms, settings_of
 from headwise.lab.arms import Arm, combine, named_arms
 from headwise.lab.drophead import DropHead
+from headwise.lab.guided import ROLES
 from headwise.layouts import find_heads
 from headwise.nn import MultiheadAttention
 from headwise.particles import SPOS, SVGD, Relative
@@ -52,6 +53,11 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "trunk": "plain",
         "simple": "trunk",
         "em": "trunk",
+        "guided": "random-mask",
+        "random-mask": "plain",
+        "shuffled-parse": "guided",
+        "bilstm": "plain",
+        "cnn": "plain",
     }
     assert parse_arm("output+em").control == "trunk"
     assert parse_arm("svgd:alpha=0.5,step_size=0.2,kinds=self").control == "smooth:step_size=0.2,kinds=self"
@@ -61,6 +67,36 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
     assert parse_arm("output:weight=0.5").control == "plain"
     assert parse_arm("svgd+em").control == "smooth+trunk"
     assert parse_arm("svgd:smoothing=false").control == "scaled"
+
+
+def test_roles_are_judged_against_random_masks_and_what_replaces_some_against_the_roles():
+    controls = {
+        "guided:roles=window": "random-mask:roles=window",
+        "guided:roles=rare/major,released=true": "random-mask:roles=rare/major,released=true",
+        "guided:drop=major": "guided",
+        "guided:random=rare/window": "guided",
+        "guided:shuffled=major,learning_rate=0.1": "guided",
+        "guided:roles=rare/major,drop=rare": "guided:roles=rare/major",
+        "shuffled-parse:roles=dependency": "guided:roles=dependency",
+        "random-mask:roles=rare": "plain",
+        "em+guided": "trunk+random-mask",
+        "svgd+guided:drop=rare": "smooth+guided",
+    }
+    assert {name: parse_arm(name).control for name in controls} == controls
+    assert [parse_arm(name).name for name in controls] == list(controls)
+    assert parse_arm("random-mask").guided.random == ROLES
+    assert parse_arm("shuffled-parse").guided.shuffled == ("dependency", "major")
+    assert parse_arm("output+guided").guided == named_arms()["guided"].guided
+
+
+def test_a_model_without_heads_combines_with_nothing():
+    assert parse_arm("bilstm:learning_rate=0.1").model == "bilstm"
+    with pytest.raises(SettingError, match="bilstm has no heads, so nothing combines with it"):
+        parse_arm("svgd+bilstm")
+    with pytest.raises(SettingError, match=r"guided\+random-mask: both set guided"):
+        parse_arm("guided+random-mask")
+    with pytest.raises(SettingError, match="arm random-mask has no setting 'drop'"):
+        parse_arm("random-mask:drop=rare")
 
 
 def test_combining_arms_does_what_each_does():
@@ -119,6 +155,7 @@ def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
     assert parse_arm("svgd:step_size=0.2,alpha=0.010").name == "svgd:step_size=0.2"
     assert parse_arm("trunk:capsules=4").aggregation == Trunk(capsules=4)
     assert parse_arm("svgd:alpha=2").folder == "svgd@alpha=2.0"
+    assert parse_arm("em:layers=0/1,kinds=self").folder == "em@layers=0_1,kinds=self"
 
 
 NUMBERS = st.floats(min_value=1e-6, max_value=0.9)
@@ -137,6 +174,11 @@ VALUES = {
     "capsules": st.sampled_from(["none", "4"]),
     "softmax_over": st.sampled_from(["capsules", "heads"]),
     "floor": st.just("1e-05"),
+    "roles": st.sampled_from(["rare/window/major", "major/dependency/rare/window"]),
+    "drop": st.just("rare"),
+    "random": st.just("window"),
+    "shuffled": st.just("major"),
+    "released": st.sampled_from(["true", "false"]),
 }
 
 

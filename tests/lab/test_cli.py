@@ -16,6 +16,7 @@ from headwise.lab import cli
 from headwise.lab import compare as compare_module
 from headwise.lab.tasks import logic
 from headwise.lab.workers import Failure
+from lab.sentences import write_sentences
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -35,6 +36,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         dev_examples=40,
     )
     monkeypatch.setattr(logic, "SCALES", {**logic.SCALES, "demo": small})
+    monkeypatch.setattr(logic.LogicTask, "scales", {**logic.SCALES, "demo": small})
     monkeypatch.chdir(tmp_path)
 
     def run(target, jobs, workers, watch):
@@ -74,6 +76,35 @@ def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):
     assert Path("runs/logic-demo/smooth/seed-0/result.json").exists()
 
 
+def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
+    assert call("reproduce") == 0
+    listed = capsys.readouterr().out
+    assert "diversify/figure-4" in listed
+    assert "repulsive/table-2" in listed
+    assert call("reproduce", "--list", "--scale", "demo") == 0
+    assert "8 arms x 2" in capsys.readouterr().out
+    asked = ("reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--workers", "1")
+    assert call(*asked, "--dry-run") == 0
+    assert "8 runs to do" in capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert call(*asked, "--record", "paper") == 0
+    assert "no verdict (1 seed)" in capsys.readouterr().out
+    assert Path("runs/reproductions/logic-demo/em/seed-0/result.json").exists()
+    assert Path("runs/reproductions/diversify-figure-4-demo/report.html").exists()
+    command = "headwise reproduce diversify/figure-4 --scale demo --seeds 1"
+    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert call(*asked, "--dry-run") == 0
+    assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_what_cannot_be_reproduced_is_refused(capsys):
+    error = refused(capsys, "reproduce", "diversify/table-9")
+    assert "there is no reproduction 'diversify/table-9'; did you mean diversify/table-" in error
+    assert "there is no scale 'gpu'" in refused(capsys, "reproduce", "diversify/figure-4", "--scale", "gpu")
+    assert "--seeds is 0" in refused(capsys, "reproduce", "diversify/figure-4", "--seeds", "0")
+    assert "translation needs --data" in refused(capsys, "reproduce", "repulsive/table-6", "--scale", "demo")
+
+
 def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
     assert call("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1") == 0
     arm = capsys.readouterr().out.splitlines()[-1]
@@ -93,7 +124,7 @@ def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(
 
 
 def test_what_is_unknown_is_refused_with_what_is_near(capsys):
-    unknown = "there is no task 'logik'; did you mean logic? (all: logic, translation)."
+    unknown = "there is no task 'logik'; did you mean logic? (all: logic, translation, classification)."
     assert unknown in refused(capsys, "compare", "logik")
     assert "there is no arm 'svdg'; did you mean svgd" in refused(capsys, "compare", "logic", "--arms", "plain,svdg")
     assert "did you mean demo?" in refused(capsys, "compare", "logic", "--scale", "dem")
@@ -215,3 +246,37 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
     for arm in ("plain", "spos"):
         name = f"{arm}/seed-0/model.safetensors"
         assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()
+
+
+SMALL = ["width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=40"]
+
+
+def test_a_file_of_ones_own_is_compared_with_sizes_of_ones_own(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    sizes = [word for size in SMALL for word in ("--set", size)]
+    arms = ("--arms", "plain,guided:roles=rare/window", "--seeds", "1", "--workers", "1")
+    assert call("compare", "classification", "--data", "mine.tsv", *arms, *sizes) == 0
+    (out,) = Path("runs").glob("classification-demo-width=12-*")
+    page = (out / "report.html").read_text()
+    assert "--data mine.tsv" in page
+    assert "--set width=12" in page
+    assert "guided:roles=rare/window seed 0 is done" in capsys.readouterr().out
+
+
+def test_what_a_task_cannot_use_is_refused(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    compare = ("compare", "classification", "--seeds", "1", "--out", "o")
+    assert "classification needs --data" in refused(capsys, *compare)
+    assert "task logic takes no --folds" in refused(capsys, "compare", "logic", "--folds", "5")
+    own = (*compare, "--data", "mine.tsv")
+    assert "need parses; name" in refused(capsys, *own, "--arms", "plain,guided")
+    assert "nowhere does not exist; expected a spaCy pipeline" in refused(capsys, *own, "--pipeline", "nowhere")
+    assert "--set heads: expected size=value" in refused(capsys, *own, "--set", "heads")
+
+
+def test_the_runs_of_a_reproduction_with_several_sets_are_listed(capsys):
+    for folder in ("cr", "trec", "subj", "mpqa", "mr", "sst2"):
+        (Path("sets") / folder).mkdir(parents=True)
+    assert call("reproduce", "guided/table-3", "--data", "sets", "--dry-run") == 0
+    assert "180 runs to do" in capsys.readouterr().out
+    assert "nowhere/cr does not exist" in refused(capsys, "reproduce", "guided/table-3", "--data", "nowhere")

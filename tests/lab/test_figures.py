@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,8 +13,16 @@ from hypothesis import strategies as st
 from synthetic_comparison import PAPER, Drawn, write_comparison
 
 from headwise.checks import DataError
+from headwise.lab import figures
 from headwise.lab.drawing import styles
-from headwise.lab.figures import pictures, score_by_bin, score_by_force, score_by_similarity, write_pictures
+from headwise.lab.figures import (
+    dev_by_epoch,
+    pictures,
+    score_by_bin,
+    score_by_force,
+    score_by_similarity,
+    write_pictures,
+)
 from headwise.lab.labels import overlap, place_labels
 from headwise.lab.table import Table, read_table
 
@@ -107,3 +116,49 @@ def test_labels_of_crowded_dots_cover_neither_each_other_nor_a_dot():
     for index, box in enumerate(boxes):
         assert all(overlap(box, other) == 0 for other in boxes[:index])
         assert all(overlap(box, dot) == 0 for dot in dots)
+
+
+def with_epochs(out: Path, epochs: int) -> Path:
+    """The comparison with curves of dev: seed s of every arm reaches (10 + e + s) / 100 after epoch e."""
+    for path in out.glob("*/seed-*/result.json"):
+        if path.parent.parent.name not in ("majority", "counts"):
+            seed = int(path.parent.name[-1])
+            records = [{"epoch": e, "dev": {"pooled": (10 + e + seed) / 100}} for e in range(1, epochs + 1)]
+            path.with_name("epochs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return out
+
+
+def test_dev_by_epoch_is_drawn_from_three_epochs_on(tmp_path):
+    out = write_comparison(tmp_path, PAPER[:4], items=10, seeds=(0, 1, 2))
+    assert dev_by_epoch(read_table(with_epochs(out, 2))) is None
+    table = read_table(with_epochs(out, 4))
+    assert table.rows[2].points[1].dev == (0.12, 0.13, 0.14, 0.15)
+    picture = dev_by_epoch(table)
+    assert picture is not None
+    assert picture.alt == "accuracy on dev, first epoch to last: plain 12.0 to 15.0; smooth 12.0 to 15.0"
+    assert picture.name in [drawn.name for drawn in pictures(table)]
+
+
+def test_the_band_of_a_curve_goes_from_the_lowest_seed_to_the_highest(tmp_path, monkeypatch):
+    drawn = []
+    draw = figures.draw_range
+
+    def watched(axes, *numbers, **label):
+        drawn.append(numbers[:4])
+        draw(axes, *numbers, **label)
+
+    monkeypatch.setattr(figures, "draw_range", watched)
+    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1, 3)), 3)))
+    (places, low, middle, high) = drawn[0]
+    assert list(places) == [1, 2, 3]
+    assert low == pytest.approx([11, 12, 13])
+    assert middle == pytest.approx([12 + 1 / 3, 13 + 1 / 3, 14 + 1 / 3])
+    assert high == pytest.approx([14, 15, 16])
+
+
+def test_a_damaged_record_of_an_epoch_is_refused_by_its_line(tmp_path):
+    out = with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0,)), 3)
+    path = out / "plain" / "seed-0" / "epochs.jsonl"
+    path.write_text(path.read_text().replace('"pooled": 0.12', '"pool": 0.12'))
+    with pytest.raises(DataError, match=r"epochs\.jsonl, line 2 is not the record of an epoch; delete the folder"):
+        read_table(out)

@@ -8,15 +8,17 @@ from synthetic_comparison import PAPER, Drawn, write_comparison
 
 from headwise.lab.grids import (
     bins_grid,
+    cost_grid,
     diversity_grid,
     grids,
     markdown_of,
     plain_grid,
+    signature_grid,
     terminal,
     verdict_grid,
-    write_record,
 )
 from headwise.lab.table import Table, read_table
+from headwise.lab.table_record import write_record
 
 HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"
 
@@ -54,6 +56,38 @@ def test_each_grid_has_a_row_an_arm_and_as_many_cells_as_columns(table):
     assert "output" not in [row[0] for row in plain_grid(table).rows]
 
 
+def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better_side(tmp_path):
+    shown = [
+        {"kind": "Measure", "key": "chrF", "name": "chrF", "unit": "", "better": "higher"},
+        {"kind": "Measure", "key": "seconds", "name": "decoding", "unit": "s", "better": "lower"},
+    ]
+    out = write_comparison(tmp_path, PAPER[1:4], items=10, seeds=(0, 1))
+    record = json.loads((out / "comparison.json").read_text())
+    (out / "comparison.json").write_text(json.dumps(record | {"shown": shown}))
+    for number, path in enumerate(sorted(out.glob("*/seed-*/result.json"))):
+        answers = {"chrF": 40.0 + number} | ({} if "counts" in str(path) else {"seconds": 3.26})
+        signatures = {"chrF": "nc:6|version:2.6.0"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"answers": answers, "signatures": signatures}))
+    table = read_table(out)
+    assert cost_grid(table).header == ("arm", "chrF ↑", "decoding, s ↓", "params", "step\ntime")
+    assert cost_grid(table).rows[0] == ("counts", "40.0", "–", "–", "–")  # noqa: RUF001
+    assert cost_grid(table).rows[1][:4] == ("plain", "41.5", "3.3", "181,319")
+    assert signature_grid(table).rows == (("chrF", "nc:6|version:2.6.0"),)
+    assert signature_grid(table) in grids(table)
+    assert "nc:6|version:2.6.0" in printed(table, 80)
+    written = tmp_path / "results.json"
+    write_record(table, written)
+    rows = json.loads(written.read_text())["rows"]
+    assert rows[1]["answered"] == {"chrF": 41.5, "seconds": 3.26}
+    assert [run["answered"]["chrF"] for run in rows[1]["runs"]] == [41.0, 42.0]
+
+
+def test_without_further_scores_the_grid_of_costs_has_arms_alone(table):
+    assert cost_grid(table).header == ("arm", "params", "step\ntime")
+    assert [row[0] for row in cost_grid(table).rows] == [row.arm for row in table.arms]
+    assert signature_grid(table) not in grids(table)
+
+
 def test_cells_say_what_the_table_says(table):
     row = next(row for row in table.rows if row.arm == "svgd:alpha=30")
     cells = next(cells for cells in verdict_grid(table).rows if cells[0] == row.arm)
@@ -89,7 +123,7 @@ def test_markup_in_an_arms_name_is_text_everywhere(hostile):
     for line in lines:
         assert "<script>" not in line
         assert r"\[red\]a\|b" in line
-        assert line.replace(r"\|", "").count("|") in (5, 7, 11)
+        assert line.replace(r"\|", "").count("|") in (4, 5, 7, 9)
 
 
 def test_markdown_tables_are_rectangular(table):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from headwise.checks import ShapeError
-from headwise.lab.metric import METRICS, Accuracy, Bleu
+from headwise.checks import SettingError, ShapeError
+from headwise.lab.metric import METRICS, Accuracy, Bleu, Measure
 
 
 def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], list[str]]:
@@ -58,3 +58,9 @@ def test_statistics_of_another_shape_are_refused():
 
 def test_metrics_are_found_by_their_names():
     assert {name: metric.name for name, metric in METRICS.items()} == {"accuracy": "accuracy", "BLEU": "BLEU"}
+
+
+def test_a_measure_says_which_way_is_better_and_nothing_else():
+    assert Measure("chrF", "chrF").title == "chrF ↑"
+    with pytest.raises(SettingError, match="better"):
+        Measure("chrF", "chrF", better="more")  # pyright: ignore[reportArgumentType]

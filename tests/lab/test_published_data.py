@@ -12,7 +12,8 @@ from rich.console import Console
 
 from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.reproduce import REPRODUCTIONS, report
+from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.tasks.logic import LogicTask
 from headwise.lab.tasks.logic_scales import SCALES
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
@@ -26,19 +27,19 @@ def scaled(name: str, **changes: object):
 
 
 @needs_published_data
-def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
+def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path, monkeypatch):
     reproduction = REPRODUCTIONS["diversify/figure-4"]
     small = {"width": 8, "heads": 2, "classifier_width": 16, "epochs": 1, "train_examples": 256, "dev_examples": 80}
-    scale = scaled("cpu", compile_routing=False, **small)
+    monkeypatch.setattr(LogicTask, "scales", {**SCALES, "cpu": scaled("cpu", compile_routing=False, **small)})
     console = Console(record=True, width=100)
-    comparison = Comparison("logic", tuple(parse_arms(reproduction.arms)), (0,), scale, tmp_path, PUBLISHED, workers=2)
-    assert compare(comparison, console) == []
-    report(reproduction, tmp_path, tmp_path / "paper", console, "headwise reproduce diversify/figure-4")
-    record = json.loads((tmp_path / "results.json").read_text())
+    plans = make_plans(reproduction, "cpu", seeds=1, data=PUBLISHED, out=tmp_path, workers=2)
+    assert do_plans(reproduction, plans, console) == []
+    report(reproduction, "cpu", plans, tmp_path, tmp_path / "paper", console, "headwise reproduce diversify/figure-4")
+    record = json.loads((tmp_path / "diversify-figure-4-cpu" / "results.json").read_text())
     # the published test files have 37,361 lines of 1 to 12 operators
     assert sum(record["bins"].values()) == 37_361
-    assert {row["arm"] for row in record["rows"]} == {"counts", "majority", *reproduction.arms.split(",")}
-    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert {row["arm"] for row in record["rows"]} == {"counts", "majority", *reproduction.parts[0].arms}
+    assert (tmp_path / "diversify-figure-4-cpu" / "report.html").stat().st_size > 10_000
     assert "no verdict (1 seed)" in (tmp_path / "paper" / "RESULTS.md").read_text()
 
 

@@ -48,7 +48,7 @@ def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(t
     arms = parse_arms(given["--arms"])
     assert [arm.name for arm in arms] == [
         *("plain", "smooth", "svgd", "svgd-relative", "output"),
-        *("trunk:layers=0/1", "em:layers=0/1", "output+em:layers=0/1"),
+        *(f"{arm}:layers=0/1,kinds=self" for arm in ("trunk", "em", "output+em")),
     ]
     assert {arm.control for arm in arms} <= {None, "scaled", *(arm.name for arm in arms)}
     corpus, folder = corpus_at(Path(f"{write_corpus(tmp_path / 'own')}:de-en"))

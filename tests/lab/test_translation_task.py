@@ -90,7 +90,13 @@ def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, c
     assert len(found) == 12
     expected = sacrebleu.corpus_bleu(found, [references]).score
     assert result["answers"]["BLEU"] == pytest.approx(expected)
-    assert set(result["answers"]) == {"BLEU", "chrF", "decoding_seconds"}
+    assert set(result["answers"]) == {"BLEU", "chrF", "decoding_seconds", "NLL"}
+    assert result["answers"]["chrF"] == pytest.approx(sacrebleu.corpus_chrf(found, [references]).score)
+    version = f"version:{sacrebleu.__version__}"
+    assert result["signatures"] == {
+        "BLEU": f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|{version}",
+        "chrF": f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}",
+    }
     statistics = np.load(folder / "predictions.npz")["statistics"]
     assert statistics.shape == (12, 10)
     if statistics[:, :4].sum(0).all():
@@ -141,15 +147,44 @@ def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
     assert "BLEU" in shown
     assert "copy" in shown
     assert "BLEU by source words, up to" in shown
+    assert "chrF ↑" in shown
+    assert "decoding, s ↓" in shown
+    assert "tok:13a" in shown
+    assert "sacreBLEU's paired tests on chrF" in shown
+    references = (tmp_path / "references.txt").read_text().splitlines()
+    assert references == (corpus / "test_2016_flickr.de").read_text().splitlines()[:12]
     record = json.loads((tmp_path / "results.json").read_text())
     assert sum(record["bins"].values()) == 12
     assert set(record["bins"]) <= {"10", "20", "30"}
+    assert [(tests["arm"], tests["metric"]) for tests in record["paired_tests"]] == [
+        ("output:kinds=cross", "BLEU"),
+        ("output:kinds=cross", "chrF"),
+    ]
+    for seed, test in record["paired_tests"][1]["seeds"].items():
+        result = json.loads((tmp_path / "plain" / f"seed-{seed}" / "result.json").read_text())
+        assert test["against"] == pytest.approx(result["answers"]["chrF"])
+        assert 0 < test["p_bootstrap"] <= 1
+
+
+def test_a_folder_from_before_further_scores_and_references_goes_on_with_them(corpus, tmp_path):
+    scale = dataclasses.replace(TOY, epochs=1, averaged=1)
+    comparison = Comparison("translation", tuple(parse_arms("plain")), (0,), scale, tmp_path, corpus)
+    compare(comparison, Console(quiet=True))
+    path = tmp_path / "comparison.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in record.items() if name != "shown"}))
+    (tmp_path / "references.txt").unlink()
+    assert compare(comparison, Console(quiet=True)) == []
+    assert json.loads(path.read_text()) == record
+    assert (tmp_path / "references.txt").exists()
 
 
 def test_what_is_no_corpus_is_refused_in_one_sentence(tmp_path):
     task = TranslationTask()
-    with pytest.raises(DataError, match=r"translation needs --data, a folder with the files of multi30k"):
+    with pytest.raises(DataError, match=r"translation needs --data: a folder with the files of multi30k"):
         task.load(None, TOY, tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no corpus that is known \(multi30k, iwslt14"):
+    with pytest.raises(
+        DataError, match=r"holds no corpus that is known; expected a folder with the files of multi30k, iwslt14"
+    ):
         task.load(tmp_path / "empty", TOY, tmp_path)

@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from layouts.families import Family
-from loop.test_huggingface_taps import BY_NAME, REACHED, checkpoint_activations, results, same, without_dropout
+from loop.test_huggingface_taps import (
+    BY_NAME,
+    REACHED,
+    checkpoint_activations,
+    no_bias,
+    results,
+    same,
+    without_dropout,
+)
 
 GENERATORS = ["GPT-2", "Llama", "T5", "BART", "Marian"]
 
@@ -26,10 +34,6 @@ def first_key_only(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
     if call.first_key == 0:
         bias[:, 1, :, 1:] = -math.inf
     return bias
-
-
-def no_bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
-    return torch.zeros(1, call.heads, 1, call.keys, dtype=call.dtype)
 
 
 def weighed(output: Tensor) -> Tensor:
@@ -228,10 +232,11 @@ def test_generating_with_a_head_bound_to_the_first_key_gives_its_value(name: str
     heads = hw.find_heads(model)
     heads = heads if {site.kind for site in heads.sites} == {"self"} else heads.kind("decoder")
     values: dict[str, Tensor] = {}
-    with hw.Taps(heads, outputs=True, values=True) as taps, hw.bias_heads(heads, first_key_only):
+    with hw.Taps(heads, values=True) as taps, hw.bias_heads(heads, first_key_only):
         model.generate(**inputs, **{**settings, "max_new_tokens": 1, "min_new_tokens": 1})
         for capture in taps.read():
             values[capture.site.name] = capture.values[:, 0]
+    with hw.Taps(heads, outputs=True) as taps, hw.bias_heads(heads, first_key_only):
         model.generate(**inputs, **settings)
         captures = taps.read()
     for capture in captures:
@@ -272,10 +277,13 @@ def test_rows_of_a_tensor_are_those_of_the_queries_of_the_call():
     # every query sees itself alone
     bias = torch.full((1, 1, total, total), -math.inf)
     bias[0, 0].fill_diagonal_(0.0)
-    with hw.Taps(heads, outputs=True, values=True) as taps, hw.bias_heads(heads, bias):
+    (site,) = heads.sites
+    projected: list[Tensor] = []
+    site.value_module.register_forward_hook(lambda _module, _args, output: projected.append(output))
+    with hw.Taps(heads, outputs=True) as taps, hw.bias_heads(heads, bias):
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         (capture,) = taps.read()
-    values = capture.values.repeat_interleave(2, dim=2)
+    values = site.slabs[2].features(projected[-1]).repeat_interleave(2, dim=2)
     torch.testing.assert_close(capture.outputs, values)
 
 
@@ -328,7 +336,7 @@ def gradients_of_three_forwards(name: str, *, checkpointing: bool) -> list[list[
     gc.collect()
     if name != "torch.nn.Transformer":
         # not even a graph that is still alive holds it
-        assert model.config._attn_implementation == "sdpa"
+        assert {site.module.config._attn_implementation for site in heads.sites} == {"sdpa"}
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -174,11 +176,57 @@ def test_wrong_terms_and_kinds_are_refused():
         float("nan") * hw.Output()
 
 
+def test_a_term_of_ones_own_reads_something_that_is_captured():
+    class Queries:
+        reads: ClassVar[str] = "queries"
+
+        def sum_and_count(self, tensor: torch.Tensor, keep: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return tensor.sum(), tensor.new_tensor(1.0 if keep is None else 2.0)
+
+    heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    with pytest.raises(hw.SettingError, match=r"reads is 'queries'; expected one of outputs, values, weights"):
+        hw.Disagreement(heads, hw.Output() + Queries())
+
+
 def test_an_aggregator_swapped_in_later_is_noticed():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, hw.Output())
     hw.aggregate(heads, hw.Trunk())
     model(torch.randn(2, 5, 8))
-    with pytest.raises(hw.NotFired, match=r"build the penalty after aggregate\(\)"):
+    with pytest.raises(hw.NotFired, match=r"outputs were not computed.* Attach after aggregate\(\)"):
         penalty()
+
+
+@pytest.mark.parametrize(
+    "term", [hw.Output(), hw.Subspace(), hw.Position(), hw.PositionSquaredDifference(), hw.Frobenius()]
+)
+def test_one_head_a_site_has_nothing_to_disagree_with(term):
+    model = nn.TransformerEncoderLayer(16, 1, 32, batch_first=True)
+    with pytest.raises(hw.LayoutError, match=r"1 sites has one (key/value )?head, which has nothing to disagree"):
+        hw.Disagreement(hw.find_heads(model), 0.5 * term)
+
+
+def test_one_value_head_is_refused_for_values_and_fine_for_outputs():
+    heads = hw.find_heads(SeparateAttention(key_value_heads=1))
+    with pytest.raises(
+        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*take a term on outputs"
+    ):
+        hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
+    assert repr(hw.Disagreement(heads, hw.Output())) == "Output() on 1 sites (self 1)"
+
+
+def test_sites_with_one_head_beside_others_are_named():
+    model = nn.Sequential(SeparateAttention(key_value_heads=2), SeparateAttention(key_value_heads=1))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.Subspace())
+    assert str(penalty) == "Subspace() on 2 sites (self 1); with one head: 1"
+
+
+def test_weights_and_keep_of_another_type_are_refused():
+    model = SeparateAttention()
+    with pytest.raises(hw.SettingError, match=r"weights is \[0\.5\]; expected a mapping"):
+        hw.Disagreement(hw.find_heads(model), hw.Output(), weights=[0.5])
+    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    model(torch.randn(2, 3, 12))
+    with pytest.raises(hw.ShapeError, match=r"keep is a list; expected a torch\.bool tensor of shape \(2, 3\)"):
+        penalty(keep=[[True] * 3] * 2)

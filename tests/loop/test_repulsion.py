@@ -87,11 +87,20 @@ def test_only_the_selected_projection_changes():
     assert changed == {"v_proj.weight"}
 
 
-def test_one_head_receives_its_scaled_gradient():
-    model = model_with_gradients(num_heads=1, key_value_heads=1)
-    before = model.q_proj.weight.grad.clone()
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), hw.SVGD(step_size=0.3)).apply()
-    torch.testing.assert_close(model.q_proj.weight.grad, 0.3 * before)
+def test_one_head_beside_several_receives_its_scaled_gradient_and_that_is_told():
+    model = model_with_gradients(key_value_heads=1)
+    before = model.k_proj.weight.grad.clone()
+    rule = hw.SVGD(step_size=0.3)
+    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), rule)
+    handle.apply()
+    torch.testing.assert_close(model.k_proj.weight.grad, 0.3 * before)
+    assert handle.last.equal.tolist() == [False, False, False]
+    assert handle.last.particles == (4, 1, 1)
+    told = [line.rpartition("  ")[2] for line in str(handle.last).splitlines() if "one head" in line]
+    assert told == ["one head: nothing repels it"] * 2
+    assert repr(handle) == (
+        f"{rule} on 3 ensembles of 1, 4 heads, before each step of SGD; one head, so nothing repels it: key, value"
+    )
 
 
 def test_half_precision_parameters_are_mixed_in_single_precision():
@@ -220,7 +229,7 @@ def test_equal_heads_are_refused_jitter_separates_them_and_later_collapse_is_tol
     optimizer.step()
     assert handle.last.equal.all()
     assert torch.isfinite(model.q_proj.weight.grad).all()
-    with pytest.raises(hw.HeadwiseError, match=r"are equal and do not repel.*hw\.jitter"):
+    with pytest.raises(hw.HeadwiseError, match=r"query: all 4 heads are equal.*hw\.jitter"):
         handle.verify()
 
 
@@ -316,7 +325,7 @@ def test_columns_as_heads_are_mixed_without_a_copy():
     owner.weight = nn.Parameter(torch.randn(6, 12))
     owner.weight.grad = torch.randn(6, 12)
     slab = Slab("query", "weight", owner, "weight", 3, 4, axis=1)
-    site = replace(hw.find_heads(SeparateAttention()).sites[0], slabs=(slab,), num_heads=3)
+    site = replace(hw.find_heads(SeparateAttention()).sites[0], module=owner, slabs=(slab,), num_heads=3)
     particles = slab.view(owner.weight.detach()).flatten(1).double()
     gradients = slab.view(owner.weight.grad).flatten(1).double()
     expected = update(RULE, particles, gradients).gradient

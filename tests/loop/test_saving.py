@@ -91,6 +91,8 @@ def test_a_model_without_aggregators_is_saved_as_ever(tmp_path: Path):
     assert same(plain, results(again.eval(), family.inputs()))
     with pytest.raises(hw.DataError, match=r"holds no headwise\.json.*from_pretrained"):
         hw.load(tmp_path)
+    with pytest.raises(hw.SettingError, match="model is a Heads; expected the torch module"):
+        hw.save(heads, tmp_path)
     with pytest.raises(hw.DataError, match="BertModel holds no aggregator"):
         hw.save(model, tmp_path)
 

@@ -130,6 +130,20 @@ def test_what_an_evaluation_left_unread_does_not_enter_the_next_penalty():
     assert capture.outputs.shape[1] == 7
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_half_a_forward_that_failed_does_not_enter_the_next_penalty(training: bool):
+    model = encoder().train(training)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        for _ in range(2):
+            model(torch.randn(2, 7, 8))
+            failing = model.layers[1].linear2.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(torch.randn(3, 5, 8))
+            failing.remove()
+            model(torch.randn(2, 6, 8))
+            assert [capture.outputs.shape[1] for capture in taps.read()] == ([7, 7, 6, 6] if training else [6, 6])
+
+
 def test_training_that_never_reads_is_stopped():
     model = encoder(1)
     x = torch.randn(1, 2, 8)
@@ -189,6 +203,15 @@ def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
     with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
         hw.Taps(heads, weights=True)
     assert not model._forward_pre_hooks
+
+
+def test_values_that_do_not_match_the_mask_of_their_call_are_refused():
+    model = SeparateAttention()
+    with hw.Taps(hw.find_heads(model), values=True) as taps:
+        # broadcast by the attention
+        model(torch.randn(3, 6, 12), key_padding_mask=torch.zeros(3, 1, dtype=torch.bool))
+        with pytest.raises(hw.NotFired, match=r"values of 6 tokens, and the mask .* for 1 keys"):
+            taps.read()
 
 
 def test_a_tap_that_reads_nothing_is_refused():

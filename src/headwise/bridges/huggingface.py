@@ -1,8 +1,8 @@
 """The attention scores of transformers' models, through its attention interface.
 
 Owns two implementations of that interface, "headwise" over sdpa and "headwise_eager" over each family's own eager
-function. A configuration names one of them while somebody listens to one of its modules, and what it named before
-afterwards. A module nobody listens to computes what the implementation underneath computes, to the bit.
+function. While somebody listens to a module, its configuration seems to name one of them (see `configurations`). A
+module nobody listens to computes what the implementation underneath computes, to the bit.
 
 Imported by `find_heads` alone, and only for models whose modules come from transformers.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwise.checks import LayoutError
+from headwise.bridges.configurations import UNDERNEATH, lend
+from headwise.checks import LayoutError, NotFired
 from headwise.heads import Site
 from headwise.hooks import Hook
+from headwise.padding import cached_length
 from headwise.recomputation import Asked, asked, recomputing
 from headwise.scores import (
-    UNDERNEATH,
     Attended,
     Bias,
     Listeners,
@@ -78,7 +79,7 @@ class InterfaceScores:
             LayoutError: The model runs an implementation that can do neither (flash, flex, paged).
         """
         module = self.module
-        release = _lend(module)
+        release = lend(module)
         if not isinstance(module.__dict__.get(LISTENERS), Listeners):
             module.__dict__[LISTENERS] = Listeners()
         listeners: Listeners = module.__dict__[LISTENERS]
@@ -97,56 +98,16 @@ class InterfaceScores:
 
 
 def _place_of_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    named = getattr(module.config, "_attn_implementation", None)
+    if named not in UNDERNEATH:
+        raise NotFired(
+            f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps or "
+            "a penalty was attached to its scores, where these are out of reach; call "
+            "model.set_attn_implementation('sdpa'), or remove() what is attached."
+        )
     listeners: Listeners = module.__dict__[LISTENERS]
-    caches = (value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length"))
-    cache: Any = next(caches, None)
-    listeners.cached = cache is not None
-    listeners.first = 0 if cache is None else int(cache.get_seq_length(getattr(module, "layer_idx", None) or 0))
-
-
-@dataclass
-class _Loan:
-    """A configuration that names an implementation of ours, for how many, and what it named before."""
-
-    config: Any
-    before: str | None
-    holders: int = 0
-
-
-_loans: dict[int, _Loan] = {}
-
-
-def _lend(module: nn.Module) -> Callable[[], None]:
-    """Make the module's configuration name our implementation, and return what ends that."""
-    config: Any = getattr(module, "config", None)
-    loan = _loans.get(id(config))
-    if loan is None:
-        named = getattr(config, "_attn_implementation", None)
-        # a copy made while somebody listened to the original still names ours
-        before = UNDERNEATH.get(named or "", named)
-        ours = next((name for name, under in UNDERNEATH.items() if under == (before or "eager")), None)
-        if config is None or ours is None:
-            raise LayoutError(
-                f"{type(module).__name__} runs the attention implementation {before!r}, where single heads' weights "
-                "and biases are out of reach; call model.set_attn_implementation('sdpa') first."
-            )
-        loan = _loans[id(config)] = _Loan(config, before)
-        config._attn_implementation_internal = ours
-    loan.holders += 1
-    ended = False
-
-    def release() -> None:
-        nonlocal ended
-        if ended:
-            return
-        ended = True
-        loan.holders -= 1
-        if loan.holders == 0:
-            del _loans[id(loan.config)]
-            if loan.config._attn_implementation_internal in UNDERNEATH:
-                loan.config._attn_implementation_internal = loan.before
-
-    return release
+    first = cached_length(module, (*args, *kwargs.values()))
+    listeners.first, listeners.cached = first or 0, first is not None
 
 
 def _attend_over_sdpa(
@@ -198,7 +159,7 @@ def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:
 
     def kept(frame: Any) -> None:
         # the recomputation must find our implementation although the listener may be gone by then
-        weakref.finalize(frame, _lend(module)).atexit = False
+        weakref.finalize(frame, lend(module)).atexit = False
 
     return asked(module, listeners.observers, listeners.biases, call, kept)
 
@@ -266,5 +227,5 @@ def _explicit(
 AttentionInterface.register("headwise", _attend_over_sdpa)
 AttentionInterface.register("headwise_eager", _attend_over_eager)
 for _ours, _under in UNDERNEATH.items():
-    # with the attention function alone registered, transformers would give no mask at all
+    # a module that makes its own mask asks for it by the name in its configuration; unknown, it would get none
     AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_under])

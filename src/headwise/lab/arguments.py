@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.lab.scale_options import ScaleOptions, with_options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "GOES_ON",
     "DataFolder",
+    "Embeddings",
+    "Folds",
+    "Pipeline",
     "ScaleName",
+    "Sizes",
     "Stopped",
     "TaskName",
     "Workers",
@@ -32,7 +38,7 @@ __all__ = [
     "stoppable",
 ]
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic or translation.")]
+TaskName = Annotated[str, typer.Argument(help="The task: logic, translation or classification.")]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
@@ -41,8 +47,23 @@ DataFolder = Annotated[
     typer.Option(
         "--data",
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
-        "files: my.en,my.de.",
+        "files: my.en,my.de. For classification also one file, with a label and a text in each line: my.tsv.",
     ),
+]
+Pipeline = Annotated[
+    Path | None,
+    typer.Option("--pipeline", help="A pipeline of spaCy that parses, for roles of a parse: a folder or a package."),
+]
+Embeddings = Annotated[
+    Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")
+]
+Folds = Annotated[
+    int | None,
+    typer.Option("--folds", help="Cross-validation in so many parts, where the data has no test of its own."),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SIZE=VALUE", help="Another size than the scale's, as layers=4; one or several."),
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Runs side by side, one thread each; the cores by default.")
@@ -80,13 +101,14 @@ def require_task(name: str) -> None:
     require_known("task", name, TASKS)
 
 
-def scale_of(task: str, name: str) -> Scale:
-    """Return the scale of that name."""
+def scale_of(task: str, options: ScaleOptions | str) -> Scale:
+    """Return the scale of that name, with the options."""
     from headwise.lab.tasks.named import named_task
 
+    options = ScaleOptions(options) if isinstance(options, str) else options
     scales = named_task(task).scales
-    require_known("scale", name, scales)
-    return scales[name]
+    require_known("scale", options.scale, scales)
+    return with_options(scales[options.scale], options, task)
 
 
 def standard_console() -> Console:

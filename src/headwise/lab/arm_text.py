@@ -31,10 +31,17 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 HIDDEN = {"chunks"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
+# Settings that replace some roles of an arm, which its control has all.
+REPLACED = {"drop", "random", "shuffled"}
 # Settings that an arm and its control are each tuned in.
 TUNED = {"learning_rate"}
 # What makes a control a control cannot be set.
-FIXED = {"smooth": {"alpha", "smoothing"}, "scaled": {"alpha", "smoothing", "kernel", "bandwidth"}}
+FIXED = {
+    "smooth": {"alpha", "smoothing"},
+    "scaled": {"alpha", "smoothing", "kernel", "bandwidth"},
+    "random-mask": REPLACED,
+    "shuffled-parse": REPLACED,
+}
 
 Path = tuple[str, ...]
 
@@ -80,7 +87,7 @@ def settings_of(arm: Arm) -> dict[str, Path]:
     ['ratio', 'step_size', 'kernel']
     """
     found: dict[str, Path] = {}
-    for field in ("rule", "aggregation"):
+    for field in ("rule", "aggregation", "guided"):
         value = getattr(arm, field)
         if value is not None:
             found |= _leaves(value, (field,))
@@ -141,7 +148,7 @@ def _control(arm: Arm, differing: Sequence[str]) -> str | None:
     control = control_of(arm)
     if control is None:
         return None
-    shared = settings_of(named_arms()[control]).keys() - TUNED
+    shared = settings_of(named_arms()[control]).keys() - TUNED - REPLACED
     return with_settings(
         named_arms()[control],
         {name: value for name, _, value in (piece.partition("=") for piece in differing) if name in shared},

@@ -14,11 +14,12 @@ from typing import Any
 from headwise.checks import SettingError, require_choice, require_integer, require_positive, require_range
 from headwise.heads import PROJECTIONS
 from headwise.kernels import NormalizedRBF
+from headwise.lab.guided import PARSED, ROLES, Guided
 from headwise.particles import SGLD, SPOS, SVGD, Relative, Rule
 from headwise.penalty import Output, Position, Similarity, Subspace, Sum
 from headwise.routing import EMRouting, SimpleRouting, Trunk
 
-__all__ = ["Aggregation", "Arm", "combine", "control_of", "named_arms"]
+__all__ = ["Aggregation", "Arm", "combine", "control_of", "folder_of", "named_arms"]
 
 Aggregation = SimpleRouting | EMRouting | Trunk
 KINDS = ("self", "decoder", "cross")
@@ -42,6 +43,8 @@ class Arm:
         aggregation_layers: Layers it stands in; None for all.
         aggregation_kinds: Kinds of attention it stands in; None for all.
         drophead: Probability of zeroing a head while training, in [0, 1).
+        guided: The roles of heads, or None.
+        model: Name of a model without attention that is trained in the place of the task's, or None.
         learning_rate: Peak learning rate; None for that of the scale.
         control: Name of the arm it is judged against; None for plain itself.
 
@@ -62,6 +65,8 @@ class Arm:
     aggregation_layers: tuple[int, ...] | None = None
     aggregation_kinds: tuple[str, ...] | None = None
     drophead: float = 0.0
+    guided: Guided | None = None
+    model: str | None = None
     learning_rate: float | None = None
     control: str | None = "plain"
 
@@ -83,14 +88,23 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The arm's name as a folder's: no character that a file system could refuse."""
-        return self.name.replace(":", "@")
+        """The arm's name as a folder's; see `folder_of`."""
+        return folder_of(self.name)
 
     def __add__(self, other: Arm) -> Arm:
         return combine((self, other))
 
     def __str__(self) -> str:
         return self.name
+
+
+def folder_of(name: str) -> str:
+    """Return the name of an arm as a folder's: no character that a file system could refuse or read as a path.
+
+    >>> folder_of("em:layers=0/1,kinds=self")
+    'em@layers=0_1,kinds=self'
+    """
+    return name.replace(":", "@").replace("/", "_")
 
 
 def named_arms() -> dict[str, Arm]:
@@ -117,6 +131,11 @@ def named_arms() -> dict[str, Arm]:
         Arm("trunk", aggregation=Trunk()),
         Arm("simple", aggregation=SimpleRouting()),
         Arm("em", aggregation=EMRouting()),
+        Arm("guided", guided=Guided()),
+        Arm("random-mask", guided=Guided(random=ROLES)),
+        Arm("shuffled-parse", guided=Guided(shuffled=PARSED)),
+        Arm("bilstm", model="bilstm"),
+        Arm("cnn", model="cnn"),
     )
     return {arm.name: dataclasses.replace(arm, control=control_of(arm)) for arm in arms}
 
@@ -132,6 +151,9 @@ def combine(arms: Iterable[Arm]) -> Arm:
         return Arm("plain", control=None)
     if len(parts) == 1:
         return parts[0]
+    headless = next((arm for arm in parts if arm.model is not None), None)
+    if headless is not None:
+        raise SettingError(f"{headless.name} has no heads, so nothing combines with it; name it alone.")
     controls = [arm.control for arm in parts if arm.control not in (None, "plain")]
     terms = [arm for arm in parts if arm.term is not None]
     term, weight = (terms[0].term, terms[0].penalty_weight) if terms else (None, 1.0)
@@ -150,6 +172,7 @@ def combine(arms: Iterable[Arm]) -> Arm:
         aggregation_layers=_the_one(parts, "aggregation_layers", None),
         aggregation_kinds=_the_one(parts, "aggregation_kinds", None),
         drophead=_the_one(parts, "drophead", 0.0),
+        guided=_the_one(parts, "guided", None),
         learning_rate=_the_one(parts, "learning_rate", None),
         control="+".join(dict.fromkeys(str(name) for name in controls)) or "plain",
     )
@@ -159,7 +182,8 @@ def control_of(arm: Arm) -> str | None:
     """Return the name of the arm that differs from `arm` in the one thing `arm` is about.
 
     Repulsion is judged against the same smoothing without it, smoothing against the same scaling, routing against
-    the same votes with uniform weights, everything else against plain.
+    the same votes with uniform weights, roles against random masks as sparse, roles of which some are replaced or have
+    another parse against the roles as they are, everything else against plain.
     """
     if isinstance(arm.rule, SGLD):
         return "scaled"
@@ -170,6 +194,8 @@ def control_of(arm: Arm) -> str | None:
         return "scaled" if arm.rule.smoothing else "plain"
     if arm.aggregation is not None and not isinstance(arm.aggregation, Trunk):
         return "trunk"
+    if arm.guided is not None and arm.guided.random != ROLES:
+        return "guided" if arm.guided.drop or arm.guided.random or arm.guided.shuffled else "random-mask"
     return None if arm.name == "plain" else "plain"
 
 
@@ -186,6 +212,6 @@ def _the_one(parts: list[Arm], field: str, absent: Any) -> Any:
         return absent
     (first, value), *rest = values
     for name, other in rest:
-        if field in ("rule", "aggregation") or other != value:
+        if field in ("rule", "aggregation", "guided") or other != value:
             raise SettingError(f"{first}+{name}: both set {field.replace('_', ' ')}; an arm has one.")
     return value

@@ -15,6 +15,7 @@ from headwise.lab import runs
 from headwise.lab.evaluation import scores_by_bin
 from headwise.lab.metric import METRICS
 from headwise.lab.results import MEASURES
+from headwise.lab.settings import Whole
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Scale
 from headwise.lab.versions import versions
@@ -33,6 +34,7 @@ class BaselineSettings:
     data: Path | None = None
     cache: Path | None = None
     fingerprint: str = ""
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         require_choice("name", self.name, named_task(self.task).baselines)
@@ -68,6 +70,7 @@ def baseline_run(settings: BaselineSettings, folder: Path) -> None:
         "score": scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data)),
         "dev_score": None,
         "answers": dict(answers.measures),
+        "signatures": dict(answers.signatures),
         "parameters": None,
         "step_seconds": None,
         "train_seconds": time.monotonic() - began,

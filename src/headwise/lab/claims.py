@@ -1,30 +1,35 @@
-"""What a paper claims of a comparison, and whether the runs bear it out.
+"""What a paper claims of its runs, and whether ours bear it out.
 
-Owns the form of a claim (contrasts between arms on ranges of bins) and its verdict. Which claims a paper makes is in
-`tables`; the arithmetic is `statistics`'.
+Owns the form of a claim (contrasts between arms, and numbers that are shown without a test) and its verdict. Which
+claims a paper makes is in `tables`; the arithmetic is `statistics`'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.lab.evidence import Evidence
 from headwise.lab.protocol import key
-from headwise.lab.results import Results, Run
+from headwise.lab.results import Run
+from headwise.lab.shown import Shown
 from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate, holm
 
-__all__ = ["Claim", "Contrast", "Found", "Judged", "judge"]
+__all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
 
 # A claim is settled at this adjusted p-value.
 LEVEL = 0.05
+MEASURED = "measured, not tested"
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The score of one arm minus another's on a range of bins, expected to be above zero.
+    """The score of one arm minus another's, expected to be above zero.
 
     Attributes:
         arm: Name of the arm that should be ahead.
@@ -33,6 +38,12 @@ class Contrast:
         beyond: First and last bin of a range whose difference is taken off: the contrast then says that the lead is
             larger on `bins` than there. None for a plain difference.
         of: What the bins count, as in "operators".
+        part: The part of the reproduction that `arm` is run in.
+        against_part: The part that `against` is run in; None for the same.
+        measure: A number of each run in the place of the score, as in "NLL"; one value a seed, so only seeds are
+            chance then.
+        less: A contrast whose difference is taken off.
+        over: Parts whose differences are averaged, each counting as much; `part` then says nothing.
     """
 
     arm: str
@@ -40,89 +51,224 @@ class Contrast:
     bins: tuple[int, int] | None = None
     beyond: tuple[int, int] | None = None
     of: str = "operators"
+    part: str = ""
+    against_part: str | None = None
+    measure: str | None = None
+    less: Contrast | None = None
+    over: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts it speaks of."""
+        if self.over:
+            return self.over
+        own = (self.part, self.part if self.against_part is None else self.against_part)
+        return own + (() if self.less is None else self.less.parts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both sides are one arm, as may happen at a scale with few layers."""
+        return self.arm == self.against and (bool(self.over) or len({*self.parts[:2]}) == 1)
+
+    def named(self, canonical: Callable[[str, str], str]) -> Contrast:
+        """Return it with each arm's name replaced by `canonical(part, name)`."""
+        one, other = (self.over[0],) * 2 if self.over else self.parts[:2]
+        less = None if self.less is None else self.less.named(canonical)
+        return replace(self, arm=canonical(one, self.arm), against=canonical(other, self.against), less=less)
 
     def __str__(self) -> str:
-        if self.bins is None:
-            return f"{self.arm} over {self.against}"
-        lead = f"{self.arm} over {self.against} on {self.bins[0]} to {self.bins[1]} {self.of}"
-        return lead if self.beyond is None else f"{lead}, less its lead on {self.beyond[0]} to {self.beyond[1]}"
+        if self.over:
+            return f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
+        one, other = self.parts[:2]
+        if one == other:
+            text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
+        else:
+            text = f"{self.arm} in {one} over {self.against} in {other}"
+        if self.bins is not None:
+            text += f" on {self.bins[0]} to {self.bins[1]} {self.of}"
+        if self.measure is not None:
+            text = f"{self.measure} of {text}"
+        if self.beyond is not None:
+            text += f", less its lead on {self.beyond[0]} to {self.beyond[1]}"
+        return text if self.less is None else f"{text}, less that of {replace(self.less, measure=None)}"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper, in our words, that holds when each of its contrasts is above zero.
+    """A statement of a paper, in our words.
+
+    It holds when each of its contrasts is above zero. What no test decides (that two things are equal, what something
+    costs) is measured and shown beside the statement, without a verdict.
 
     Attributes:
         statement: What the paper says.
         contrasts: What it means for the arms.
+        shown: Numbers beside it.
+        tested: Whether the contrasts are tested; False shows them with their intervals alone.
     """
 
     statement: str
-    contrasts: tuple[Contrast, ...]
+    contrasts: tuple[Contrast, ...] = ()
+    shown: tuple[Shown, ...] = ()
+    tested: bool = True
 
 
 @dataclass(frozen=True)
 class Found:
-    """A contrast as measured; None where one of its arms has not run."""
+    """A contrast as measured.
+
+    Attributes:
+        contrast: The contrast.
+        estimate: What was found; None where it could not be measured.
+        adjusted: Its adjusted p-value; None where it was not measured or is not tested.
+        reason: Why it was not measured; "" where it was.
+    """
 
     contrast: Contrast
     estimate: Estimate | None
-    adjusted: float | None
+    adjusted: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with what was found and the verdict in words."""
+    """A claim with what was found, the numbers shown as text and the verdict in words."""
 
     claim: Claim
     found: tuple[Found, ...]
+    shown: tuple[str, ...]
     verdict: str
 
 
-def judge(claims: Sequence[Claim], results: Results) -> tuple[Judged, ...]:
+def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judged, ...]:
     """Return the verdict on each claim.
 
     Each contrast is the mean over shared seeds and test items, with the hierarchical bootstrap of
-    `statistics.estimate`; Holm's adjustment covers all contrasts of all claims. A claim is "borne out" when every
-    contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown"; with
-    fewer than five seeds there is no verdict.
+    `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
+    every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
+    with fewer than five seeds there is no verdict, and without a test the words are "measured, not tested".
 
     Args:
         claims: The claims of one table or figure.
-        results: The comparison.
+        parts: The runs, by part; a reproduction of one part has it under "".
     """
-    measured = [[_measure(contrast, results) for contrast in claim.contrasts] for claim in claims]
-    known = [found for row in measured for found in row if found is not None]
-    adjusted = iter(holm([found.p for found in known]))
+    measured = [[_measure(contrast, parts) for contrast in claim.contrasts] for claim in claims]
+    family = [
+        found.estimate.p
+        for claim, row in zip(claims, measured, strict=True)
+        for found in row
+        if claim.tested and found.estimate is not None
+    ]
+    adjusted = iter(holm(family))
     judged = []
     for claim, row in zip(claims, measured, strict=True):
-        found = tuple(
-            Found(contrast, value, None if value is None else next(adjusted))
-            for contrast, value in zip(claim.contrasts, row, strict=True)
-        )
-        judged.append(Judged(claim, found, _verdict(found)))
+        found = [
+            replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
+        ]
+        shown = tuple(number.text(parts) for number in claim.shown)
+        words = _verdict(found) if claim.tested and found else MEASURED
+        judged.append(Judged(claim, tuple(found), shown, words))
     return tuple(judged)
 
 
-def _measure(contrast: Contrast, results: Results) -> Estimate | None:
-    arm, against = (_by_seed(results.runs, name) for name in (contrast.arm, contrast.against))
-    seeds = sorted(arm.keys() & against.keys())
+@dataclass(frozen=True)
+class _Term:
+    """One mean of a contrast, with its sign."""
+
+    sign: float
+    part: str
+    arm: str
+    bins: tuple[int, int] | None
+
+
+def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
+    if contrast.is_empty:
+        return Found(contrast, None, reason="is one arm at this scale")
+    if contrast.over:
+        leads = _mean_leads(contrast, parts)
+        if isinstance(leads, str):
+            return Found(contrast, None, reason=leads)
+        return Found(contrast, estimate(leads, seed=key("claim", str(contrast))))
+    terms = _terms(contrast)
+    if any(term.part not in parts for term in terms):
+        return Found(contrast, None, reason="was not run")
+    if contrast.measure is not None:
+        leads = _number_leads(terms, contrast.measure, parts)
+    else:
+        if not _share_items(terms, parts):
+            return Found(contrast, None, reason="is on different test sets")
+        leads = _item_leads(terms, parts)
+    if isinstance(leads, str):
+        return Found(contrast, None, reason=leads)
+    return Found(contrast, estimate(leads, seed=key("claim", str(contrast))))
+
+
+def _terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
+    one, other = contrast.parts[:2]
+    ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
+    terms = []
+    for weight, bins in ranges:
+        terms += [_Term(weight, one, contrast.arm, bins), _Term(-weight, other, contrast.against, bins)]
+    return terms + ([] if contrast.less is None else _terms(contrast.less, -sign))
+
+
+def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
+    first, *rest = (parts[term.part].results for term in terms)
+    return all(
+        other.data == first.data and other.metric == first.metric and np.array_equal(other.bins, first.bins)
+        for other in rest
+    )
+
+
+def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | str:
+    """Return values whose plain mean is the mean over parts of a contrast, [S, N], or why there are none."""
+    if any(part not in parts for part in contrast.over):
+        return "was not run"
+    runs = [
+        _by_seed(parts[part].results.runs, arm) for part in contrast.over for arm in (contrast.arm, contrast.against)
+    ]
+    seeds = set.intersection(*(set(found) for found in runs))
     if not seeds:
-        return None
-    ranges = [(1.0, _inside(results.bins, contrast.bins))]
-    if contrast.beyond is not None:
-        ranges.append((-1.0, _inside(results.bins, contrast.beyond)))
-    ranges = [(sign, inside) for sign, inside in ranges if inside.any()]
-    if not ranges:
-        return None
-    used = sum(np.count_nonzero(inside) for _, inside in ranges)
+        return "was not run"
+    leads = []
+    for part in contrast.over:
+        kept = replace(parts[part].results, runs=tuple(run for run in parts[part].results.runs if run.seed in seeds))
+        found = _item_leads(_terms(replace(contrast, part=part, over=())), {part: replace(parts[part], results=kept)})
+        if isinstance(found, str):
+            return found
+        leads.append(found)
+    items = sum(found.shape[1] for found in leads)
+    return np.concatenate([found * (items / len(leads) / found.shape[1]) for found in leads], axis=1)
 
-    def values(run: Run, sign: float, inside: NDArray[np.bool_]) -> NDArray[np.float64]:
-        # values whose plain mean over all items used is the difference between the two means
-        return sign * used / np.count_nonzero(inside) * results.metric.values(run.statistics[inside])
 
-    leads = [[values(arm[s], *part) - values(against[s], *part) for part in ranges] for s in seeds]
-    return estimate(np.stack([np.concatenate(lead) for lead in leads]), seed=key("claim", str(contrast)))
+def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array | str:
+    """Return values whose plain mean over seeds and used items is the contrast, [S, N], or why there are none."""
+    bins = parts[terms[0].part].results.bins
+    inside = [_inside(bins, term.bins) for term in terms]
+    if not all(mask.any() for mask in inside):
+        return "has no test items"
+    runs = [_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+    seeds = sorted(set.intersection(*(set(found) for found in runs)))
+    if not seeds:
+        return "was not run"
+    used = np.any(inside, axis=0)
+    leads = np.zeros((len(seeds), len(bins)))
+    for term, mask, found in zip(terms, inside, runs, strict=True):
+        metric = parts[term.part].results.metric
+        weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
+        for row, seed in enumerate(seeds):
+            leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
+    return leads[:, used]
+
+
+def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Array | str:
+    """Return the contrast of a number of each run, [S, 1], or why there is none."""
+    found = [parts[term.part].of(term.arm, measure) for term in terms]
+    seeds = sorted(set.intersection(*(set(values) for values in found)))
+    if not seeds:
+        return "was not run"
+    leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
+    return np.array(leads)[:, None]
 
 
 def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
@@ -136,9 +282,9 @@ def _by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
 
 
 def _verdict(found: Sequence[Found]) -> str:
-    absent = [str(one.contrast) for one in found if one.estimate is None]
+    absent = [f"{one.contrast} {one.reason}" for one in found if one.estimate is None]
     if absent:
-        return f"no verdict ({absent[0]} was not run)"
+        return f"no verdict ({absent[0]})"
     seeds = min(one.estimate.seeds for one in found if one.estimate is not None)
     if seeds < MINIMUM_SEEDS:
         return f"no verdict ({seeds} seed{'s' * (seeds != 1)})"

@@ -6,6 +6,7 @@ gone. Everything slow is imported inside the commands, so that help comes at onc
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,11 @@ from headwise.lab import translation_commands
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
+    Embeddings,
+    Folds,
+    Pipeline,
     ScaleName,
+    Sizes,
     Stopped,
     TaskName,
     Workers,
@@ -27,6 +32,7 @@ from headwise.lab.arguments import (
     standard_console,
     stoppable,
 )
+from headwise.lab.scale_options import ScaleOptions
 
 if TYPE_CHECKING:
     from headwise.lab.workers import Failure
@@ -63,36 +69,41 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 3,
     scale: ScaleName = "demo",
     data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
+    redundancy: Annotated[
+        bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
+    ] = False,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_task(task)
-    _end(_compare(task, arms, seeds, scale, data, out or Path("runs") / f"{task}-{scale}", workers))
-
-
-def _compare(
-    task: str, arms: str, seeds: int, scale: str, data: Path | None, out: Path, workers: int | None
-) -> Sequence[Failure]:
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison, default_workers
     from headwise.lab.compare import compare as run
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    chosen = scale_of(task, options)
     comparison = Comparison(
         task,
         tuple(parse_arms(arms)),
         tuple(range(seeds)),
-        scale_of(task, scale),
-        out,
+        chosen,
+        out or Path("runs") / f"{task}-{chosen.name}",
         data,
         default_workers() if workers is None else workers,
+        options=options,
     )
     with stoppable():
-        return run(comparison, standard_console())
+        failures = run(comparison, standard_console(), redundancy=redundancy)
+    _end(failures)
 
 
 @app.command()
@@ -103,6 +114,9 @@ def tune(
     seed: Annotated[int, typer.Option(help="Seed of the draws and of the runs.")] = 0,
     scale: ScaleName = "demo",
     data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws; runs/tune-TASK-SCALE by default.")] = None,
     workers: Workers = None,
 ) -> None:
@@ -112,13 +126,14 @@ def tune(
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
+    chosen = scale_of(task, ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ())))
     tuning = Tuning(
         task,
         arm,
         draws,
         seed,
-        scale_of(task, scale),
-        out or Path("runs") / f"tune-{task}-{scale}",
+        chosen,
+        out or Path("runs") / f"tune-{task}-{chosen.name}",
         data,
         default_workers() if workers is None else workers,
     )
@@ -131,30 +146,86 @@ def tune(
 
 @app.command()
 def reproduce(
-    identifier: Annotated[str, typer.Argument(metavar="ID", help="A paper's table or figure: diversify/figure-4.")],
-    seeds: Annotated[int, typer.Option(help="Runs an arm; verdicts need five.")] = 5,
-    scale: ScaleName = "cpu",
+    identifier: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A paper's table or figure, as in diversify/figure-4.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the reproductions there are, with their runs; so does no ID.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs of ID and stop.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs an arm; five by default, which verdicts need, and two at scale demo.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), gpu (minutes a run on one), paper.")
+    ] = "cpu",
     data: DataFolder = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the runs; runs/ID-SCALE by default.")] = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the runs, which reproductions share, and for their pages.")
+    ] = Path("runs/reproductions"),
     record: Annotated[
         Path | None, typer.Option(help="Folder of the paper's notes, whose results/ and RESULTS.md are written.")
     ] = None,
     workers: Workers = None,
 ) -> None:
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
-    from headwise.lab.reproduce import REPRODUCTIONS, report
+    from headwise.lab import reproduce as reproducing
+    from headwise.lab import reproduction_lists as lists
+    from headwise.lab.compare import default_workers
 
-    require_known("reproduction", identifier, REPRODUCTIONS)
-    reproduction = REPRODUCTIONS[identifier]
-    out = out or Path("runs") / f"{identifier.replace('/', '-')}-{scale}"
-    failures = _compare(reproduction.task, reproduction.arms, seeds, scale, data, out, workers)
-    command = f"headwise reproduce {identifier} --scale {scale} --seeds {seeds}"
-    if data is not None:
-        # the record is for others, whose folder has another name
-        command += " --data FOLDER"
+    if list_all or identifier is None:
+        lists.show_list(out, scale, standard_console())
+        return
+    require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
+    reproduction = reproducing.REPRODUCTIONS[identifier]
+    require_known("scale", scale, reproduction.scales)
+    seeds = reproducing.seeds_at(scale) if seeds is None else seeds
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    workers = default_workers() if workers is None else workers
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    plans = reproducing.make_plans(
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
+    )
+    if dry_run:
+        lists.show_plans(reproduction, plans, standard_console())
+        return
+    command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
+    # the record is for others, whose folders have other names
+    command += "" if data is None else " --data FOLDER"
     with stoppable():
-        report(reproduction, out, record, standard_console(), command)
+        failures = reproducing.do_plans(reproduction, plans, standard_console())
+        if any(plan.finished for plan in plans):
+            reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
     _end(failures)
+
+
+@app.command()
+def roles(
+    sentence: Annotated[str, typer.Argument(help="A sentence.")],
+    pipeline: Annotated[str, typer.Option(help="A pipeline of spaCy that parses: a folder or an installed package.")],
+    corpus: Annotated[
+        Path | None, typer.Option(help="Training text, one text a line: which words are rare is counted there.")
+    ] = None,
+    idf: Annotated[Path | None, typer.Option("--idf", help="The counts of IDF.save, in place of --corpus.")] = None,
+    released: Annotated[bool, typer.Option("--released", help="The roles as in the paper's code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for picture and page; runs/roles/... by default.")] = None,
+) -> None:
+    """Show where each role lets the words of a sentence attend, in the terminal, as a picture and as a page."""
+    from headwise.lab.roles_command import show
+
+    options = {"--corpus": corpus, "--idf": idf, "--out": out}
+    command = shlex.join(
+        ["headwise", "roles", sentence, "--pipeline", pipeline]
+        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        + (["--released"] if released else [])
+    )
+    with stoppable():
+        show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
 
 
 app.command()(translation_commands.prepare)

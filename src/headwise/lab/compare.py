@@ -15,25 +15,44 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
+from headwise.lab.analyses import AnalysisSettings
+from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
-from headwise.lab.grids import terminal, write_record
+from headwise.lab.grids import terminal
+from headwise.lab.head_drops import REDUNDANCY
 from headwise.lab.jobs import do_job
-from headwise.lab.methods import Methods
+from headwise.lab.paired_tests import do_paired_tests
+from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.progress import watch_for
 from headwise.lab.report import write_report
-from headwise.lab.results import COMPARISON, TEST
+from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
+from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.settings import RunSettings
-from headwise.lab.table import read_table
+from headwise.lab.table import Table, read_table
+from headwise.lab.table_record import write_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
 from headwise.lab.workers import Failure, Job, run_jobs
 
-__all__ = ["Comparison", "compare", "default_workers", "do_jobs", "publish", "require_fits", "run_folder"]
+__all__ = [
+    "Comparison",
+    "compare",
+    "default_workers",
+    "do_analyses",
+    "do_jobs",
+    "plan_runs",
+    "publish",
+    "publish_table",
+    "require_fits",
+    "run_folder",
+    "test_in_pairs",
+]
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -53,6 +72,8 @@ class Comparison:
         out: Folder of the comparison.
         data: Folder of the data; None generates it.
         workers: Runs side by side, each on one thread.
+        cache: Folder where prepared data is kept; None for one inside `out`.
+        options: What the command said of the scale; None where it was named alone.
     """
 
     task: str
@@ -62,6 +83,8 @@ class Comparison:
     out: Path
     data: Path | None = None
     workers: int = 1
+    cache: Path | None = None
+    options: ScaleOptions | None = None
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -74,25 +97,66 @@ class Comparison:
             require_integer("seed", seed, low=0, high=2**32 - 1)
 
 
-def compare(comparison: Comparison, console: Console) -> list[Failure]:
+def compare(comparison: Comparison, console: Console, *, redundancy: bool = False) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
     Args:
         comparison: What to compare.
         console: Where progress and table are shown.
+        redundancy: Whether each head of each trained model is then removed alone, to see what it is worth.
 
     Returns:
         The runs that failed; the table is made from the others.
 
     Raises:
-        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        SettingError: The folder cannot be written, holds another comparison, an arm does not fit the model, or heads
+            are to be removed where a run is made of folds.
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
     out = comparison.out
-    runs.prepare_folder(out)
+    jobs = plan_runs(comparison, console)
+    if redundancy and any(job.settings.whole is not None for job in jobs):
+        raise SettingError(
+            "--redundancy looks at the heads of one trained model, and with --folds a run is several; give one of them."
+        )
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    if redundancy:
+        failures += do_analyses(REDUNDANCY, jobs, comparison.workers, console)
+    if any(runs.is_finished(run_of(job)) for job in jobs):
+        publish(out, console, command_of(comparison) + " --redundancy" * redundancy)
+    return failures
+
+
+def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
+    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+
+    Returns:
+        The analyses that failed.
+    """
+    every = [
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        for job in jobs
+        if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
+    ]
+    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
+    for job in left:
+        # how far its training was says nothing about the analysis
+        (job.folder / runs.PROGRESS).unlink(missing_ok=True)
+    return do_jobs(left, len(every) - len(left), workers, console)
+
+
+def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
+    """Return every run of a comparison, finished or not, after its folder, data and arms were checked.
+
+    Raises:
+        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        DataError: The data cannot be read.
+    """
+    runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
-    data = task.load(comparison.data, comparison.scale, out / CACHE, progress=console.is_terminal)
+    data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
@@ -100,11 +164,7 @@ def compare(comparison: Comparison, console: Console) -> list[Failure]:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
     for arm in comparison.arms:
         require_fits(arm, task, data, comparison.scale)
-    left = [job for job in jobs if not runs.is_finished(job.folder)]
-    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
-    if any(runs.is_finished(job.folder) for job in jobs):
-        publish(out, console, command_of(comparison))
-    return failures
+    return jobs
 
 
 def publish(out: Path, console: Console, command: str) -> None:
@@ -119,20 +179,47 @@ def publish(out: Path, console: Console, command: str) -> None:
         DataError: A file of a run is damaged.
         NotFired: An arm did the same as plain.
     """
-    table = read_table(out)
-    write_record(table, out / RESULTS)
-    runs.prepare_folder(out / FIGURES)
-    drawn = write_pictures(table, out / FIGURES)
-    write_report(table, drawn, out / REPORT, command=command)
+    test_in_pairs(out, console)
+    publish_table(read_table(out), out, console, command)
+
+
+def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
+    """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
+    runs.prepare_folder(folder / FIGURES)
+    write_record(table, folder / RESULTS)
+    drawn = write_pictures(table, folder / FIGURES)
+    write_report(table, drawn, folder / REPORT, command=command)
     console.print(terminal(table))
-    console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def test_in_pairs(out: Path, console: Console) -> None:
+    """Let sacreBLEU test the translations of each arm against its control's, where there are references.
+
+    What was tested before is kept in the folder `out`, which all its tables read.
+
+    Raises:
+        DataError: A file of a run is damaged.
+    """
+    if not (out / REFERENCES).exists():
+        return
+    pairs = pairs_of(read_results(out).runs)
+    done = do_paired_tests(pairs, out / REFERENCES, out / PAIRED)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("sacreBLEU's paired tests", total=len(pairs))
+        for count in done:
+            progress.update(bar, completed=count)
 
 
 def command_of(comparison: Comparison) -> str:
     """Return the command that makes a comparison, with every arm and seed its folder knows."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += ["--seeds", str(max(record["seeds"]) + 1), "--scale", comparison.scale.name]
+    words += [
+        "--seeds",
+        str(max(record["seeds"]) + 1),
+        *(comparison.options or ScaleOptions(comparison.scale.name)).words(),
+    ]
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
 
@@ -165,11 +252,15 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
     Raises:
         SettingError: It cannot; the message says why.
     """
-    model = task.model(data, scale)
     try:
-        Methods(arm, model, task.studied(model), seed=0).repel(torch.optim.Adam(model.parameters()))
+        model, methods = armed(task, arm, data, scale, seed=0)
+        methods.repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
+
+
+def _cache(comparison: Comparison) -> Path:
+    return comparison.cache or comparison.out / CACHE
 
 
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
@@ -189,18 +280,26 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        runs.require_same(path, fixed | {"arms": old["arms"], "seeds": old["seeds"]})
+        runs.require_same(path, fixed | {name: old[name] for name in ("arms", "seeds", "shown") if name in old})
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
-    runs.write_json(path, fixed | {"arms": arms, "seeds": seeds})
+    # what is shown determines no run: an older folder shows what the task shows now
+    shown = [runs.as_record(measure) for measure in task.shown]
+    runs.write_json(path, fixed | {"shown": shown, "arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
+    references = task.references(data)
+    if references is not None and not (comparison.out / REFERENCES).exists():
+        runs.write_text(comparison.out / REFERENCES, "".join(f"{line}\n" for line in references))
 
 
 def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
-    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms."""
+    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms.
+
+    A run of several parts is there part by part.
+    """
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
-    places = {"data": comparison.data, "cache": comparison.out / CACHE}
+    places = {"data": comparison.data, "cache": _cache(comparison)}
     rows = [
         Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05)
         for name in task.baselines
@@ -214,4 +313,9 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         for seed in comparison.seeds
         for arm in comparison.arms
     ]
-    return rows
+    scales = scales_of(task, rows[-1].settings)
+    jobs = [part for row in rows for part in part_jobs(row, scales)]
+    for job in jobs:
+        # parts may all be finished and the run not, where it was ended in between
+        gather(job.settings, job.folder)
+    return jobs

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 __all__ = [
     "GRAY_DASHED",
     "Style",
+    "draw_counts",
     "draw_differences",
     "draw_line",
     "draw_means",
+    "draw_range",
     "draw_reference",
     "drawing",
     "name_ends",
     "styles",
     "to_png",
+    "whole_numbers",
 ]
 
 # Okabe and Ito's colors, told apart under every common color blindness, without black (plain) and yellow (too pale);
@@ -106,10 +109,33 @@ def draw_line(
     axes: Axes, bins: Sequence[int], found: Sequence[Estimate], style: Style, *, label: str = "", width: float = 1.8
 ) -> None:
     """Draw values in percent with their intervals as a band."""
-    values = [100 * one.value for one in found]
-    axes.plot(
+    draw_range(
+        axes,
         bins,
-        values,
+        [100 * one.low for one in found],
+        [100 * one.value for one in found],
+        [100 * one.high for one in found],
+        style,
+        label=label,
+        width=width,
+    )
+
+
+def draw_range(
+    axes: Axes,
+    places: Sequence[int],
+    low: Sequence[float],
+    middle: Sequence[float],
+    high: Sequence[float],
+    style: Style,
+    *,
+    label: str = "",
+    width: float = 1.8,
+) -> None:
+    """Draw values as a line with a band from low to high."""
+    axes.plot(
+        places,
+        middle,
         color=style.color,
         linestyle=style.dash,
         marker=style.marker or None,
@@ -117,14 +143,7 @@ def draw_line(
         linewidth=width,
         label=label or None,
     )
-    axes.fill_between(
-        bins,
-        [100 * one.low for one in found],
-        [100 * one.high for one in found],
-        color=style.color,
-        alpha=0.10,
-        linewidth=0,
-    )
+    axes.fill_between(places, low, high, color=style.color, alpha=0.10, linewidth=0)
 
 
 def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estimate], style: Style) -> None:
@@ -145,6 +164,13 @@ def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estima
     )
 
 
+def whole_numbers(axes: Axes) -> None:
+    """Label the horizontal axis at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
     """Write names to the right of the last bin at their values, moved apart where they would touch."""
     figure.draw_without_rendering()
@@ -162,6 +188,26 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
             va="center",
             fontsize=9,
         )
+
+
+def draw_counts(
+    axes: Axes, values: Sequence[float], edges: Sequence[float], models: int, style: Style, *, filled: bool, label: str
+) -> None:
+    """Draw how many of one model's values lie between two edges, the mean over models; what lies beyond is at the ends.
+
+    Args:
+        axes: Where.
+        values: The values of all models.
+        edges: Edges of the bars, rising.
+        models: How many models they are of.
+        style: Its color and dash are used.
+        filled: Whether bars are filled, or only their outline is drawn.
+        label: Its name in the legend.
+    """
+    inside = [min(max(value, edges[0]), edges[-1]) for value in values]
+    look = {"histtype": "stepfilled", "alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.6}
+    weights = [1 / models] * len(values)
+    axes.hist(inside, bins=list(edges), weights=weights, color=style.color, linestyle=style.dash, label=label, **look)
 
 
 def draw_means(

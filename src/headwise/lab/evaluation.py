@@ -43,18 +43,20 @@ def spread_evenly(items: int, most: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, items - 1, min(most, items)).astype(np.int64))
 
 
-def diversity(heads: Heads, probe: Iterable[None]) -> dict[str, float | None]:
+def diversity(heads: Heads | None, probe: Iterable[None]) -> dict[str, float | None]:
     """Return how alike the heads are: means over sites.
 
     Args:
-        heads: The heads.
+        heads: The heads; None for a model without attention.
         probe: Runs the model on a batch each time it is asked for the next item; see `Task.probe`.
 
     Returns:
         "distance" (Dist of An et al. 2020, per token), "output_cosine", "output_cka", "position_js" (Jensen-Shannon
         of attention rows), "parameter_cosine" (mean absolute), "particle_norm"; None for all but the last with one
-        head a site, where there are no pairs.
+        head a site, where there are no pairs, and for all without heads.
     """
+    if heads is None:
+        return dict.fromkeys((*PAIRWISE, "particle_norm"))
     parameters = [slab.view(slab.parameter).flatten(1) for slab in heads.slabs()]
     norms = torch.cat([metrics.particle_norms(particles) for particles in parameters])
     measured: dict[str, float | None] = {"particle_norm": float(norms.mean())}

@@ -1,30 +1,55 @@
-"""The figures of a comparison, as PNG bytes: score by difficulty, by diversity and by strength of repulsion.
+"""The figures of a comparison, as PNG bytes: score by difficulty, by epoch, by diversity and by strength of repulsion.
 
 Owns what is plotted against what, and the words beside it; how it looks is `drawing`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from headwise.lab.cells import MINUS
 from headwise.lab.drawing import (
     GRAY_DASHED,
+    draw_counts,
     draw_differences,
     draw_line,
     draw_means,
+    draw_range,
     draw_reference,
     drawing,
     name_ends,
     styles,
     to_png,
+    whole_numbers,
 )
-from headwise.lab.grids import MINUS
+from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
 
-__all__ = ["Picture", "pictures", "score_by_bin", "score_by_force", "score_by_similarity", "write_pictures"]
+__all__ = [
+    "OF_HEADS",
+    "Picture",
+    "costs_of_heads",
+    "dev_by_epoch",
+    "pictures",
+    "score_by_bin",
+    "score_by_force",
+    "score_by_similarity",
+    "write_pictures",
+]
+
+# How the names of pictures about single heads begin.
+OF_HEADS = "heads-by-"
+# Fewer epochs than this make no curve.
+EPOCHS = 3
+# More points than this would touch.
+MARKED = 15
+# Bars of a histogram, about.
+BARS = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,13 @@ class Picture:
 
 def pictures(table: Table) -> tuple[Picture, ...]:
     """Return the figures that the table has data for."""
-    drawn = (score_by_bin(table), score_by_similarity(table), score_by_force(table))
+    drawn = (
+        score_by_bin(table),
+        dev_by_epoch(table),
+        score_by_similarity(table),
+        score_by_force(table),
+        *costs_of_heads(table),
+    )
     return tuple(picture for picture in drawn if picture is not None)
 
 
@@ -101,6 +132,81 @@ def score_by_bin(table: Table) -> Picture | None:
         f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f}" for row in table.rows
     )
     return Picture("score-by-difficulty", png, caption, alt)
+
+
+def dev_by_epoch(table: Table) -> Picture | None:
+    """Return the score on dev after each epoch, or None where no run took as many as three."""
+    runs = {row.arm: [point.dev for point in row.points if len(point.dev) >= EPOCHS] for row in table.arms}
+    runs = {arm: found for arm, found in runs.items() if found}
+    if not runs:
+        return None
+    style = styles(table)
+    with drawing(7.6, 4.6) as figure:
+        axes = figure.subplots()
+        for arm, found in runs.items():
+            epochs = [[100 * score for score in scores] for scores in zip(*found, strict=False)]
+            places = range(1, len(epochs) + 1)
+            ends = [*map(min, epochs)], [*map(fmean, epochs)], [*map(max, epochs)]
+            look = style[arm] if len(epochs) <= MARKED else replace(style[arm], marker="")
+            draw_range(axes, places, *ends, look, label=arm)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(f"{table.axis} on dev")
+        whole_numbers(axes)
+        figure.legend(loc="outside right upper", frameon=False)
+        png = to_png(figure)
+    caption = f"{_metric(table)} on dev after each epoch: the mean over seeds, and from the lowest seed to the highest."
+    alt = f"{table.metric.name} on dev, first epoch to last: " + "; ".join(
+        f"{arm} {100 * fmean(run[0] for run in found):.1f} to {100 * fmean(run[-1] for run in found):.1f}"
+        for arm, found in runs.items()
+    )
+    return Picture("dev-by-epoch", png, caption, alt)
+
+
+def costs_of_heads(table: Table) -> tuple[Picture, ...]:
+    """Return for each score how many heads cost how much when one is removed, each arm against its control."""
+    scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
+    return tuple(_costs(table, score) for score in scores)
+
+
+def _costs(table: Table, score: str) -> Picture:
+    what, unit, factor = ("rise in loss", "nats", 1.0) if score == LOSS else (f"fall in {score}", "points", 100.0)
+    models = {row.arm: found for row in table.arms if (found := row.head_drops.get(score))}
+    costs = {arm: [factor * drop.value for model in found for drop in model.drops] for arm, found in models.items()}
+    edges = _edges([value for values in costs.values() for value in values])
+    judged = [(row.arm, row.control) for row in table.arms if row.arm in costs and row.control in costs]
+    panels = judged or [(arm, None) for arm in costs]
+    style, rows = styles(table), math.ceil(len(panels) / 2)
+    with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * rows) as figure:
+        grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
+        for axes, (arm, control) in zip(grid.flat, panels, strict=False):
+            draw_counts(axes, costs[arm], edges, len(models[arm]), style[arm], filled=True, label=arm)
+            if control is not None:
+                look = style[control]
+                draw_counts(axes, costs[control], edges, len(models[control]), look, filled=False, label=control)
+            axes.axvline(0, color=style[PLAIN].color, linewidth=0.8)
+            axes.legend(loc="upper right", frameon=False)
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+        figure.supxlabel(f"{what} without one head, {unit}", fontsize=10)
+        figure.supylabel("heads of a model", fontsize=10)
+        png = to_png(figure)
+    caption = (
+        f"How many heads of a model cost how much when one is removed, by {what} on the test set, the mean over seeds. "
+        "Filled: an arm; outline: what it is judged against. Left of 0 the model is better without the head; the "
+        "outermost bars hold all that lies beyond."
+    )
+    alt = f"Heads by {what}: " + "; ".join(
+        f"{arm} {fmean(values):.2g} on average, {min(values):.2g} to {max(values):.2g}" for arm, values in costs.items()
+    )
+    return Picture(f"{OF_HEADS}{score.lower()}", png, caption, alt)
+
+
+def _edges(values: Sequence[float]) -> list[float]:
+    """Return edges of bars of one width from the lowest value or 0 to beyond 19 of 20 values, with one at 0."""
+    ordered = sorted(values)
+    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
+    width = (high - low) / BARS or 1.0
+    return [width * step for step in range(math.floor(low / width), math.ceil(high / width) + 1)]
 
 
 def score_by_similarity(table: Table) -> Picture | None:

@@ -1,46 +1,47 @@
-"""A comparison's table as text: grids of cells, and their terminal, Markdown and JSON forms.
+"""A comparison's table as text: grids of cells, and their terminal and Markdown forms.
 
-Owns how a number looks, once for every place it is shown. Must not compute anything: the numbers are `table`'s.
+Owns which grids there are and their columns; how a number looks is `cells`'. Must not compute anything: the numbers
+are `table`'s.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 from rich import box
 from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.lab.runs import write_json
-from headwise.lab.statistics import Estimate
-from headwise.lab.table import PLAIN, Difference, Row, Table
+from headwise.lab.cells import NONE, number, p_range, percent, points, signed
+from headwise.lab.head_drops import LOSS, Drop, pooled
+from headwise.lab.table import PLAIN, Table
 
 __all__ = [
     "Grid",
     "bins_grid",
+    "cost_grid",
     "diversity_grid",
     "grids",
+    "head_grids",
     "markdown_of",
+    "paired_grids",
     "plain_grid",
-    "record",
+    "signature_grid",
     "terminal",
+    "terminal_grid",
     "verdict_grid",
-    "write_record",
 ]
 
-NONE = "\N{EN DASH}"
-MINUS = "\N{MINUS SIGN}"
 # More bins than this do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 5
 # Columns of a grid that leaves one space between them, and letters of a name that is not broken.
 CROWDED = 8
 LONGEST_NAME = 16
+KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
 
 
@@ -101,114 +102,126 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
     return Grid(title, header, rows, "l" + "r" * len(table.bins))
 
 
-def diversity_grid(table: Table) -> Grid:
-    """Return how alike the heads of each arm are, and what the arm costs, one row an arm."""
-    names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
+def cost_grid(table: Table) -> Grid:
+    """Return what else the task shows of each arm's answers, and what the arm costs, one row an arm."""
     rows = tuple(
         (
             row.arm,
-            *(number(row.measures[name]) for name in names),
-            number(row.measures["force_ratio"]),
+            *(
+                NONE if (value := row.answered[measure.key]) is None else f"{value:.{measure.digits}f}"
+                for measure in table.shown
+            ),
             NONE if row.parameters is None else f"{row.parameters:,}",
             NONE if row.step_ratio is None else f"{row.step_ratio:.2f}",
         )
+        for row in (table.rows if table.shown else table.arms)
+    )
+    header = ("arm", *(measure.title for measure in table.shown), "params", "step\ntime")
+    title = f"{'further scores and ' if table.shown else ''}the cost: means over seeds (step time: over plain)"
+    return Grid(title, header, rows, "l" + "r" * (len(header) - 1))
+
+
+def head_grids(table: Table) -> tuple[Grid, ...]:
+    """Return what removing one head costs, one grid a score, the heads of all seeds together."""
+    scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
+    kinds = dict.fromkeys(
+        drop.kind
         for row in table.arms
+        for models in row.head_drops.values()
+        for model in models
+        for drop in model.drops
     )
-    header = (
-        *("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio"),
-        *("params", "step\ntime"),
-    )
-    return Grid(
-        "how alike the heads are, and the cost (step time: over plain)",
-        header,
-        rows,
-        "l" + "r" * (len(header) - 1),
-    )
+    columns = tuple(KINDS.get(kind, kind) for kind in kinds) if len(kinds) > 1 else ()
+    header = ("arm", "seeds", "heads", "redun-\ndant", "raise", "no cost\nshown", "mean\ncost", *columns)
+    found = []
+    for score in scores:
+        rows = []
+        for row in table.arms:
+            if models := row.head_drops.get(score):
+                drops = [drop for model in models for drop in model.drops]
+                summary = pooled(models)
+                shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
+                means = [_mean_cost(score, drops)]
+                means += [_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns]
+                percents = (f"{100 * value:.0f} %" for value in shares)
+                rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
+        cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
+        found.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
+    return tuple(found)
+
+
+def signature_grid(table: Table) -> Grid:
+    """Return how each score was computed, in the words of the library that did."""
+    return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
+
+
+def paired_grids(table: Table) -> tuple[Grid, ...]:
+    """Return sacreBLEU's paired tests of each arm against its control, one grid a metric.
+
+    Beside those on the table's own metric stands the verdict, which is about seeds and test items.
+    """
+    found = []
+    for metric in dict.fromkeys(tests.metric for tests in table.paired):
+        judged = metric == table.metric.name
+        rows = []
+        for tests in table.paired:
+            if tests.metric != metric:
+                continue
+            row = table.row(tests.arm)
+            cells = (
+                tests.arm,
+                str(len(tests.seeds)),
+                signed(tests.difference),
+                f"{tests.ahead}, {tests.behind}",
+                p_range([test.bootstrap for test in tests.tests]),
+                p_range([test.randomisation for test in tests.tests]),
+            )
+            rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
+        header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
+        title = f"sacreBLEU's paired tests on {metric}, each run against its control's; p-values not adjusted"
+        found.append(Grid(title, (*header, *(["verdict"] * judged)), tuple(rows), "lrrrrr" + "l" * judged))
+    return tuple(found)
+
+
+def diversity_grid(table: Table) -> Grid:
+    """Return how alike the heads of each arm are, one row an arm."""
+    names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
+    rows = tuple((row.arm, *(number(row.measures[name]) for name in (*names, "force_ratio"))) for row in table.arms)
+    header = ("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio")
+    return Grid("how alike the heads are: means over seeds", header, rows, "l" + "r" * (len(header) - 1))
 
 
 def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
     """Return all grids that have rows, the verdicts first; `intervals` as for `bins_grid`."""
-    every = (verdict_grid(table), plain_grid(table), bins_grid(table, intervals=intervals), diversity_grid(table))
+    every = (
+        verdict_grid(table),
+        plain_grid(table),
+        *paired_grids(table),
+        cost_grid(table),
+        bins_grid(table, intervals=intervals),
+        diversity_grid(table),
+        *head_grids(table),
+        signature_grid(table),
+    )
     return tuple(grid for grid in every if grid.rows)
 
 
 def terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
-    shown = [_rich(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
+    shown = [terminal_grid(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
     notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
-def record(table: Table) -> dict[str, Any]:
-    """Return the table as JSON data whose keys keep their order."""
-    return {
-        "task": table.task,
-        "scale": table.scale,
-        "primary": table.primary,
-        "data": table.data,
-        "seeds": list(table.seeds),
-        "bins": dict(zip(map(str, table.bins), table.items, strict=True)),
-        "rows": [_row_record(row, table) for row in table.rows],
-        "missing": list(table.missing),
-        "versions": dict(table.versions),
-    }
-
-
-def write_record(table: Table, path: Path) -> None:
-    """Write `record(table)` so that a reader sees the old file or the new one, never a part."""
-    write_json(path, record(table))
-
-
-def percent(found: Estimate, *, interval: bool = True) -> str:
-    """Return a score times 100.
-
-    >>> percent(Estimate(0.9812, 0.976, 0.9864, 0.001, seeds=5, items=100))
-    '98.1 ±0.5'
-    """
-    value = f"{100 * found.value:.1f}"
-    return f"{value} ±{100 * _half(found):.1f}" if interval else value
-
-
-def points(found: Difference | None) -> str:
-    """Return a difference in percentage points with its sign, or a dash.
-
-    >>> points(Difference("plain", Estimate(-0.0123, -0.02, -0.0046, 0.01, seeds=5, items=100)))
-    '−1.2 ±0.8'
-    """
-    if found is None:
+def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
+    if not drops:
         return NONE
-    return f"{signed(100 * found.estimate.value)} ±{100 * _half(found.estimate):.1f}"
+    mean = fmean(drop.value for drop in drops)
+    return number(mean) if score == LOSS else number(100 * mean)
 
 
-def signed(value: float) -> str:
-    """Return a number with one decimal and a sign, the typographic minus; what rounds to zero has none.
-
-    >>> signed(1.26), signed(-0.5), signed(-0.04)
-    ('+1.3', '−0.5', '0.0')
-    """
-    text = f"{value:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", MINUS)
-
-
-def number(value: float | None) -> str:
-    """Return a measure with three digits that count, or a dash.
-
-    >>> number(0.98765), number(12.345), number(0.000123), number(None)
-    ('0.988', '12.3', '0.00012', '–')
-    """
-    if value is None:
-        return NONE
-    if value == 0 or abs(value) >= 0.01:
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return f"{value:.2g}".replace("-", MINUS)
-
-
-def _half(found: Estimate) -> float:
-    # an interval cut at 0 or 1 is one-sided there
-    return max(found.high - found.value, found.value - found.low)
-
-
-def _rich(grid: Grid) -> RichTable:
+def terminal_grid(grid: Grid) -> RichTable:
+    """Return a grid as the terminal shows it."""
     many = len(grid.header) > CROWDED
     shown = RichTable(title=Text(grid.title, "bold"), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     shown.padding, shown.collapse_padding = ((0, 0) if many else (0, 1)), True
@@ -243,43 +256,3 @@ def _line(cells: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))
-
-
-def _row_record(row: Row, table: Table) -> dict[str, Any]:
-    return {
-        "arm": row.arm,
-        "control": row.control,
-        "baseline": row.baseline,
-        "seeds": list(row.seeds),
-        "score": _estimate_record(row.score),
-        "bins": {str(name): _estimate_record(found) for name, found in zip(table.bins, row.bins, strict=True)},
-        "to_plain": _difference_record(row.to_plain),
-        "to_control": _difference_record(row.to_control),
-        "bins_to_plain": {
-            str(name): _estimate_record(found) for name, found in zip(table.bins, row.bins_to_plain, strict=False)
-        },
-        "verdict": row.verdict,
-        "measures": dict(row.measures),
-        "parameters": row.parameters,
-        "step_ratio": row.step_ratio,
-        "runs": [dataclasses.asdict(point) for point in row.points],
-        "settings": dict(row.settings),
-    }
-
-
-def _estimate_record(found: Estimate) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}
-
-
-def _difference_record(found: Difference | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    estimate = found.estimate
-    return {
-        "against": found.against,
-        **_estimate_record(estimate),
-        "seeds": estimate.seeds,
-        "p": estimate.p,
-        "p_holm": found.adjusted,
-        "verdict": found.verdict,
-    }

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import torch
 
+from headwise.lab.analyses import AnalysisSettings, analyse
 from headwise.lab.baseline import BaselineSettings, baseline_run
+from headwise.lab.parts import gather
 from headwise.lab.settings import RunSettings
 from headwise.lab.workers import Heartbeat
 
 __all__ = ["do_job"]
 
 
-def do_job(settings: RunSettings | BaselineSettings, folder: Path, heartbeat: Heartbeat) -> None:
-    """Do one run on one thread in its folder; see `train_run` and `baseline_run`."""
+def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
+    """Do one run on one thread in its folder; see `train_run`, `baseline_run` and `analyse`."""
     torch.set_num_threads(1)
     if isinstance(settings, BaselineSettings):
         baseline_run(settings, folder)
+        gather(settings, folder)
+        return
+    if isinstance(settings, AnalysisSettings):
+        analyse(settings, folder)
         return
     # Hugging Face's Trainer takes seconds to import, and only arms need it
     from headwise.lab.train import train_run
 
     train_run(settings, folder, heartbeat)
+    gather(settings, folder)

@@ -1,4 +1,4 @@
-"""An arm on a model: aggregators, penalty, repulsion and DropHead, attached in the order they need.
+"""An arm on a model: aggregators, penalty, repulsion, DropHead and role masks, attached in the order they need.
 
 Owns that order: aggregators before the parameters are drawn, the penalty after them, repulsion once there is an
 optimizer. Must not know tasks or training loops.
@@ -6,7 +6,7 @@ optimizer. Must not know tasks or training loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from headwise.aggregation import aggregate
 from headwise.aggregators import Residual, Routing
+from headwise.guidance import Guidance, guide
 from headwise.heads import Heads
 from headwise.lab.arms import KINDS, Arm
 from headwise.lab.drophead import DropHead
+from headwise.lab.encoder_masks import mask_encoder
 from headwise.lab.protocol import initialise, key
+from headwise.lab.tasks.task import MakesMasks
 from headwise.layouts import find_heads
 from headwise.penalty import Disagreement
 from headwise.repulsion import Repulsion, repel
@@ -33,21 +36,35 @@ class Methods:
     Args:
         arm: The arm.
         model: The model; its aggregators are put in place and every parameter is drawn anew.
-        part: The part of the model whose heads the arm acts on.
+        part: The part of the model whose heads the arm acts on; None for a model without attention.
         seed: Seed of the run; each thing that draws has a stream of its own.
         compile_routing: Whether the arm's routing is compiled with `torch.compile`.
+        masks: Makes the role masks of a batch from the arguments of the model's forward; None where no head is guided.
     """
 
     def __init__(
-        self, arm: Arm, model: nn.Module, part: nn.Module, *, seed: int, compile_routing: bool = False
+        self,
+        arm: Arm,
+        model: nn.Module,
+        part: nn.Module | None,
+        *,
+        seed: int,
+        compile_routing: bool = False,
+        masks: MakesMasks | None = None,
     ) -> None:
         self.arm, self.seed = arm, seed
+        self.penalty: Disagreement | None = None
+        self.drophead: DropHead | None = None
+        self.repulsion: Repulsion | None = None
+        self.heads: Heads | None = None
+        if part is None:
+            initialise(model, seed)
+            return
         self.heads = find_heads(part)
         if arm.aggregation is not None:
             setting = _compiled(arm.aggregation) if compile_routing else arm.aggregation
             aggregate(_chosen(self.heads, arm.aggregation_layers, arm.aggregation_kinds), setting)
         initialise(model, seed)
-        self.penalty: Disagreement | None = None
         if arm.term is not None:
             chosen = _chosen(self.heads, arm.layers, arm.kinds)
             there = {site.kind for site in chosen}
@@ -55,14 +72,14 @@ class Methods:
                 kind: weight for kind, weight in zip(KINDS, arm.kind_weights or (), strict=False) if kind in there
             }
             self.penalty = Disagreement(chosen, arm.term, weights=weights)
-        self.drophead: DropHead | None = None
         if arm.drophead:
             self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
-        self.repulsion: Repulsion | None = None
+        if masks is not None:
+            _guide(model, self.heads, masks)
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
-        if self.arm.rule is not None:
+        if self.arm.rule is not None and self.heads is not None:
             heads = _chosen(self.heads, self.arm.layers, self.arm.kinds)
             if self.arm.projections is not None:
                 heads = heads.projection(*self.arm.projections)
@@ -116,6 +133,26 @@ class Methods:
             self.drophead.generator.set_state(state["drophead"])
         if self.repulsion is not None:
             self.repulsion.load_state_dict(state["repulsion"])
+
+
+def _guide(model: Any, heads: Heads, masks: MakesMasks) -> None:
+    """Give each forward of the model the masks of its batch; where the model encodes a source, those of the source."""
+    if hasattr(model, "get_encoder"):
+        mask_encoder(
+            model,
+            lambda ids, real: masks({"input_ids": ids, "attention_mask": real}).roles,
+            sites=heads.kind("self"),
+            guided=masks.heads,
+        )
+        return
+    model.register_forward_pre_hook(_masked(masks, guide(heads)), with_kwargs=True, prepend=True)
+
+
+def _masked(masks: MakesMasks, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
+        guidance(masks(batch))
+
+    return before
 
 
 def _chosen(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...] | None) -> Heads:

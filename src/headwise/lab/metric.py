@@ -1,21 +1,22 @@
 """What a task is scored by: from what is kept of each test item to numbers whose mean is the score.
 
-Owns the metrics of the laboratory's tasks. Every comparison is one of means over seeds and test items, so a metric of
-a whole corpus is brought to that form here. Must not know tasks or files.
+Owns the metrics of the laboratory's tasks, and the form in which a task names what else is shown of its answers. Every
+comparison is one of means over seeds and test items, so a metric of a whole corpus is brought to that form here. Must
+not know tasks or files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.checks import ShapeError
+from headwise.checks import ShapeError, require_choice, require_integer
 
-__all__ = ["METRICS", "Accuracy", "Bleu", "Metric"]
+__all__ = ["METRICS", "Accuracy", "Bleu", "Loss", "Measure", "Metric"]
 
 ORDERS = 4
 
@@ -40,6 +41,39 @@ class Metric(Protocol):
             statistics: What a run keeps of each item, [N] or [N, K].
         """
         ...
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number about a run's answers that a task wants shown beside its metric.
+
+    Attributes:
+        key: Its key among `task.Answers.measures`.
+        name: What it is called in a table.
+        unit: What it is counted in, or nothing.
+        better: Which way is better.
+        digits: Digits behind the point.
+
+    Example:
+        >>> Measure("decoding_seconds", "decoding", "s", better="lower").title
+        'decoding, s ↓'
+    """
+
+    key: str
+    name: str
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    digits: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("better", self.better, ("higher", "lower"))
+        require_integer("digits", self.digits)
+
+    @property
+    def title(self) -> str:
+        """The head of its column: name, unit, and an arrow to the better side."""
+        name = f"{self.name}, {self.unit}".removesuffix(", ")
+        return f"{name} {'↑' if self.better == 'higher' else '↓'}"
 
 
 @dataclass(frozen=True)
@@ -95,6 +129,30 @@ class Bleu:
         if penalty < 0.0:
             logarithm += (reference * shares[:, -2] / length - shares[:, -1]) / length
         return score * (1.0 + len(shares) * logarithm)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean loss of a prediction; an item's statistics are the sum of its losses and how many they are.
+
+    With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and an item's value is
+    m + N (t_i - m n_i) / sum n: the values' mean is m, their spread that of m under resampling, to first order.
+    """
+
+    name: str = "loss"
+    unit: str = "nats"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 2].
+
+        >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
+        [3.0, 1.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 2:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count an item, (N, 2).")
+        sums, counts = statistics.astype(np.float64).T
+        mean = sums.sum() / counts.sum()
+        return mean + len(sums) * (sums - mean * counts) / counts.sum()
 
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu())}

@@ -8,8 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headwise.lab.figures import Picture
-from headwise.lab.grids import Grid, bins_grid, diversity_grid, plain_grid, verdict_grid
+from headwise.lab.figures import OF_HEADS, Picture
+from headwise.lab.grids import (
+    Grid,
+    bins_grid,
+    cost_grid,
+    diversity_grid,
+    head_grids,
+    paired_grids,
+    plain_grid,
+    signature_grid,
+    verdict_grid,
+)
 from headwise.lab.statistics import MINIMUM_SEEDS
 from headwise.lab.table import Row, Table
 from headwise.page import Page
@@ -22,8 +32,24 @@ COLUMNS = (
     "cosine and CKA between outputs do not depend on size, and 1 means alike. Attention JS is the Jensen-Shannon "
     "divergence between the attention rows of two heads, 0 where they are equal. Param. cosine is the mean absolute "
     "cosine between the parameters of two heads and norm the mean norm of a head's parameters: repulsion that only "
-    "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the drive. "
-    "Step time is the median time of a training step over plain's."
+    "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the drive."
+)
+PAIRED = (
+    "sacreBLEU tests two trained systems against each other: would another draw of sentences turn their difference "
+    "round? It knows nothing of another seed, so each seed has p-values of its own, of which the lowest and the "
+    "highest are shown; ahead and behind count the seeds with a bootstrap p of at most 0.05. They are neither pooled "
+    "nor adjusted. The verdict is about seeds and sentences at once."
+)
+HEADS = (
+    "Each head is removed alone from the trained model, and the test set is scored without it: the task's metric with "
+    "the cheapest search (greedy decoding), and the loss of the right answers. A head is redundant when that costs "
+    "less than a hundredth of the score; raise counts the heads without which the score is better; no cost shown those "
+    "whose cost has zero in its 95 % interval over test items, each by itself; heads of all seeds together. Nothing "
+    "was chosen by these numbers; heads of two models have no partners, so no head is tested against another."
+)
+COST = (
+    "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
+    "of the machine that ran, with as many runs side by side as it was given."
 )
 
 
@@ -48,28 +74,26 @@ def report_page(table: Table, pictures: Sequence[Picture], *, command: str = "")
     page.paragraph(headline(table), kind="lead")
     if table.missing:
         page.paragraph(f"Not finished, and not in what follows: {_listed(table.missing)}.")
-    page.heading("Verdicts")
-    _add(page, verdict_grid(table))
-    others = plain_grid(table)
-    if others.rows:
-        _add(page, others)
-    page.paragraph(
-        "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
-        "Holm-adjusted, each table by itself.",
-        kind="note",
-    )
+    _add_scores(page, table)
     page.heading(f"Score by {table.difficulty}")
     _add(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
     page.paragraph(f"Test items: {_items(table)}.", kind="note")
-    for picture in pictures:
-        page.figure(picture.png, caption=picture.caption, alt=picture.alt)
-    page.heading("How alike the heads are, and what the arms cost")
+    of_heads = [picture for picture in pictures if picture.name.startswith(OF_HEADS)]
+    _add_pictures(page, [picture for picture in pictures if picture not in of_heads])
+    page.heading("How alike the heads are")
     _add(page, diversity_grid(table), caption="means over seeds")
     page.paragraph(COLUMNS, kind="note")
+    if costs := head_grids(table):
+        page.heading("What each head is worth")
+        _add_all(page, costs)
+        page.paragraph(HEADS, kind="note")
+        _add_pictures(page, of_heads)
     page.heading("Settings of the arms")
     page.table(["arm", "settings"], [(row.arm, _settings(row)) for row in table.rows], align="ll")
     page.heading("How it was judged")
     page.paragraph(_protocol(table))
+    if table.signatures:
+        _add(page, signature_grid(table))
     page.heading("Made with")
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     page.paragraph(f"{versions}. Data {table.data or 'unnamed'}; seeds {_listed(list(map(str, table.seeds)))}.")
@@ -156,6 +180,34 @@ def _items(table: Table) -> str:
         return f"{table.items[0]:,} of each {table.difficulty}"
     counted = zip(table.bins, table.items, strict=True)
     return f"by {table.difficulty}: " + ", ".join(f"{count:,} of {number}" for number, count in counted)
+
+
+def _add_scores(page: Page, table: Table) -> None:
+    page.heading("Verdicts")
+    _add(page, verdict_grid(table))
+    others = plain_grid(table)
+    if others.rows:
+        _add(page, others)
+    page.paragraph(
+        "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
+        "Holm-adjusted, each table by itself.",
+        kind="note",
+    )
+    _add_all(page, paired_grids(table))
+    if table.paired:
+        page.paragraph(PAIRED, kind="note")
+    _add(page, cost_grid(table))
+    page.paragraph(COST, kind="note")
+
+
+def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
+    for picture in pictures:
+        page.figure(picture.png, caption=picture.caption, alt=picture.alt)
+
+
+def _add_all(page: Page, every: Sequence[Grid]) -> None:
+    for grid in every:
+        _add(page, grid)
 
 
 def _add(page: Page, grid: Grid, *, caption: str = "") -> None:

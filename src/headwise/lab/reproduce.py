@@ -1,38 +1,217 @@
-"""The reproductions there are, and what is shown and kept once their runs are done."""
+"""Running a reproduction: which comparisons it takes, in which folders, and what is shown and kept afterwards.
+
+Owns the layout of `--out`: a folder for each task, size and data, shared by all reproductions, in which each run is
+done once; and a folder for each reproduction with its page.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
-from headwise.lab.claims import judge
-from headwise.lab.results import read_results
-from headwise.lab.tables.diversify import FIGURE_4
-from headwise.lab.tables.reproduction import Reproduction, write_records
+from headwise.checks import DataError
+from headwise.lab import runs
+from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
+from headwise.lab.arm_text import parse_arm
+from headwise.lab.compare import Comparison, do_analyses, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.evidence import Evidence, read_evidence
+from headwise.lab.grids import terminal_grid
+from headwise.lab.scale_options import ScaleOptions, with_options
+from headwise.lab.table import make_table
+from headwise.lab.tables.data_names import corpus_name, folder_word
+from headwise.lab.tables.diversify import DIVERSIFY
+from headwise.lab.tables.guided import GUIDED
+from headwise.lab.tables.pictures import curve, head_map
+from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
+from headwise.lab.tables.reproduction import Part, Reproduction
+from headwise.lab.tables.repulsive import REPULSIVE
+from headwise.lab.tables.sizes import sized
+from headwise.lab.tasks.named import TASKS, named_task
+from headwise.lab.workers import Failure, Job
+from headwise.page import write_whole
 
-__all__ = ["REPRODUCTIONS", "report"]
+__all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_at"]
 
-REPRODUCTIONS: dict[str, Reproduction] = {reproduction.id: reproduction for reproduction in (FIGURE_4,)}
+# What needs a task or an analysis that is not there yet is not listed.
+REPRODUCTIONS: dict[str, Reproduction] = {
+    reproduction.id: reproduction
+    for reproduction in (*REPULSIVE, *DIVERSIFY, *GUIDED)
+    if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
+}
+# Prepared data, kept once for all comparisons below --out.
+CACHE = "data"
 
 
-def report(reproduction: Reproduction, out: Path, paper: Path | None, console: Console, command: str) -> None:
-    """Show the verdict on each claim, and write the record and RESULTS.md where a folder of notes is named.
+@dataclass(frozen=True)
+class Plan:
+    """One part of a reproduction and its comparison.
+
+    Attributes:
+        part: The part.
+        comparison: Its runs; the folder may hold those of other reproductions too.
+    """
+
+    part: Part
+    comparison: Comparison
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each run."""
+        asked = self.comparison
+        return [run_folder(asked.out, arm.folder, seed) for arm in asked.arms for seed in asked.seeds]
+
+    @property
+    def finished(self) -> list[Path]:
+        """The folders of the runs that are finished."""
+        return [folder for folder in self.folders if runs.is_finished(folder)]
+
+
+def seeds_at(scale: str) -> int:
+    """Return how many seeds a reproduction takes unless told: five, which verdicts need; two for a look."""
+    return 2 if scale == "demo" else 5
+
+
+def make_plans(
+    reproduction: Reproduction,
+    scale: str,
+    *,
+    seeds: int,
+    data: Path | None,
+    out: Path,
+    workers: int,
+    options: ScaleOptions | None = None,
+) -> tuple[Plan, ...]:
+    """Return the comparisons of a reproduction; nothing is written.
+
+    Args:
+        reproduction: What to run.
+        scale: One of its scales.
+        seeds: Runs an arm.
+        data: Folder of the data; at the paper's scale, where the paper has several corpora, of a folder for each.
+        out: Folder that holds the comparisons' folders.
+        workers: Runs side by side.
+        options: What the command said of the scale besides its name.
+
+    Raises:
+        DataError: The data cannot be found.
+        SettingError: An option is none of the task's.
+    """
+    task = named_task(reproduction.task)
+    corpora, plans = reproduction.corpora_at(scale), []
+    for part in reproduction.parts_at(scale):
+        size = part.sizes[scale]
+        folder = data
+        if data is not None and size.corpus is not None and len(corpora) > 1:
+            folder = data / size.corpus
+            if not folder.is_dir():
+                raise DataError(
+                    f"{folder} does not exist; at scale {scale} {reproduction.id} takes a folder of folders "
+                    f"{' and '.join(corpora)}."
+                )
+        model = sized(size, task.scales)
+        if options is not None:
+            model = with_options(model, options, reproduction.task)
+        words = reproduction.task, model.name, folder_word(folder)
+        place = out / "-".join(word for word in words if word)
+        arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
+        comparison = Comparison(
+            reproduction.task,
+            arms,
+            tuple(range(seeds)),
+            model,
+            place,
+            folder,
+            workers,
+            cache=out / CACHE,
+            options=options,
+        )
+        plans.append(Plan(part, comparison))
+    return tuple(plans)
+
+
+def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
+    """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
+
+    Returns:
+        The runs and analyses that failed.
+
+    Raises:
+        SettingError: A folder cannot be written, holds another comparison, or an arm does not fit its model.
+        DataError: The data cannot be read.
+        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+    """
+    jobs = [_named(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
+    workers = plans[0].comparison.workers
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), workers, console)
+    if reproduction.analysis:
+        failures += do_analyses(reproduction.analysis, jobs, workers, console)
+    return failures
+
+
+def report(
+    reproduction: Reproduction,
+    scale: str,
+    plans: Sequence[Plan],
+    out: Path,
+    paper: Path | None,
+    console: Console,
+    command: str,
+) -> Reproduced:
+    """Show tables, claims and the paper's numbers, and write the pages and, where asked, the record.
 
     Args:
         reproduction: What was run.
-        out: The folder of its comparison.
-        paper: Folder of the paper's notes, or None.
-        console: Where the claims are shown.
-        command: What makes the record again.
+        scale: At which scale.
+        plans: Its parts.
+        out: Folder that holds the comparisons' folders.
+        paper: Folder of the paper's notes, whose record and RESULTS.md are written; None writes none.
+        console: Where everything is shown.
+        command: What makes it again.
 
     Raises:
-        DataError: The folder of the comparison is damaged.
+        DataError: No run is finished, or a folder is damaged.
+        NotFired: An arm did the same as plain.
     """
-    grid = RichTable("claim", "verdict", title=f"{reproduction.id}: {reproduction.source}", title_style="bold")
-    for judged in judge(reproduction.claims, read_results(out)):
-        grid.add_row(judged.claim.statement, judged.verdict)
-    console.print(grid)
+    evidence, data = {}, {}
+    for plan in plans:
+        asked, part = plan.comparison, plan.part.name
+        found = _evidence_of(plan, console)
+        if found is not None:
+            evidence[part] = found
+            data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
+    if not evidence:
+        raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
+    tables = {part: make_table(found.results) for part, found in evidence.items()}
+    places = {plan.part.name: plan.comparison.out for plan in plans}
+    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
+    if reproduction.analysis == HEAD_VECTORS:
+        drawn += [head_map(HEAD_VECTORS, places[part], found, tables[part]) for part, found in evidence.items()]
+    pictures = tuple(picture for picture in drawn if picture is not None)
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
+    place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
+    for part, table in reproduced.tables.items():
+        publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
+    for picture in pictures:
+        runs.prepare_folder(place)
+        write_whole(place / f"{picture.name}.png", picture.png)
+        console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
+    for grid in (measures_grid(reproduced), published_grid(reproduced), claims_grid(reproduced.judged)):
+        if grid is not None:
+            console.print(terminal_grid(grid))
     if paper is not None:
-        console.print(f"written: {write_records(reproduction, out, paper, command)}")
+        console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
+    return reproduced
+
+
+def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
+    if plan.finished:
+        test_in_pairs(plan.comparison.out, console)
+    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
+
+
+def _named(job: Job, plan: Plan) -> Job:
+    return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job

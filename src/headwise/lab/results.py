@@ -6,10 +6,11 @@ refused by its name; runs that are not finished are left out.
 
 from __future__ import annotations
 
+import json
 import math
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import DataError, ShapeError
-from headwise.lab.metric import METRICS, Metric
-from headwise.lab.runs import PREDICTIONS, RESULT, read_json
+from headwise.lab.head_drops import HeadDrops, read_head_drops
+from headwise.lab.metric import METRICS, Measure, Metric
+from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
+from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, read_json
 
-__all__ = ["MEASURES", "Results", "Run", "read_results"]
+__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results"]
 
 COMPARISON = "comparison.json"
 TEST = "test.npz"
+REFERENCES = "references.txt"
+PAIRED = "paired-tests.json"
 MEASURES = (
     "distance",
     "output_cosine",
@@ -48,10 +53,15 @@ class Run:
         statistics: What is kept of each test item for the metric, [N] or [N, K].
         predicted: Its answers, or what tells them apart, int [N].
         measures: `MEASURES` by name; None where one does not apply.
+        answered: Further numbers about its answers, by `metric.Measure.key`.
+        signatures: How each score was computed, by its name, where that is known.
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
         settings: What determined the run, as JSON data.
+        dev: Its score on dev after each epoch; empty for a baseline.
+        head_drops: What each of its heads is worth, a score each; empty where that was not measured.
         versions: Package to version.
+        folder: Its folder.
     """
 
     arm: str
@@ -61,10 +71,15 @@ class Run:
     statistics: NDArray
     predicted: NDArray[np.int64]
     measures: Mapping[str, float | None]
+    answered: Mapping[str, float | None]
+    signatures: Mapping[str, str]
     parameters: int | None
     step_seconds: float | None
     settings: Mapping[str, Any]
+    dev: tuple[float, ...]
+    head_drops: tuple[HeadDrops, ...]
     versions: Mapping[str, str]
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -76,24 +91,30 @@ class Results:
         scale: Name of the scale.
         primary: The metric that verdicts are about, named before the first run.
         metric: That metric.
+        shown: What is shown beside it.
         difficulty: What the bins of test items are by, as in "number of operators".
         data: Fingerprint of the data.
         arms: Names of the arms asked for, in their order.
         seeds: The seeds asked for.
         bins: Difficulty of each test item, int [N].
         runs: The finished runs.
+        paired: sacreBLEU's paired tests of each arm against its control, where they were done.
+        paired_signatures: How they were done.
     """
 
     task: str
     scale: str
     primary: str
     metric: Metric
+    shown: tuple[Measure, ...]
     difficulty: str
     data: str
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
     bins: NDArray[np.int64]
     runs: tuple[Run, ...]
+    paired: tuple[PairedTests, ...] = ()
+    paired_signatures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -117,7 +138,11 @@ def read_results(out: Path) -> Results:
         names = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
         metric = METRICS[str(record["metric"])]
         arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
-    except (KeyError, TypeError, ValueError):
+        shown = tuple(
+            Measure(**{name: value for name, value in measure.items() if name != "kind"})
+            for measure in record.get("shown", [])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
     test = _arrays(out / TEST, ("bins",), f"delete {out / TEST} and give the same command again.")
     places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
@@ -127,7 +152,28 @@ def read_results(out: Path) -> Results:
     for index, run in enumerate(runs):
         if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
             raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
-    return Results(**names, metric=metric, arms=arms, seeds=seeds, bins=test["bins"], runs=runs)
+    paired, signatures = read_paired_tests(pairs_of(runs), out / REFERENCES, out / PAIRED)
+    return Results(
+        **names,
+        metric=metric,
+        shown=shown,
+        arms=arms,
+        seeds=seeds,
+        bins=test["bins"],
+        runs=runs,
+        paired=paired,
+        paired_signatures=signatures,
+    )
+
+
+def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
+    """Return each run whose control has a run of the same seed, with that one, as files of their translations."""
+    by_name = {(run.arm, run.seed): run for run in runs}
+    return tuple(
+        Pair(run.arm, run.control, run.seed, run.folder / TEXT, control.folder / TEXT)
+        for run in runs
+        if run.control is not None and (control := by_name.get((run.control, run.seed))) is not None
+    )
 
 
 def _read_run(path: Path, metric: Metric, items: int) -> Run:
@@ -153,10 +199,19 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             statistics=statistics,
             predicted=predicted,
             measures={name: _float(record[name]) for name in MEASURES},
+            answered={
+                str(name): _float(value)
+                for name, value in dict(record.get("answers", {})).items()
+                if isinstance(value, int | float)
+            },
+            signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
             step_seconds=_float(record["step_seconds"]),
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
+            dev=_read_dev(path.with_name(EPOCHS), again),
+            head_drops=read_head_drops(path.parent),
+            folder=path.parent,
         )
         score = float(record["score"]["pooled"])
         found = float(metric.values(statistics).mean())
@@ -167,6 +222,18 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
     if abs(score - found) > 1e-6:
         raise DataError(f"{path} says {metric.name} {score:.6f}, its predictions say {found:.6f}; {again}")
     return run
+
+
+def _read_dev(path: Path, remedy: str) -> tuple[float, ...]:
+    if not path.exists():
+        return ()
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            found.append(float(json.loads(line)["dev"]["pooled"]))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not the record of an epoch; {remedy}") from None
+    return tuple(found)
 
 
 def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:

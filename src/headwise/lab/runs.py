@@ -21,6 +21,7 @@ from headwise.checks import DataError, SettingError
 
 __all__ = [
     "Cell",
+    "analysis_file",
     "as_record",
     "claim",
     "first_difference",
@@ -46,6 +47,8 @@ TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
 LOG = "log.txt"
+# What is measured of a trained model afterwards lies beside its result, {"numbers": {...}, ...} each.
+ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
 
@@ -111,6 +114,11 @@ def require_same(path: Path, record: Mapping[str, Any]) -> None:
 def is_finished(folder: Path) -> bool:
     """Return whether the run in `folder` is finished."""
     return (folder / RESULT).exists()
+
+
+def analysis_file(folder: Path, name: str) -> Path:
+    """Return where an analysis of the run in `folder` is kept."""
+    return folder / f"{ANALYSIS}{name}.json"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -194,11 +202,17 @@ def write_arrays(path: Path, **arrays: NDArray) -> None:
 def as_record(value: Any) -> Any:
     """Return `value` as JSON data: a dataclass becomes its fields with its type's name under "kind".
 
+    A field whose metadata says {"recorded": False} is left out.
+
     >>> as_record(Cell(step=1, steps=4))
     {'kind': 'Cell', 'step': 1, 'steps': 4, 'note': ''}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: as_record(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: as_record(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.metadata.get("recorded", True)
+        }
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, Mapping):
         return {str(key): as_record(item) for key, item in value.items()}

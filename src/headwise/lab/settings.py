@@ -13,10 +13,18 @@ from headwise.lab.arms import Arm
 from headwise.lab.runs import as_record
 from headwise.lab.tasks.task import Scale
 
-__all__ = ["SAVE_SECONDS", "RunSettings"]
+__all__ = ["SAVE_SECONDS", "RunSettings", "Whole"]
 
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The run that a training is a part of: its scale, and how many parts it has."""
+
+    scale: Scale
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class RunSettings:
         fingerprint: Digest of the data, so that a run is never continued on other data.
         test: Whether the test split is scored at the end; tuning never does.
         save_seconds: Time between two checkpoints inside an epoch.
+        whole: The run this is a part of; None where it is a run.
     """
 
     task: str
@@ -44,6 +53,7 @@ class RunSettings:
     fingerprint: str = ""
     test: bool = True
     save_seconds: float = SAVE_SECONDS
+    whole: Whole | None = None
 
     def record(self) -> dict[str, Any]:
         """Return what determines the run's numbers, as JSON data; where data lies on disk is not part of it."""

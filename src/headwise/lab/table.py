@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import NotFired
-from headwise.lab.metric import Metric
+from headwise.lab.head_drops import HeadDrops
+from headwise.lab.metric import Measure, Metric
+from headwise.lab.paired_tests import PairedTests
 from headwise.lab.protocol import key
 from headwise.lab.results import MEASURES, Results, Run, read_results
 from headwise.lab.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
@@ -49,12 +51,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Point:
-    """One run as a dot in a figure: its seed, pooled score and measures."""
+    """One run as a dot or a line in a figure.
+
+    Attributes:
+        seed: Its seed.
+        score: The metric pooled over all test bins.
+        output_cosine: See `results.MEASURES`.
+        force_ratio: Likewise.
+        answered: Further numbers about its answers, by key.
+        dev: Its score on dev after each epoch.
+    """
 
     seed: int
     score: float
     output_cosine: float | None
     force_ratio: float | None
+    answered: Mapping[str, float | None]
+    dev: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,11 @@ class Row:
         bins_to_plain: Difference to plain in each bin; empty where there is none.
         verdict: The verdict in words; "" for plain and for baselines.
         measures: Means over seeds of `results.MEASURES`; None where one does not apply.
+        answered: Means over seeds of what `Table.shown` names, by key; None where one does not apply.
         parameters: Number of parameters, or None.
         step_ratio: Time of a training step over plain's, median over seeds, or None.
         points: One point a seed.
+        head_drops: What the heads of its models are worth, by score: one entry a seed for which that was measured.
         settings: What determined the arm's first run, as JSON data.
     """
 
@@ -91,9 +106,11 @@ class Row:
     bins_to_plain: tuple[Estimate, ...]
     verdict: str
     measures: Mapping[str, float | None]
+    answered: Mapping[str, float | None]
     parameters: int | None
     step_ratio: float | None
     points: tuple[Point, ...]
+    head_drops: Mapping[str, tuple[HeadDrops, ...]]
     settings: Mapping[str, Any]
 
 
@@ -106,12 +123,15 @@ class Table:
         scale: Name of the scale.
         primary: The metric that verdicts are about, in words.
         metric: That metric.
+        shown: What is shown beside it.
+        signatures: How each score was computed, as (name, signature); one entry a name unless runs differ.
         difficulty: What the bins are by, as in "number of operators".
         data: Fingerprint of the data.
         seeds: The seeds asked for.
         bins: Difficulty of each bin.
         items: Number of test items in each bin.
         rows: The rows.
+        paired: sacreBLEU's paired tests, one entry an arm and metric, where answers are translations.
         missing: Runs that were asked for and are not finished, as text.
         versions: Package to version, over all runs.
     """
@@ -120,12 +140,15 @@ class Table:
     scale: str
     primary: str
     metric: Metric
+    shown: tuple[Measure, ...]
+    signatures: tuple[tuple[str, str], ...]
     difficulty: str
     data: str
     seeds: tuple[int, ...]
     bins: tuple[int, ...]
     items: tuple[int, ...]
     rows: tuple[Row, ...]
+    paired: tuple[PairedTests, ...]
     missing: tuple[str, ...]
     versions: Mapping[str, str]
 
@@ -173,7 +196,7 @@ def make_table(results: Results) -> Table:
     if plain is not None:
         for runs in arms.values():
             _require_distinct(runs, plain)
-    rows = [_row(arms[name], arms, results.bins, results.metric) for name in _order(arms, results.arms)]
+    rows = [_row(arms[name], arms, results) for name in _order(arms, results.arms)]
     judged = _adjusted({row.arm: row.to_control for row in rows})
     others = _adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
     bins, items = np.unique(results.bins, return_counts=True)
@@ -182,12 +205,18 @@ def make_table(results: Results) -> Table:
         scale=results.scale,
         primary=results.primary,
         metric=results.metric,
+        shown=results.shown,
+        signatures=(
+            *dict.fromkeys(item for run in results.runs for item in run.signatures.items()),
+            *results.paired_signatures.items(),
+        ),
         difficulty=results.difficulty,
         data=results.data,
         seeds=results.seeds,
         bins=tuple(bins.tolist()),
         items=tuple(items.tolist()),
         rows=tuple(_judged(row, judged.get(row.arm), others.get(row.arm)) for row in rows),
+        paired=_paired(results.paired, {row.arm: row.seeds for row in rows}),
         missing=results.missing,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
     )
@@ -199,12 +228,24 @@ def _order(arms: Mapping[str, Sequence[Run]], asked: Sequence[str]) -> list[str]
     return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
 
 
-def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDArray[np.int64], metric: Metric) -> Row:
-    first = runs[0]
+def _paired(paired: Sequence[PairedTests], seeds: Mapping[str, Sequence[int]]) -> tuple[PairedTests, ...]:
+    """Return the tests of the arms and seeds in the table, in its order, one metric after the other."""
+    metrics = list(dict.fromkeys(tests.metric for tests in paired))
+    known = [
+        tests.among([seed for seed in seeds[tests.arm] if seed in seeds[tests.against]])
+        for tests in paired
+        if tests.arm in seeds and tests.against in seeds
+    ]
+    known.sort(key=lambda tests: (metrics.index(tests.metric), list(seeds).index(tests.arm)))
+    return tuple(tests for tests in known if tests.seeds)
+
+
+def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Results) -> Row:
+    first, metric = runs[0], results.metric
     plain = arms.get(PLAIN, [])
     other = [] if first.arm == PLAIN else plain
     control = [] if first.control is None else arms.get(first.control, [])
-    masks = [item_bins == number for number in np.unique(item_bins)]
+    masks = [results.bins == number for number in np.unique(results.bins)]
     return Row(
         arm=first.arm,
         control=first.control,
@@ -224,6 +265,7 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
         ),
         verdict="",
         measures={name: _mean(run.measures[name] for run in runs) for name in MEASURES},
+        answered={measure.key: _mean(run.answered.get(measure.key) for run in runs) for measure in results.shown},
         parameters=first.parameters,
         step_ratio=_step_ratio(runs, plain),
         points=tuple(
@@ -232,11 +274,19 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], item_bins: NDAr
                 float(metric.values(run.statistics).mean()),
                 run.measures["output_cosine"],
                 run.measures["force_ratio"],
+                run.answered,
+                run.dev,
             )
             for run in runs
         ),
+        head_drops=_by_score(runs),
         settings=first.settings,
     )
+
+
+def _by_score(runs: Sequence[Run]) -> dict[str, tuple[HeadDrops, ...]]:
+    scores = dict.fromkeys(drops.score for run in runs for drops in run.head_drops)
+    return {score: tuple(drops for run in runs for drops in run.head_drops if drops.score == score) for score in scores}
 
 
 def _compared(

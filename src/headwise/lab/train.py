@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
 from headwise.lab import runs
+from headwise.lab.armed import armed
 from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
@@ -62,9 +63,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         return
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
-    model = task.model(data, scale)
-    part = task.studied(model)
-    methods = Methods(settings.arm, model, part, seed=settings.seed, compile_routing=scale.compile_routing)
+    model, methods = armed(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = runs.latest_checkpoint(folder)
     if checkpoint is not None:
@@ -253,7 +252,7 @@ def _finish(
 ) -> None:
     """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
     run = trainer.run
-    score, answered = None, {}
+    score, answered, signatures = None, {}, {}
     if settings.scale.recipe.averaged > 1:
         load_averaged(model, folder)
     with methods.evaluating(model):
@@ -261,7 +260,7 @@ def _finish(
             answers = task.on_test(model, data)
             score = scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data))
             runs.write_answers(folder, answers.statistics, answers.predicted, answers.text)
-            answered = dict(answers.measures)
+            answered, signatures = dict(answers.measures), dict(answers.signatures)
         measured = diversity(methods.heads, task.probe(model, data))
     for name, text in task.keepsakes(data).items():
         runs.write_text(folder / name, text)
@@ -282,6 +281,7 @@ def _finish(
         "train_seconds": run.train_seconds,
         **measured,
         "answers": answered,
+        "signatures": signatures,
         "force_ratio": run.force_ratio,
         "versions": versions("torch", "transformers", "accelerate", "numpy"),
     }

@@ -147,6 +147,11 @@ def _record(folder: Path) -> Mapping[str, Any]:
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {TASK}.")
     if "arm" not in record:
         raise DataError(f"{folder} holds the baseline {record.get('baseline')!r}, which has no model; name a run.")
+    if isinstance(record["arm"], dict) and record["arm"].get("guided") is not None:
+        raise DataError(
+            f"{folder} holds the run {record['arm'].get('name')}, whose heads are guided by masks of the source's "
+            "words, which are not made here; its translations of the test set are in predictions.txt there."
+        )
     if not runs.is_finished(folder):
         raise DataError(f"{folder} holds a run that is not finished; give the command that began it again.")
     return record

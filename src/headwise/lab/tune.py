@@ -13,11 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from headwise.checks import HeadwiseError, require_integer
+from headwise.checks import HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import Arm, named_arms
 from headwise.lab.compare import CACHE, do_jobs, require_fits
+from headwise.lab.parts import scales_of
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
@@ -140,6 +141,9 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         "seed": tuning.seed,
     }
     runs.require_same(tuning.out / TUNING, record)
+    if len(scales_of(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
+        # what is dev for one fold is test for another
+        raise SettingError("an arm is tuned on one cut of the data; leave the folds out.")
     arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)

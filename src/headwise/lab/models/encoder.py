@@ -1,4 +1,4 @@
-"""The transformer encoder of the logical inference task (Tran et al. 2018), pre- or post-norm.
+"""The transformer encoder of logical inference (Tran et al. 2018) and of classification, pre- or post-norm.
 
 Owns `Encoder` and its layers. Their attention is `headwise.nn.MultiheadAttention`, so that every method of the
 library reaches it. Must not know the task.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import SettingError, require_integer, require_range
-from headwise.nn import MultiheadAttention
+from headwise.lab.models.sized_attention import SizedAttention
 
 __all__ = ["Encoder", "EncoderLayer", "sinusoids"]
 
@@ -23,14 +23,16 @@ class EncoderLayer(nn.Module):
     """Returns one transformer layer's states.
 
     Post-norm (Tran et al. 2018): y = LN(x + MHA(x)), z = LN(y + drop(FFN(y))). Pre-norm (ours, learns far
-    faster): y = x + MHA(LN(x)), z = y + drop(FFN(LN(y))). FFN(x) = W_2 ReLU(W_1 x + b_1) + b_2 with 2d hidden
-    units; the attention has neither biases nor dropout.
+    faster): y = x + MHA(LN(x)), z = y + drop(FFN(LN(y))). FFN(x) = W_2 ReLU(W_1 x + b_1) + b_2; the attention
+    has neither biases nor dropout.
 
     Args:
         width: Model width d.
-        heads: Number of attention heads H; must divide `width`.
+        heads: Number of attention heads H; must divide `width` where no size of a head is given.
         norm_first: Whether the layer is pre-norm.
         dropout: Probability of dropping an output of the FFN while training, in [0, 1).
+        head_size: Width e of a head; None for d / H.
+        hidden: Hidden units of the FFN; None for 2d.
 
     Example:
         >>> layer = EncoderLayer(8, heads=2, norm_first=True, dropout=0.0)
@@ -38,13 +40,23 @@ class EncoderLayer(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, width: int, *, heads: int, norm_first: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        norm_first: bool,
+        dropout: float,
+        head_size: int | None = None,
+        hidden: int | None = None,
+    ) -> None:
         super().__init__()
         self.norm_first = norm_first
-        self.attention = MultiheadAttention(width, heads, bias=False, batch_first=True)
+        self.attention = SizedAttention(width, heads, head_size)
         self.attention_norm = nn.LayerNorm(width)
+        hidden = 2 * width if hidden is None else hidden
         self.feed_forward = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
+            nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.Dropout(dropout)
         )
         self.feed_forward_norm = nn.LayerNorm(width)
 
@@ -68,15 +80,19 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """Returns contextual states of token sequences: embeddings plus sinusoids, then transformer layers.
 
-    Embeddings are drawn from N(0, 1) and not rescaled. After pre-norm layers comes a last layer normalization.
+    Embeddings are drawn from N(0, 1) and not rescaled, unless they are given. After pre-norm layers comes a last layer
+    normalization.
 
     Args:
         vocabulary_size: Number of token ids; id 0 is padding.
         width: Model width d, even.
         layers: Number of layers.
-        heads: Number of attention heads H of a layer; must divide `width`.
+        heads: Number of attention heads H of a layer; must divide `width` where no size of a head is given.
         norm_first: Whether the layers are pre-norm.
         dropout: As in `EncoderLayer`.
+        head_size: Likewise.
+        hidden: Likewise.
+        embedding: Gives the vectors of token ids, [.., d]; None for a table of this module's own.
 
     Raises:
         SettingError: A size is below 1, the width odd or not a multiple of `heads`, or dropout outside [0, 1).
@@ -89,7 +105,17 @@ class Encoder(nn.Module):
     """
 
     def __init__(
-        self, vocabulary_size: int, *, width: int, layers: int, heads: int, norm_first: bool, dropout: float
+        self,
+        vocabulary_size: int,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        norm_first: bool,
+        dropout: float,
+        head_size: int | None = None,
+        hidden: int | None = None,
+        embedding: nn.Module | None = None,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -100,13 +126,14 @@ class Encoder(nn.Module):
         ):
             require_integer(name, size, low=1)
         require_range("dropout", dropout, low=0.0, high=0.999)
-        if width % 2 or width % heads:
+        if width % 2 or (width % heads and head_size is None):
             raise SettingError(
                 f"width is {width} with {heads} heads; expected an even multiple of the number of heads."
             )
-        self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=0)
+        self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=0) if embedding is None else embedding
         self.layers = nn.ModuleList(
-            EncoderLayer(width, heads=heads, norm_first=norm_first, dropout=dropout) for _ in range(layers)
+            EncoderLayer(width, heads=heads, norm_first=norm_first, dropout=dropout, head_size=head_size, hidden=hidden)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
 

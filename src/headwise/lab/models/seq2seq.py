@@ -123,8 +123,9 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         **_unused: Any,
     ) -> Seq2SeqLMOutput:
-        """Return the logits [B, T, V], and the loss where labels are given: the mean over target tokens of
-        (1 - s) (-log p(y)) + s mean_v (-log p(v)), with s the label smoothing.
+        """Return the logits [B, T, V], and the loss where labels are given.
+
+        loss = mean over target tokens of (1 - s) (-log p(y)) + s mean_v (-log p(v)), with s the label smoothing.
 
         Args:
             input_ids: Source ids, int64 [B, S], padded with 0 on the right.
@@ -138,16 +139,15 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
 
         Raises:
             SettingError: Neither target ids nor labels, or neither source ids nor states were given.
-        """  # noqa: D205
+        """
         if decoder_input_ids is None:
             if labels is None:
                 raise SettingError("Seq2Seq was given neither labels nor decoder_input_ids; expected one of them.")
             decoder_input_ids = shifted_right(labels)
-        if encoder_outputs is None:
-            if input_ids is None:
-                raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
-            encoder_outputs = self.encoder(input_ids, attention_mask)
-        memory: Tensor = encoder_outputs[0]  # pyright: ignore[reportOptionalSubscript]
+        if encoder_outputs is None and input_ids is None:
+            raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
+        encoded: Any = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
+        memory: Tensor = encoded[0]
         if attention_mask is None:
             attention_mask = torch.ones(memory.shape[:2], device=memory.device) if input_ids is None else input_ids != 0
         padding = _padding(attention_mask)

@@ -1,31 +1,80 @@
-"""A reproduction: the runs behind a paper's table or figure, its claims, and the record kept of them.
+"""A reproduction: the runs behind a paper's table or figure, its numbers and its claims.
 
-Owns the record (JSON beside a paper's notes) and the rendering of all records of a paper to RESULTS.md.
+Owns the form; which reproductions there are is in the files of the papers, running them is `reproduce`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from headwise.checks import DataError
-from headwise.lab.claims import Claim, Found, Judged, judge
-from headwise.lab.grids import NOTE, Grid, grids, markdown_of
-from headwise.lab.results import read_results
-from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
-from headwise.lab.table import make_table
+from headwise.lab.claims import Claim
+from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
-__all__ = ["Reproduction", "record", "render", "write_records"]
+__all__ = ["Column", "PaperRow", "Part", "Published", "Reproduction"]
 
-FOLDER = "results"
-PAGE = "RESULTS.md"
-INTRODUCTION = """# Results
 
-Written by `headwise reproduce` from the records in `results/`, not by hand. How each comparison is judged stands in the
-laboratory's page of the documentation; what differs from the paper, in `DEVIATIONS.md` beside this.
-"""
+@dataclass(frozen=True)
+class Part:
+    """Runs on one model and one corpus: one comparison.
+
+    Attributes:
+        arms: The arms, as `--arms` takes each, with the words in braces of `sizes.arm_name`.
+        sizes: Its size at each scale; at a scale that is not there the part is left out.
+        name: What claims call it; "" where there is one part alone.
+    """
+
+    arms: tuple[str, ...]
+    sizes: Sizes
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a paper's table.
+
+    Attributes:
+        title: What the paper calls it.
+        ours: What stands beside it: the score, the time of a step over plain's, or the number of parameters.
+        per_second: Whether the paper prints steps a second, of which the time over plain's follows.
+    """
+
+    title: str
+    ours: Literal["score", "step time", "parameters"] = "score"
+    per_second: bool = False
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of a paper's table.
+
+    Attributes:
+        name: What the paper calls it.
+        arm: The arm that stands for it, as in `Part.arms`; "" for a row that is quoted and has none.
+        cells: The paper's numbers as it prints them, one a column; "" where it has none.
+        part: The part that the arm is run in.
+    """
+
+    name: str
+    arm: str
+    cells: tuple[str, ...]
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The numbers that a paper prints.
+
+    Attributes:
+        on: The data and the model they were measured with.
+        columns: The columns.
+        rows: The rows that there are arms for.
+    """
+
+    on: str
+    columns: tuple[Column, ...]
+    rows: tuple[PaperRow, ...]
 
 
 @dataclass(frozen=True)
@@ -37,108 +86,61 @@ class Reproduction:
         title: What it shows.
         source: Where in the paper, and which of its numbers there are to compare with.
         task: The task of the laboratory.
-        arms: The arms, as `--arms` takes them.
+        parts: Its runs.
         extra: What is run beyond the paper, and why.
         claims: What the paper says of it.
+        published: The paper's numbers, where it prints any.
+        analysis: What is measured of each trained model afterwards, one of `analyses.ANALYSES`; "" for nothing.
+        measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
+            several parts, a figure.
     """
 
     id: str
     title: str
     source: str
     task: str
-    arms: str
+    parts: tuple[Part, ...]
     extra: str
     claims: tuple[Claim, ...]
+    published: Published | None = None
+    analysis: str = ""
+    measures: tuple[str, ...] = ()
 
-    def file(self, scale: str) -> str:
-        """Return the name of the record of this reproduction at a scale."""
-        return f"{self.id.partition('/')[2]}-{scale}.json"
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The scales it can be run at."""
+        return tuple(dict.fromkeys(scale for part in self.parts for scale in part.sizes))
 
+    def parts_at(self, scale: str) -> tuple[Part, ...]:
+        """Return the parts that a scale has."""
+        return tuple(part for part in self.parts if scale in part.sizes)
 
-def record(reproduction: Reproduction, out: Path, command: str) -> dict[str, Any]:
-    """Return the record of a reproduction from the folder of its comparison: everything RESULTS.md shows.
+    def corpora_at(self, scale: str) -> tuple[str, ...]:
+        """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""
+        found = (part.sizes[scale].corpus for part in self.parts_at(scale))
+        return tuple(dict.fromkeys(corpus for corpus in found if corpus is not None))
 
-    Raises:
-        DataError: The folder holds no comparison, or a damaged one.
-    """
-    results = read_results(out)
-    table = make_table(results)
-    return {
-        "id": reproduction.id,
-        "title": reproduction.title,
-        "source": reproduction.source,
-        "extra": reproduction.extra,
-        "scale": table.scale,
-        "data": table.data,
-        "primary": table.primary,
-        "command": command,
-        "claims": [_claim(judged) for judged in judge(reproduction.claims, results)],
-        "grids": [_grid(grid) for grid in grids(table)],
-        "missing": list(table.missing),
-        "versions": dict(table.versions),
-    }
+    def arms_at(self, scale: str, scales: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Return the canonical names of each part's arms at a scale; `scales` are the task's."""
+        return {part.name: arm_names(part.arms, sized(part.sizes[scale], scales)) for part in self.parts_at(scale)}
 
+    def canonical(self, scale: str, scales: Mapping[str, Any]) -> Callable[[str, str], str]:
+        """Return the function from (part, arm as written here) to the arm's canonical name at a scale."""
+        models = {part.name: sized(part.sizes[scale], scales) for part in self.parts_at(scale)}
+        return lambda part, arm: arm_name(arm, models[part])
 
-def write_records(reproduction: Reproduction, out: Path, paper: Path, command: str) -> Path:
-    """Write the record under `paper`/results and render `paper`/RESULTS.md anew; return the page's path."""
-    found = record(reproduction, out, command)
-    prepare_folder(paper / FOLDER)
-    write_json(paper / FOLDER / reproduction.file(found["scale"]), found)
-    write_text(paper / PAGE, render(paper))
-    return paper / PAGE
+    def claims_at(self, scale: str, scales: Mapping[str, Any]) -> tuple[Claim, ...]:
+        """Return the claims as far as a scale can speak of them: about parts it has, each contrast once.
 
-
-def render(paper: Path) -> str:
-    """Return RESULTS.md of a paper from its records, in the order of their names.
-
-    Raises:
-        DataError: There is no record, or one is damaged; the message names it.
-    """
-    paths = sorted((paper / FOLDER).glob("*.json"))
-    if not paths:
-        raise DataError(f"{paper / FOLDER} holds no record; `headwise reproduce` writes them.")
-    parts = [INTRODUCTION]
-    for path in paths:
-        try:
-            parts.append(_section(read_json(path)))
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
-    return "\n".join(parts)
-
-
-def _section(found: Mapping[str, Any]) -> str:
-    lines = [f"## {found['id']} at scale {found['scale']}: {found['title']}", "", f"Source: {found['source']}."]
-    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
-    if found["missing"]:
-        lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
-    claims = Grid(
-        "The paper's claims",
-        ("claim", "here", "verdict"),
-        tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"]),
-        "lll",
-    )
-    tables = [Grid(g["title"], tuple(g["header"]), tuple(map(tuple, g["rows"])), g["align"]) for g in found["grids"]]
-    for grid in (claims, *tables):
-        lines += [markdown_of(grid), ""]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines += [NOTE, "", f"Primary metric, named beforehand: {found['primary']}. Data {found['data']}. {versions}.", ""]
-    return "\n".join(lines)
-
-
-def _claim(judged: Judged) -> dict[str, Any]:
-    return {
-        "statement": judged.claim.statement,
-        "verdict": judged.verdict,
-        "contrasts": [_contrast(found) for found in judged.found],
-    }
-
-
-def _contrast(found: Found) -> str:
-    if found.estimate is None or found.adjusted is None:
-        return f"{found.contrast}: not run"
-    value, low, high = (100 * number for number in (found.estimate.value, found.estimate.low, found.estimate.high))
-    return f"{found.contrast}: {value:+.2f} points [{low:+.2f}, {high:+.2f}], p = {found.adjusted:.3f}"
-
-
-def _grid(grid: Grid) -> dict[str, Any]:
-    return {"title": grid.title, "header": list(grid.header), "rows": [list(r) for r in grid.rows], "align": grid.align}
+        A contrast whose two sides are one arm on a model this small is left out where another one remains.
+        """
+        known = {part.name for part in self.parts_at(scale)}
+        canonical = self.canonical(scale, scales)
+        claims = []
+        for claim in self.claims:
+            contrasts = [one.named(canonical) for one in claim.contrasts if known.issuperset(one.parts)]
+            telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
+            shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
+            if telling or shown:
+                claims.append(replace(claim, contrasts=tuple(dict.fromkeys(telling)), shown=shown))
+        return tuple(claims)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import scores_by_bin, spread_evenly
-from headwise.lab.metric import Accuracy
+from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
@@ -37,6 +39,7 @@ class LogicTask:
     difficulty: str = "number of operators"
     scales: Mapping[str, Any] = SCALES
     baselines: tuple[str, ...] = ("majority", "counts")
+    shown: tuple[Measure, ...] = ()
 
     def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
@@ -67,9 +70,25 @@ class LogicTask:
         predicted = predict(model, data.test)
         return Answers(predicted == data.test.labels, predicted)
 
+    def greedy(self, model: PairClassifier, data: LogicData) -> NDArray[np.bool_]:
+        """Return whether each test pair is answered correctly."""
+        return predict(model, data.test) == data.test.labels
+
+    def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
+        """Return the cross entropy of each test pair, and 1."""
+        split, found = data.test, np.ones((len(data.test), 2))
+        for batch in length_sorted(split.lengths, BATCH):
+            logits = _logits(model, split, batch)
+            labels = torch.from_numpy(split.labels[batch].astype(np.int64)).to(logits.device)
+            found[batch, 0] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
+        return found
+
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
         return data.test.bins
+
+    def references(self, data: LogicData) -> None:
+        """Return None: answers are labels."""
 
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""

@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation")
+TASKS = ("logic", "translation", "classification")
 
 
 def named_task(name: str) -> Task:
@@ -24,6 +24,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.logic import LogicTask
 
         return LogicTask()
+    if name == "classification":
+        from headwise.lab.tasks.classification import ClassificationTask
+
+        return ClassificationTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

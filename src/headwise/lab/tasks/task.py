@@ -15,10 +15,28 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from headwise.checks import require_choice, require_integer, require_positive, require_range
+from headwise.lab.guided import Guided
+from headwise.lab.metric import Measure
+from headwise.masks import HeadMask
 
-__all__ = ["Answers", "Batches", "Data", "Preparing", "Recipe", "Scale", "Task"]
+__all__ = [
+    "UNRECORDED",
+    "Answers",
+    "Batches",
+    "Data",
+    "MakesMasks",
+    "Preparing",
+    "Recipe",
+    "Scale",
+    "Task",
+    "WithModels",
+    "WithParts",
+    "WithRoles",
+]
 
 Batch = Mapping[str, Tensor]
+# Metadata of a scale's field that says where something lies on disk: what lies there is part of the data's digest.
+UNRECORDED: Mapping[str, bool] = {"recorded": False}
 
 
 @dataclass(frozen=True)
@@ -122,12 +140,14 @@ class Answers:
         predicted: The answers, or what tells them apart, int64 [N].
         measures: Further numbers about them, by name.
         text: The answers as lines of text, where they are text.
+        signatures: How each score was computed, by its name, where a library says so.
     """
 
     statistics: NDArray
     predicted: NDArray
     measures: Mapping[str, float] = field(default_factory=dict)
     text: Sequence[str] | None = None
+    signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -149,6 +169,7 @@ class Task(Protocol):
         difficulty: What the bins of test items are by.
         scales: Its scales by name.
         baselines: Rows of its table that no arm makes.
+        shown: What of `Answers.measures` is shown beside the metric.
     """
 
     name: str
@@ -157,6 +178,7 @@ class Task(Protocol):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
+    shown: tuple[Measure, ...]
 
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
         """Return the data of a scale, from a folder of files or, where the task can, generated."""
@@ -186,8 +208,20 @@ class Task(Protocol):
         """Return a trained model's answers on the test split."""
         ...
 
+    def greedy(self, model: Any, data: Any) -> NDArray:
+        """Return what the metric needs of each test item, [N] or [N, K], answered by the cheapest search."""
+        ...
+
+    def losses(self, model: Any, data: Any) -> NDArray:
+        """Return for each test item the sum of its losses and how many predictions it is of, float64 [N, 2]."""
+        ...
+
     def difficulties(self, data: Any) -> NDArray:
         """Return the bin of each test item, int [N]."""
+        ...
+
+    def references(self, data: Any) -> Sequence[str] | None:
+        """Return the text each test answer is scored against, where answers are text that sacreBLEU tests in pairs."""
         ...
 
     def probe(self, model: Any, data: Any) -> Iterable[None]:
@@ -200,4 +234,58 @@ class Task(Protocol):
 
     def keepsakes(self, data: Any) -> Mapping[str, str]:
         """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
+        ...
+
+
+@runtime_checkable
+class WithModels(Protocol):
+    """A task with models besides its own, which have no attention; arms name them.
+
+    Attributes:
+        models: Their names.
+    """
+
+    models: tuple[str, ...]
+
+    def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:
+        """Return a new model of that name, which takes the same batches."""
+        ...
+
+
+class MakesMasks(Protocol):
+    """What makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's.
+
+    Attributes:
+        heads: The heads that have a role.
+    """
+
+    heads: tuple[int, ...]
+
+    def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
+        """Return the masks."""
+        ...
+
+
+@runtime_checkable
+class WithRoles(Protocol):
+    """A task whose sentences have words that heads can be guided by."""
+
+    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> MakesMasks:
+        """Return what makes the masks of a batch.
+
+        Raises:
+            DataError: A role needs a parse, and there are none.
+        """
+        ...
+
+
+@runtime_checkable
+class WithParts(Protocol):
+    """A task of which one run may be several trainings: the folds of a cross-validation."""
+
+    def parts(self, folder: Path | None, scale: Any, cache: Path | None) -> Sequence[Any]:
+        """Return the scale of each training of a run, in the order of the test items; the scale itself where it is one.
+
+        The names of the parts are 0, 1, ... and their test items, one part after another, are those of the whole.
+        """
         ...

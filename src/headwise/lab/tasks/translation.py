@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.checks import DataError
-from headwise.lab.data import stable_key
+from headwise.lab.data import digest, stable_key
 from headwise.lab.evaluation import spread_evenly
-from headwise.lab.metric import Bleu
+from headwise.lab.guided import Guided, require_parses
+from headwise.lab.metric import Bleu, Measure
 from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
-from headwise.lab.tasks.task import Answers
+from headwise.lab.pipelines import pipeline_files
+from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -32,8 +35,10 @@ from headwise.lab.tasks.translation_data import (
     prepare_translation,
 )
 from headwise.lab.tasks.translation_decoding import decoded
+from headwise.lab.tasks.translation_loss import negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation_own import FORMS, corpus_at
 from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
+from headwise.lab.tasks.translation_roles import SourceMasks, Sources, parser
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
@@ -41,6 +46,8 @@ __all__ = ["TranslationTask", "bleu_statistics", "translated", "translation_mode
 
 PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
+# Parses of the sources, inside the folder of the prepared data.
+PARSES = "parses"
 
 
 class TranslationTask:
@@ -52,6 +59,11 @@ class TranslationTask:
     difficulty: str = "source words, up to"
     scales: Mapping[str, Any] = TRANSLATION_SCALES
     baselines: tuple[str, ...] = ("copy",)
+    shown: tuple[Measure, ...] = (
+        Measure("chrF", "chrF"),
+        Measure("NLL", "NLL", "nats", better="lower", digits=3),
+        Measure("decoding_seconds", "decoding", "s", better="lower"),
+    )
 
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
@@ -101,6 +113,13 @@ class TranslationTask:
         """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
         return model
 
+    def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MakesMasks:
+        """Return what makes the masks of a batch of sources; the words' rarity is that of the training sources."""
+        require_parses(guided, scale.pipeline is not None)
+        parse = parser(scale.pipeline, data.whole.folder / PARSES)
+        sources = Sources(data.whole.tokenizer, parse)
+        return SourceMasks(guided, sources, data.train.sources, num_heads=scale.heads, seed=seed)
+
     def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
         """Return batches of pairs of like length, by tokens."""
         return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
@@ -121,12 +140,26 @@ class TranslationTask:
         began = time.monotonic()
         scale = data.scale
         found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
-        return _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
+
+    def greedy(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the statistics of BLEU of each greedy translation of a test source."""
+        found = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+        return bleu_statistics(found, data.references("test"))
+
+    def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the negative log likelihood of each test target, and its tokens."""
+        return pair_losses(model, data.test)
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""
         words = np.array([len(line.split()) for line in data.sources("test")])
         return np.maximum(BIN, -(-words // BIN) * BIN)
+
+    def references(self, data: ScaledTranslation) -> list[str]:
+        """Return the target line of each test source."""
+        return data.references("test")
 
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
@@ -139,7 +172,7 @@ class TranslationTask:
 
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return each source as its own translation."""
-        return _answers(data.sources("test"), data.references("test"), seconds=0.0)
+        return _answers(data.sources("test"), data.references("test"))
 
 
 class ScaledTranslation:
@@ -158,7 +191,9 @@ class ScaledTranslation:
     @property
     def fingerprint(self) -> str:
         """Digest of what the data follows from; the caps are part of the scale's record."""
-        return self.whole.fingerprint
+        if self.scale.pipeline is None:
+            return self.whole.fingerprint
+        return f"{self.whole.fingerprint}+{digest('parsed', pipeline_files(self.scale.pipeline))}"
 
     def summary(self) -> str:
         """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
@@ -222,14 +257,14 @@ def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
         )
 
 
-def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float) -> Answers:
+def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
     told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
-    measures = {
-        "BLEU": sacrebleu.corpus_bleu(found, [references]).score,
-        "chrF": sacrebleu.corpus_chrf(found, [references]).score,
-        "decoding_seconds": seconds,
-    }
-    return Answers(bleu_statistics(found, references), told_apart, measures, found)
+    scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
+    measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
+    if seconds is not None:
+        measures["decoding_seconds"] = seconds
+    signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
+    return Answers(bleu_statistics(found, references), told_apart, measures, found, signatures)
 
 
 def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:

@@ -6,11 +6,12 @@ Owns `TranslationScale` and the named scales. What was chosen by trying was chos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from headwise.checks import require_choice, require_integer, require_positive, require_range
-from headwise.lab.tasks.task import Recipe
+from headwise.lab.tasks.task import UNRECORDED, Recipe
 
 __all__ = ["TRANSLATION_SCALES", "TranslationScale"]
 
@@ -43,6 +44,7 @@ class TranslationScale:
         train_examples: Cap on the training pairs; None for all.
         dev_examples: Cap on the dev pairs.
         test_examples: Cap on the test pairs.
+        pipeline: spaCy pipeline that parses the sources, a folder or an installed package; None for no parses.
         compile_routing: Whether routing is compiled.
 
     Raises:
@@ -72,15 +74,16 @@ class TranslationScale:
     train_examples: int | None = None
     dev_examples: int | None = None
     test_examples: int | None = None
+    pipeline: Path | None = field(default=None, metadata=UNRECORDED)
     compile_routing: bool = True
 
     def __post_init__(self) -> None:
         sizes = ("width", "hidden", "encoder_layers", "decoder_layers", "heads", "vocabulary_size", "tokens", "beams")
-        for field in sizes:
-            require_integer(field, getattr(self, field), low=1)
-        for field in ("train_examples", "dev_examples", "test_examples"):
-            if getattr(self, field) is not None:
-                require_integer(field, getattr(self, field), low=1)
+        for name in sizes:
+            require_integer(name, getattr(self, name), low=1)
+        for name in ("train_examples", "dev_examples", "test_examples"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), low=1)
         require_choice("model", self.model, ("seq2seq", "marian"))
         require_positive("learning_rate", self.learning_rate)
         require_range("length_penalty", self.length_penalty)

@@ -1,0 +1,120 @@
+"""Batches of text with their role masks, for loops that take a data collator, as Hugging Face's Trainer does.
+
+Owns `RoleCollator`. Must not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headwise.align import align
+from headwise.checks import DataError
+from headwise.role_masks import Roles
+from headwise.word_tables import WordTable
+
+__all__ = ["ROLE_MASK", "RoleCollator"]
+
+# The keyword of a forward under which a batch brings its mask.
+ROLE_MASK = "role_mask"
+
+
+class RoleCollator:
+    """Encodes the texts of a batch and adds their role mask under "role_mask"; `guide` takes it from there.
+
+    Args:
+        roles: The roles.
+        tokenizer: A fast tokenizer of Hugging Face.
+        num_heads: Heads H of the model's attention.
+        parse: A function from texts to word tables, as `headwise.bridges.spacy.Parser`; `WordTable.split` of each when
+            None, which has no parse.
+        text: The column of the text; or two columns, for pairs of texts.
+        collator: What collates the encoded examples, with the other columns; by default the tokenizer pads them and
+            the other columns become tensors.
+        max_length: Tokens at which a text is cut; none when None.
+        heads: The head of each role; 0 to R - 1 when not given.
+        empty: What a query does whose role leaves it no key: "regular" or "self".
+
+    Example:
+        >>> # guidance = hw.guide(hw.find_heads(model))
+        >>> # Trainer(model, arguments, data_collator=hw.RoleCollator(roles, tokenizer, num_heads=12), ...)
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        tokenizer: Any,
+        num_heads: int,
+        *,
+        parse: Callable[[list[str]], Sequence[WordTable]] | None = None,
+        text: str | tuple[str, str] = "text",
+        collator: Callable[[list[dict[str, Any]]], Any] | None = None,
+        max_length: int | None = None,
+        heads: Sequence[int] = (),
+        empty: str = "regular",
+    ) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it does not tell the characters of its "
+                "tokens; use the fast form of it, or make the masks with Roles and an Alignment of your own."
+            )
+        self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
+        self.parse = _split if parse is None else parse
+        self.columns = (text,) if isinstance(text, str) else tuple(text)
+        self.collator, self.max_length = collator, max_length
+        self.heads, self.empty = heads, empty
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of some examples, each a mapping with the text and what else the model takes.
+
+        Raises:
+            DataError: An example has no text.
+        """
+        texts = [
+            [self._text(index, feature, column) for column in self.columns] for index, feature in enumerate(features)
+        ]
+        encoding = self.tokenizer(
+            *(list(column) for column in zip(*texts, strict=True)),
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+        )
+        encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
+        others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
+        joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
+        batch = dict((self.collator or self._collated)(joined))
+        flat = self.parse([text for row in texts for text in row])
+        width = len(self.columns)
+        tables = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
+        aligned = align(
+            tables,
+            encoding,
+            length=batch["input_ids"].shape[1],
+            padding_side=self.tokenizer.padding_side,
+        )
+        batch[ROLE_MASK] = self.roles(tables, self.num_heads, encoding=aligned, heads=self.heads, empty=self.empty)
+        return batch
+
+    def _text(self, index: int, feature: Mapping[str, Any], column: str) -> str:
+        text = feature.get(column)
+        if isinstance(text, str):
+            return text
+        found = f"its {column!r} is a {type(text).__name__}" if column in feature else f"has {', '.join(feature)}"
+        raise DataError(
+            f"example {index} {found}; expected a text under {column!r}. The Trainer drops such columns unless "
+            "TrainingArguments(remove_unused_columns=False)."
+        )
+
+    def _collated(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        names = self.tokenizer.model_input_names
+        padded = self.tokenizer.pad([{n: f[n] for n in names if n in f} for f in features], return_tensors="pt")
+        batch = dict(padded)
+        for name in features[0]:
+            if name not in batch and name != "overflow_to_sample_mapping":
+                batch["labels" if name in ("label", "label_ids") else name] = torch.tensor([f[name] for f in features])
+        return batch
+
+
+def _split(texts: list[str]) -> list[WordTable]:
+    return [WordTable.split(text) for text in texts]

@@ -1,0 +1,77 @@
+"""Which forward pass is running: the calls of the sites that one call of the model holds belong together.
+
+Owns `Forwards`. Must not know what is done in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from headwise.heads import Heads
+from headwise.hooks import Hook
+from headwise.recomputation import outside_graphs, recomputing
+
+__all__ = ["Forwards"]
+
+
+class Forwards:
+    """Counts the forwards of a model, and keeps what they were told.
+
+    Recomputation by activation checkpointing is no forward.
+
+    Attributes:
+        number: Forwards begun so far.
+        inside: Whether one is running; False while a part of the model is called alone.
+        generating: Whether the last one was given a cache, as `generate()` gives it.
+        causal: For each site's module whose last call said so (is_causal=...), whether it was causal.
+
+    Example:
+        >>> import headwise as hw
+        >>> import torch
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2,
+        ...                               enable_nested_tensor=False)
+        >>> forwards = Forwards(hw.find_heads(model))
+        >>> _ = model(torch.randn(1, 4, 8)), model.layers[0](torch.randn(1, 4, 8))
+        >>> forwards.number
+        1
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        self.number, self.inside, self.generating = 0, False, False
+        self.causal: dict[nn.Module, bool] = {}
+        model = heads.model
+        entered, left = Hook(model, self._entered), Hook(model, self._left)
+        self._stops: list[Callable[[], None]] = [
+            model.register_forward_pre_hook(entered, with_kwargs=True, prepend=True).remove,
+            # a forward that ends in an error has ended too
+            model.register_forward_hook(left, always_call=True).remove,
+        ]
+        for site in heads.sites:
+            told = Hook(site.module, self._told)
+            self._stops.append(site.module.register_forward_pre_hook(told, with_kwargs=True).remove)
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for stop in self._stops:
+            stop()
+        self._stops = []
+
+    # a count in a compiled graph would have every forward compiled anew
+    @outside_graphs
+    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        if not recomputing():
+            self.number += 1
+            self.inside = True
+            self.generating = kwargs.get("past_key_values") is not None
+
+    @outside_graphs
+    def _left(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        if not recomputing():
+            self.inside = False
+
+    def _told(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs.get("is_causal"), bool):
+            self.causal[module] = kwargs["is_causal"]

@@ -1,0 +1,67 @@
+"""What is measured of a trained model afterwards, one file beside its result.
+
+Owns the names of the analyses and how one is done as a job of the pool. What each measures is in a file of its own,
+imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.checks import require_choice
+from headwise.lab import runs
+from headwise.lab.head_drops import REDUNDANCY
+from headwise.lab.settings import RunSettings
+
+__all__ = ["ANALYSES", "HEAD_VECTORS", "AnalysisSettings", "analyse"]
+
+HEAD_VECTORS = "head-vectors"
+
+
+def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.head_vectors import measure_head_vectors
+
+    return measure_head_vectors(settings, folder)
+
+
+def _redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.redundancy import measure_redundancy
+
+    return measure_redundancy(settings, folder)
+
+
+# Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
+ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
+    HEAD_VECTORS: _head_vectors,
+    REDUNDANCY: _redundancy,
+}
+
+
+@dataclass(frozen=True)
+class AnalysisSettings:
+    """An analysis of one finished run.
+
+    Attributes:
+        name: One of `ANALYSES`.
+        run: What the run was made from.
+    """
+
+    name: str
+    run: RunSettings
+
+    def __post_init__(self) -> None:
+        require_choice("analysis", self.name, ANALYSES)
+
+    def record(self) -> dict[str, Any]:
+        """Return what determines its numbers, as JSON data."""
+        return {"analysis": self.name, **self.run.record()}
+
+
+def analyse(settings: AnalysisSettings, folder: Path) -> None:
+    """Do an analysis of the finished run in `folder`, unless it is there already."""
+    path = runs.analysis_file(folder, settings.name)
+    if not path.exists():
+        runs.write_json(path, ANALYSES[settings.name](settings.run, folder))

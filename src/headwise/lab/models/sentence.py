@@ -1,0 +1,181 @@
+"""Classifiers of sentences: a Transformer encoder, and the two models without attention it is compared with.
+
+Owns `SentenceTransformer`, `SentenceLSTM`, `SentenceCNN` and the word vectors they share. All three take the same batch
+and differ in what stands between the words' vectors and the vector of the sentence. Must not know the task's data.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.checks import ShapeError, require_integer
+from headwise.lab.models.encoder import Encoder
+from headwise.lab.tasks.classification_scales import ClassificationScale
+
+__all__ = ["SentenceCNN", "SentenceClassifier", "SentenceLSTM", "SentenceTransformer", "WordVectors"]
+
+# Words a filter of the CNN sees at once (Kim 2014).
+FILTER_WIDTHS = (3, 4, 5)
+# Standard deviation of the vectors of words where none are known; chosen on dev of TREC and CR.
+DRAWN = 0.2
+
+
+class WordVectors(nn.Embedding):
+    """Trainable vectors of token ids with dropout; those that are known start as given, the others are drawn.
+
+    They are drawn from N(0, s^2), with s the root mean square of the known ones' numbers, or 0.2 where none is known: a
+    word that occurs a few times moves little in a few epochs, and from N(0, 1) hardly at all. Id 0 is padding: its
+    vector is zero and stays so.
+
+    Args:
+        size: Number of token ids.
+        width: Numbers of a vector.
+        dropout: Probability of dropping a number of a vector while training, in [0, 1).
+        ids: Ids that are known, int64 [K].
+        known: Their vectors, [K, width].
+    """
+
+    def __init__(self, size: int, width: int, *, dropout: float, ids: NDArray, known: NDArray) -> None:
+        self.ids, self.known = torch.as_tensor(ids), torch.as_tensor(known)
+        super().__init__(size, width, padding_idx=0)
+        self.dropout = dropout
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors anew, and set those that are known."""
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight *= self.known.square().mean().sqrt() if len(self.ids) else DRAWN
+            self.weight[self.ids] = self.known
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
+        """Return the vectors [.., width] of token ids [..]."""
+        return F.dropout(super().forward(input), self.dropout, self.training)
+
+
+class SentenceClassifier(nn.Module):
+    """Returns the logits of a sentence's class: a vector of the sentence, dropout, one linear layer.
+
+    Subclasses own what makes that vector of the tokens.
+
+    Args:
+        words: Vectors of the tokens.
+        num_labels: Number of classes.
+        scale: Sizes of the model.
+    """
+
+    # Width of the sentence's vector, as a multiple of the model's.
+    vectors: int = 1
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:  # noqa: ARG002
+        super().__init__()
+        require_integer("num_labels", num_labels, low=2)
+        self.dropout = nn.Dropout(scale.dropout)
+        self.classifier = nn.Linear(self.vectors * scale.width, num_labels)
+
+    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the vector of each sentence, [B, pooled], of ids [B, L] with padding True at pads, bool [B, L]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        numbers: Tensor | None = None,  # noqa: ARG002  for whoever masks heads sentence by sentence
+    ) -> dict[str, Tensor]:
+        """Return {"logits": [B, labels]}, and "loss", the mean cross entropy, when labels are given.
+
+        Args:
+            tokens: Token ids, int64 [B, L]; 0 is padding, which follows the tokens.
+            labels: Class of each sentence, int64 [B].
+            numbers: Which sentences of the data these are, int64 [B]; the model does not look.
+
+        Raises:
+            ShapeError: `tokens` is not two-dimensional, or a row holds nothing but padding.
+        """
+        if tokens.dim() != 2 or 0 in tokens.shape:
+            raise ShapeError(f"tokens has shape {tuple(tokens.shape)}; expected (B, L).")
+        logits = self.classifier(self.dropout(self.vector(tokens, tokens == 0)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class SentenceTransformer(SentenceClassifier):
+    """A Transformer encoder and the mean of its states over the tokens of the sentence.
+
+    `model.encoder.layers.*.attention` are the attention sites.
+    """
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
+        super().__init__(words, num_labels, scale)
+        self.encoder = Encoder(
+            words.num_embeddings,
+            width=scale.width,
+            layers=scale.layers,
+            heads=scale.heads,
+            norm_first=scale.norm_first,
+            dropout=scale.dropout,
+            head_size=scale.head_size,
+            hidden=scale.hidden,
+            embedding=words,
+        )
+
+    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the mean state of each sentence."""
+        return masked_mean(self.encoder(tokens, padding), padding)
+
+
+class SentenceLSTM(SentenceClassifier):
+    """A bidirectional LSTM of one layer, d units in each direction, and the mean of its states (Cho et al. 2014)."""
+
+    vectors = 2
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
+        super().__init__(words, num_labels, scale)
+        self.words = words
+        self.recurrent = nn.LSTM(scale.width, scale.width, batch_first=True, bidirectional=True)
+
+    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the mean state of each sentence; padding is not read in either direction."""
+        lengths = (~padding).sum(dim=1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        states, _ = nn.utils.rnn.pad_packed_sequence(
+            self.recurrent(packed)[0], batch_first=True, total_length=tokens.shape[1]
+        )
+        return masked_mean(states, padding)
+
+
+class SentenceCNN(SentenceClassifier):
+    """Filters over 3, 4 and 5 words, d of each, and the greatest answer of each filter (Kim 2014)."""
+
+    vectors = len(FILTER_WIDTHS)
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
+        super().__init__(words, num_labels, scale)
+        self.words = words
+        self.filters = nn.ModuleList(
+            nn.Conv1d(scale.width, scale.width, size, padding=size // 2) for size in FILTER_WIDTHS
+        )
+
+    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the greatest answer of each filter over the places of the sentence."""
+        vectors = self.words(tokens).masked_fill(padding.unsqueeze(-1), 0.0).mT
+        found = []
+        for convolution in self.filters:
+            answers = F.relu(convolution(vectors))[..., : tokens.shape[1]]
+            # after ReLU nothing is below zero, so a place that is masked with zero never is the greatest
+            found.append(answers.masked_fill(padding.unsqueeze(1), 0.0).amax(dim=-1))
+        return torch.cat(found, dim=1)
+
+
+def masked_mean(states: Tensor, padding: Tensor) -> Tensor:
+    """Return the mean over the tokens that are no padding, [B, d], of states [B, L, d].
+
+    >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[False, False, True]])).tolist()
+    [[2.0]]
+    """
+    keep = (~padding).unsqueeze(-1).to(states.dtype)
+    return (states * keep).sum(dim=1) / keep.sum(dim=1).clamp_min(1.0)

@@ -1,0 +1,141 @@
+"""`headwise roles`: what is printed, drawn and written is the masks, and what is missing is said."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+import headwise as hw
+from headwise.lab import cli
+from headwise.lab.shown_roles import folder_of, role_cells, roles_for, show_roles
+
+TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
+COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
+
+
+def shown(table: hw.WordTable, roles: hw.Roles, folder: Path, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_roles(table, roles, folder, console, command="headwise roles ...")
+    return console.file.getvalue()
+
+
+def grid_of(text: str, title: str) -> list[str]:
+    """The rows of one printed role, its marks alone."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if title in line)
+    start = lines[first].index(title)
+    rows = [line[start : start + 16] for line in lines[first + 2 : first + 2 + len(TABLE)]]
+    return ["".join(sign for sign in row if sign in "■□·") for row in rows]
+
+
+def test_each_role_is_printed_as_its_mask(tmp_path: Path):
+    text = shown(TABLE, roles_for(TABLE, COUNTS, released=False), tmp_path)
+    assert grid_of(text, "rare: 25 %") == ["■···"] * 4
+    assert grid_of(text, "separator: 25 %") == ["···■"] * 4
+    assert grid_of(text, "dependency: 62 %") == ["■■··", "■■■·", "·■■■", "··■■"]
+    assert grid_of(text, "major: 75 %") == ["■■■·"] * 4
+    assert grid_of(text, "window: 62 %") == ["■■··", "■■■·", "·■■■", "··■■"]
+
+
+def test_rows_that_fall_back_are_told_from_allowed_ones(tmp_path: Path):
+    table = TABLE[:3]
+    (cells,) = role_cells(table, hw.Roles(hw.Separator()))
+    assert cells.cells == ((1, 1, 1),) * 3
+    assert cells.share == 0
+    assert "□ □ □" in shown(table, hw.Roles(hw.Separator()), tmp_path)
+
+
+def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
+    long = hw.WordTable([f"w{i}" for i in range(60)], [0] * 60, ["x"] * 60)
+    roles = roles_for(long, None, released=True)
+    assert "too wide for this terminal" in shown(long, roles, tmp_path, width=50)
+    close = shown(long, roles, tmp_path, width=70)
+    assert "■" in close
+    assert max(map(len, close.splitlines()[:-1])) <= 70
+
+
+def test_the_picture_and_the_page_are_whole(tmp_path: Path):
+    table = hw.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
+    shown(table, roles_for(table, COUNTS, released=False), tmp_path / "new" / "folder")
+    page = (tmp_path / "new" / "folder" / "roles.html").read_text(encoding="utf-8")
+    assert "&lt;b&gt; $x^2$ &amp;" in page
+    assert "Rare(share=0.1" in page
+    assert "IDF(3 documents, 4 words)" in page
+    picture = matplotlib.image.imread(tmp_path / "new" / "folder" / "roles.png")
+    assert min(picture.shape[:2]) > 300
+    blue = (abs(picture[..., :3] - [0x00 / 255, 0x72 / 255, 0xB2 / 255]).max(-1) < 0.02).mean()
+    assert 0.02 < blue < 0.9
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["roles.html", "roles.png"]
+
+
+def test_without_counts_the_rare_words_are_not_made_up(tmp_path: Path):
+    roles = roles_for(TABLE, None, released=False)
+    assert roles.names == ("separator", "dependency", "major", "window")
+    text = " ".join(shown(TABLE, roles, tmp_path).split())
+    assert "rare: not shown" in text
+    assert "--corpus FILE" in text
+    assert "rare: not shown" in (tmp_path / "roles.html").read_text(encoding="utf-8")
+
+
+def test_a_folder_is_named_after_the_sentence():
+    assert folder_of("The old man, who bought a red car!") == "the-old-man-who-bought-a"
+    assert folder_of("...") == "sentence"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["roles", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_command_end_to_end_and_its_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    spacy = pytest.importorskip("spacy")
+    from masks import test_parser  # its toy component
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    test_parser.pipeline().to_disk("toy")
+    Path("corpus.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["roles", "the cat sat", "--pipeline", "toy", "--corpus", "corpus.txt"])
+    assert ended.value.code == 0
+    assert "rare: 33 %" in capsys.readouterr().out
+    page = (tmp_path / "runs" / "roles" / "the-cat-sat" / "roles.html").read_text(encoding="utf-8")
+    assert "headwise roles &#x27;the cat sat&#x27; --pipeline toy --corpus corpus.txt" in page
+    assert "IDF(2 documents, 3 words)" in page
+
+    assert "the sentence is empty" in refused(capsys, " ", "--pipeline", "toy")
+    assert "no pipeline of spaCy could be loaded from 'absent'" in refused(capsys, "a", "--pipeline", "absent")
+    both = ("a", "--pipeline", "toy", "--corpus", "corpus.txt", "--idf", "corpus.txt")
+    assert "--corpus and --idf were both given" in refused(capsys, *both)
+    Path("empty.txt").write_text("\n", encoding="utf-8")
+    assert "empty.txt holds no text" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "empty.txt")
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    assert "latin.txt is not UTF-8 (byte 3)" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
+    assert "absent.txt cannot be used" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")
+    assert "corpus.txt holds no inverse" in refused(capsys, "a", "--pipeline", "toy", "--idf", "corpus.txt")
+    assert "Missing option" in refused(capsys, "a")
+    assert spacy is not None
+
+
+def test_without_spacy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    import builtins
+
+    original = builtins.__import__
+
+    def without(name: str, *arguments, **settings):
+        if name == "headwise.bridges.spacy":
+            raise ModuleNotFoundError("No module named 'spacy'", name="spacy")
+        return original(name, *arguments, **settings)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "spacy is not installed" in refused(capsys, "a", "--pipeline", "toy")

@@ -1,0 +1,54 @@
+"""Options of a scale: what a command may change, how it is named and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwise.checks import SettingError
+from headwise.lab.scale_options import ScaleOptions, with_options
+from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.logic_scales import SCALES
+
+CPU = CLASSIFICATION_SCALES["cpu"]
+
+
+def test_sizes_are_typed_and_named_and_places_are_not():
+    options = ScaleOptions("cpu", Path("p"), Path("e"), 10, ("layers=4", "dropout=0.5", "norm_first=false"))
+    scale = with_options(CPU, options, "classification")
+    assert (scale.layers, scale.dropout, scale.norm_first, scale.folds) == (4, 0.5, False, 10)
+    assert (scale.pipeline, scale.embeddings) == (Path("p"), Path("e"))
+    assert scale.name == "cpu-layers=4-dropout=0.5-norm_first=False-folds=10"
+    assert with_options(CPU, ScaleOptions("cpu", Path("p")), "classification").name == "cpu"
+    assert with_options(CPU, ScaleOptions("cpu"), "classification") is CPU
+
+
+def test_a_size_that_may_be_absent_is_set_by_a_number():
+    assert with_options(CPU, ScaleOptions("cpu", sizes=("train_examples=50",)), "classification").train_examples == 50
+
+
+def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places():
+    options = ScaleOptions("cpu", Path("a b"), None, 5, ("layers=4",))
+    assert options.words() == ["--scale", "cpu", "--pipeline", "a b", "--folds", "5", "--set", "layers=4"]
+    assert options.words(for_others=True)[:4] == ["--scale", "cpu", "--pipeline", "DIR"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ScaleOptions("cpu", pipeline=Path("p")), "task logic takes no --pipeline; leave it out"),
+        (ScaleOptions("cpu", folds=5), "task logic takes no --folds; leave it out"),
+        (
+            ScaleOptions("cpu", sizes=("layers",)),
+            "--set layers: expected size=value, with one of the sizes width, layers",
+        ),
+        (ScaleOptions("cpu", sizes=("name=x",)), "--set name=x: expected size=value"),
+        (ScaleOptions("cpu", sizes=("layers=two",)), "--set layers=two: expected an integer"),
+        (ScaleOptions("cpu", sizes=("norm_first=1",)), "--set norm_first=1: expected true or false"),
+        (ScaleOptions("cpu", sizes=("layers=0",)), "layers is 0; expected an integer of at least 1"),
+    ],
+)
+def test_what_a_scale_does_not_have_or_cannot_be_is_refused(options, message):
+    with pytest.raises(SettingError, match=message):
+        with_options(SCALES["cpu"], options, "logic")

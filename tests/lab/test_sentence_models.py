@@ -1,0 +1,118 @@
+"""The classifiers of sentences: padding changes nothing, heads may be of any size, and the starts are as said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.checks import SettingError, ShapeError
+from headwise.lab.models.encoder import Encoder, EncoderLayer
+from headwise.lab.models.sentence import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
+from headwise.lab.models.sized_attention import SizedAttention
+from headwise.lab.protocol import initialise
+from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from headwise.nn import MultiheadAttention
+
+SCALE = dataclasses.replace(CLASSIFICATION_SCALES["demo"], width=10, heads=3, head_size=4, hidden=14, dropout=0.3)
+MODELS = [SentenceTransformer, SentenceLSTM, SentenceCNN]
+
+
+def vectors(known: int = 0) -> WordVectors:
+    ids = np.arange(5, 5 + known)
+    return WordVectors(20, 10, dropout=0.3, ids=ids, known=np.full((known, 10), 3.0, dtype=np.float32))
+
+
+def model(kind, seed: int = 3):
+    made = kind(vectors(), 3, SCALE)
+    initialise(made, seed)
+    return made
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_padding_and_the_other_sentences_of_a_batch_change_nothing(kind):
+    classifier = model(kind).eval()
+    alone = torch.tensor([[2, 7, 8, 9, 3]])
+    padded = torch.tensor([[2, 7, 8, 9, 3, 0, 0, 0], [2, 11, 12, 13, 14, 15, 16, 3]])
+    both = classifier(padded)["logits"]
+    torch.testing.assert_close(classifier(alone)["logits"][0], both[0])
+    assert not torch.allclose(both[0], both[1])
+    # a text that lost all its words still has its two special tokens
+    assert torch.isfinite(classifier(torch.tensor([[2, 3]]))["logits"]).all()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_order_of_the_words_matters_and_the_numbers_do_not(kind):
+    classifier = model(kind).eval()
+    one, other = torch.tensor([[2, 7, 8, 9, 3]]), torch.tensor([[2, 9, 8, 7, 3]])
+    assert not torch.allclose(classifier(one)["logits"], classifier(other)["logits"])
+    numbered = classifier(one, labels=torch.tensor([2]), numbers=torch.tensor([77]))
+    assert torch.equal(numbered["logits"], classifier(one)["logits"])
+    torch.testing.assert_close(numbered["loss"], -numbered["logits"].log_softmax(-1)[0, 2])
+
+
+def test_heads_of_any_size_are_found_and_proved():
+    classifier = model(SentenceTransformer)
+    heads = hw.find_heads(classifier)
+    assert [(site.num_heads, site.head_size, site.width) for site in heads] == [(3, 4, 10)] * 2
+    assert len(hw.verify(heads, [torch.tensor([[2, 7, 8, 9, 3], [2, 5, 3, 0, 0]])]).sites) == 2
+
+
+def test_attention_with_heads_of_a_size_is_the_equation():
+    attention = SizedAttention(10, 3, head_size=4).double()
+    states = torch.randn(2, 5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    found = attention(states, states, states, key_padding_mask=padding, need_weights=False)[0]
+    heads = []
+    for head in range(3):
+        rows = slice(4 * head, 4 * head + 4)
+        q, k, v = (
+            states @ weight[rows].T
+            for weight in (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        )
+        scores = (q @ k.mT / 2.0).masked_fill(padding[:, None, :], -torch.inf)
+        heads.append(scores.softmax(-1) @ v)
+    torch.testing.assert_close(found, torch.cat(heads, -1) @ attention.out_proj.weight.T)
+
+
+def test_heads_that_share_the_width_are_the_module_they_were():
+    one, other = SizedAttention(12, 3), MultiheadAttention(12, 3, bias=False, batch_first=True)
+    assert one.state_dict().keys() == other.state_dict().keys()
+    initialise(one, 7)
+    initialise(other, 7)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    layer = EncoderLayer(12, heads=3, norm_first=True, dropout=0.0)
+    assert layer.feed_forward[0].out_features == 24
+
+
+def test_known_vectors_start_as_given_the_others_as_large_and_padding_stays_zero():
+    table = vectors(known=2)
+    initialise(table, 5)
+    assert torch.equal(table.weight[0], torch.zeros(10))
+    torch.testing.assert_close(table.weight[5:7], torch.full((2, 10), 3.0))
+    drawn = vectors()
+    initialise(drawn, 5)
+    assert torch.equal(drawn.weight[0], torch.zeros(10))
+    torch.testing.assert_close(table.weight[7:], drawn.weight[7:] * 15.0)
+    assert 0.15 < float(drawn.weight[1:].detach().std()) < 0.25
+
+
+def test_word_dropout_acts_in_training_alone():
+    table = vectors()
+    tokens = torch.tensor([[5, 6, 7]])
+    assert (table.train()(tokens) == 0).any()
+    assert torch.equal(table.eval()(tokens), table.weight[tokens])
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ShapeError, match=r"tokens has shape \(3,\); expected \(B, L\)"):
+        model(SentenceTransformer)(torch.tensor([2, 5, 3]))
+    with pytest.raises(SettingError, match="num_labels is 1"):
+        SentenceLSTM(vectors(), 1, SCALE)
+    with pytest.raises(SettingError, match="width is 10 with 3 heads"):
+        Encoder(9, width=10, layers=1, heads=3, norm_first=True, dropout=0.0)
+    with pytest.raises(SettingError, match="width is 11; expected an even number"):
+        dataclasses.replace(SCALE, width=11)

@@ -1,0 +1,60 @@
+"""A toy size of the translation task and a corpus for it, for tests of everything that trains on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headwise.lab import compare as compare_module
+from headwise.lab.tasks.translation import TranslationTask
+from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+
+WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht"}
+SMALLEST = dataclasses.replace(
+    TRANSLATION_SCALES["demo"],
+    width=16,
+    hidden=16,
+    heads=4,
+    encoder_layers=2,
+    decoder_layers=2,
+    vocabulary_size=300,
+    tokens=256,
+    epochs=1,
+    warmup_steps=5,
+    averaged=1,
+    beams=1,
+    train_examples=20,
+    dev_examples=4,
+    test_examples=8,
+    compile_routing=False,
+)
+
+
+def write_toy_corpus(folder: Path) -> Path:
+    """Write made sentences under Multi30k's names."""
+    folder.mkdir(exist_ok=True)
+    draw = random.Random(5)
+    for name, size in (("train", 200), ("val", 20), ("test_2016_flickr", 30)):
+        source = [draw.choices(list(WORDS), k=draw.randint(3, 25)) for _ in range(size)]
+        (folder / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in source))
+        (folder / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
+    return folder
+
+
+def make_demo_smallest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the demo scale the smallest and do jobs in this process; return the list their names are added to."""
+    done: list[str] = []
+
+    def run(target: Callable, jobs: list, _workers: int, _watch: object) -> list:
+        for job in jobs:
+            target(job.settings, job.folder, lambda: False)
+            done.append(job.name)
+        return []
+
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    monkeypatch.setattr(compare_module, "run_jobs", run)
+    return done

@@ -1,0 +1,133 @@
+"""Batches bring their masks through Hugging Face's Trainer, whatever it does to them on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from masks.tokenizers_for_tests import fast_tokenizer
+
+TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]
+EXAMPLES = [{"text": text, "label": index % 2} for index, text in enumerate(TEXTS)]
+ROLES = hw.Roles(hw.Separator(), hw.Window(3))
+
+
+def classifier() -> torch.nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=500, **sizes))
+
+
+def test_the_mask_is_that_of_the_encoded_texts_and_their_padding():
+    tokenizer = fast_tokenizer("WordPiece")
+    batch = hw.RoleCollator(ROLES, tokenizer, 3)(EXAMPLES)
+    encoding = tokenizer(TEXTS, padding=True)
+    tables = [hw.WordTable.split(text) for text in TEXTS]
+    expected = ROLES(tables, 3, encoding=encoding)
+    assert torch.equal(batch["role_mask"].allowed(), expected.allowed())
+    assert batch["input_ids"].tolist() == encoding["input_ids"]
+    assert batch["labels"].tolist() == [0, 1, 0, 1, 0]
+    assert "text" not in batch
+
+
+def test_a_collator_of_your_own_pads_as_it_likes_and_sees_the_other_columns():
+    from transformers import DataCollatorWithPadding
+
+    tokenizer = fast_tokenizer("byte-level BPE", padding_side="left", model_max_length=64)
+    inner = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    seen: list[set[str]] = []
+
+    def collate(features: list[dict]) -> dict:
+        seen.append(set(features[0]))
+        return inner(features)
+
+    batch = hw.RoleCollator(ROLES, tokenizer, 4, collator=collate, max_length=12, heads=(3, 1), empty="self")(EXAMPLES)
+    assert {"input_ids", "attention_mask", "label"} <= seen[0]
+    mask = batch["role_mask"]
+    assert mask.tokens == batch["input_ids"].shape[1] == 16
+    assert torch.equal(mask.keep, batch["attention_mask"].bool())
+    assert (mask.heads, mask.empty) == ((3, 1), "self")
+
+
+def test_pairs_of_texts_and_a_parser_of_your_own():
+    calls: list[list[str]] = []
+
+    def parse(texts: list[str]) -> list[hw.WordTable]:
+        calls.append(texts)
+        return [hw.WordTable(text.split(), text=text) for text in texts]
+
+    tokenizer = fast_tokenizer("WordPiece")
+    collator = hw.RoleCollator(hw.Roles(hw.Window(1)), tokenizer, 1, parse=parse, text=("premise", "hypothesis"))
+    batch = collator([{"premise": "so it goes", "hypothesis": "it stops."}, {"premise": "a", "hypothesis": "b c"}])
+    assert calls == [["so it goes", "it stops.", "a", "b c"]]
+    places = tokenizer(["so it goes"], ["it stops."]).encodings[0].word_ids
+    first = batch["role_mask"].roles[0, 0]
+    # pieces of one word see one another and nothing else: "stops." is one word of this parser, and two of the tokenizer
+    last = [place for place, word in enumerate(places) if word is not None][-1]
+    assert bool(first[last, last - 1])
+    assert not first[1, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
+    from transformers import Trainer, TrainingArguments
+
+    model, tokenizer = classifier(), fast_tokenizer("WordPiece")
+    heads = hw.find_heads(model)
+    guidance = hw.guide(heads)
+    arguments = TrainingArguments(
+        tmp_path,
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        remove_unused_columns=False,
+        dataloader_num_workers=workers,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=guidance.collator(ROLES, tokenizer),
+        train_dataset=EXAMPLES,
+        eval_dataset=EXAMPLES,
+    )
+    trainer.train()
+    # three batches an epoch, two epochs
+    assert set(guidance.calls.values()) == {6}
+    metrics = trainer.evaluate()
+    assert set(guidance.calls.values()) == {8}
+    assert metrics["eval_loss"] > 0
+    seen: list[Tensor] = []
+    with hw.Taps(heads.layer(0), weights=True) as taps:
+        for examples in (EXAMPLES[:2], EXAMPLES[2:]):
+            batch = guidance.collator(ROLES, tokenizer)(examples)
+            model(**batch)
+            seen.append(taps.read()[0].weights[~batch["role_mask"].allowed()])
+    assert all(len(forbidden) and not forbidden.any() for forbidden in seen)
+    guidance.remove()
+
+
+def test_what_is_missing_is_said_with_the_way_out():
+    tokenizer = fast_tokenizer("WordPiece")
+    collator = hw.RoleCollator(ROLES, tokenizer, 3)
+    with pytest.raises(hw.DataError, match=r"example 1 has label; .*remove_unused_columns=False"):
+        collator([{"text": "a"}, {"label": 1}])
+    with pytest.raises(hw.DataError, match=r"example 0 its 'text' is a NoneType"):
+        collator([{"text": None}])
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(hw.DataError, match="Slow is not a fast tokenizer"):
+        hw.RoleCollator(ROLES, Slow(), 3)
+    with pytest.raises(hw.DataError, match="has no parse"):
+        hw.RoleCollator(hw.Roles(hw.Dependency()), tokenizer, 3)(EXAMPLES)

@@ -1,0 +1,176 @@
+"""Parses of spaCy become word tables, once a text, and a cache on disk gives the same ones back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headwise as hw
+
+spacy = pytest.importorskip("spacy")
+
+from headwise.bridges.parse_cache import Parse, ParseCache, digest  # noqa: E402
+from headwise.bridges.spacy import Parser  # noqa: E402
+
+DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
+TRAINED = DATA.parent / "models" / "en_ewt_parser"
+
+
+@spacy.Language.component("hang_left")
+def hang_left(doc):
+    """A parser without weights: every token hangs on the one before it."""
+    for token in doc:
+        token.head = doc[max(0, token.i - 1)]
+        token.dep_ = "ROOT" if token.i == 0 else f"left{token.i % 3}"
+    return doc
+
+
+def pipeline(name: str = "toy"):
+    nlp = spacy.blank("en", meta={"name": name})
+    nlp.add_pipe("hang_left", name="parser")
+    return nlp
+
+
+@pytest.fixture
+def given_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each call of a pipeline was given."""
+    given: list[int] = []
+    original = spacy.Language.pipe
+
+    def pipe(self, texts, **settings):
+        texts = list(texts)
+        given.append(len(texts))
+        return original(self, texts, **settings)
+
+    monkeypatch.setattr(spacy.Language, "pipe", pipe)
+    return given
+
+
+TEXTS = ["A good film.", "No  white\nspace\there ", "", "naïve 👩‍👩‍👧 数据", "A good film."]
+
+
+def test_white_space_is_no_word_and_what_hangs_on_it_hangs_on_its_head():
+    (table,) = Parser(pipeline())(["one  two \n three"])
+    assert table.words == ("one", "two", "three")
+    assert table.heads == (0, 0, 1)
+    assert table.spans == ((0, 3), (5, 8), (11, 16))
+    assert table.text == "one  two \n three"
+
+
+def test_words_that_are_given_stay_the_words():
+    (table,) = Parser(pipeline())([["it", "'s", "n't", "?!"]])
+    assert table.words == ("it", "'s", "n't", "?!")
+    assert table.text == "it 's n't ?!"
+    assert table.heads == (0, 0, 1, 2)
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+def test_a_text_is_parsed_once_and_comes_back_equal(tmp_path: Path, given_texts: list[int], kept: str):
+    cache = tmp_path if kept == "disk" else None
+    parse = Parser(pipeline(), cache)
+    first = parse(TEXTS)
+    assert given_texts == [4]
+    assert [table.text for table in first] == TEXTS
+    assert parse(TEXTS) == first
+    assert parse([*TEXTS[:2], "new"])[:2] == first[:2]
+    assert given_texts == [4, 1]
+    if kept == "disk":
+        again = Parser(pipeline(), cache)
+        assert len(again.cache) == 5
+        assert again(TEXTS) == first
+        assert given_texts == [4, 1]
+
+
+def test_another_pipeline_and_another_setting_have_parses_of_their_own(tmp_path: Path, given_texts: list[int]):
+    for made in (
+        Parser(pipeline(), tmp_path),
+        Parser(pipeline("other"), tmp_path),
+        Parser(pipeline(), tmp_path, one_sentence=False),
+    ):
+        made(TEXTS[:1])
+    assert given_texts == [1, 1, 1]
+    assert len(list(tmp_path.iterdir())) == 3
+    # words and the text they make are not the same thing to a tokenizer
+    Parser(pipeline(), tmp_path)([["A", "good", "film."]])
+    assert given_texts == [1, 1, 1, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 70_000), st.integers(1, 300), st.sampled_from(["a", "nsubj", "é"])), max_size=6
+        ),
+        max_size=4,
+    )
+)
+def test_the_files_hold_what_was_put_in_as_small_integers(tmp_path_factory: pytest.TempPathFactory, made: list):
+    folder = tmp_path_factory.mktemp("parses")
+    parses = {}
+    for number, words in enumerate(made):
+        starts = sorted(start for start, _, _ in words)
+        ends = tuple(start + size for start, (_, size, _) in zip(starts, words, strict=True))
+        heads = tuple(start % len(words) for start in starts)
+        parses[digest(str(number))] = Parse(tuple(starts), ends, heads, tuple(label for _, _, label in words))
+    ParseCache(folder, b"x").add(parses)
+    again = ParseCache(folder, b"x")
+    assert {key: again.get(key) for key in parses} == parses
+    assert len(again) == len(parses)
+    assert not list(folder.rglob(".*"))
+
+
+def test_a_damaged_file_of_the_cache_is_named(tmp_path: Path):
+    parse = Parser(pipeline(), tmp_path)
+    parse(TEXTS)
+    (path,) = tmp_path.rglob("*.npz")
+    assert path.stat().st_size < 2500
+    whole = path.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"not a file of ours"):
+        path.write_bytes(content)
+        with pytest.raises(hw.DataError, match=rf"{path.name} is not a file of parses .* delete it"):
+            Parser(pipeline(), tmp_path)
+
+
+def test_two_processes_that_parse_the_same_disturb_nobody(tmp_path: Path):
+    one, other = Parser(pipeline(), tmp_path), Parser(pipeline(), tmp_path)
+    assert one(TEXTS) == other(TEXTS)
+    assert len(list(tmp_path.rglob("*.npz"))) == 2
+    assert Parser(pipeline(), tmp_path)(TEXTS) == one(TEXTS)
+
+
+def test_bad_input_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(hw.DataError, match=r"loaded from 'absent_pipeline'.*expected a folder or the name"):
+        Parser("absent_pipeline")
+    with pytest.raises(hw.DataError, match="has no component; expected one with a parser"):
+        Parser(spacy.blank("en"))
+    parse = Parser(pipeline())
+    with pytest.raises(hw.DataError, match="expected a list of texts"):
+        parse("a text")
+    with pytest.raises(hw.DataError, match="text 1 is a int"):
+        parse(["a", 3])
+    with pytest.raises(hw.DataError, match="text 0 has a word that is empty"):
+        parse([["a", " "]])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hw.DataError, match="cannot be made"):
+        Parser(pipeline(), tmp_path / "file")(["a"])
+    parse.nlp.max_length = 3
+    with pytest.raises(hw.DataError, match=r"a text of 4 characters is longer than the pipeline takes \(3\)"):
+        parse(["abcd"])
+
+
+@pytest.mark.skipif(not TRAINED.is_dir(), reason="there is no trained pipeline beside HEADWISE_DATA")
+def test_a_trained_parser_gives_the_roles_a_person_would(tmp_path: Path):
+    parse = Parser(TRAINED, tmp_path)
+    (table,) = parse(["He really likes good films."])
+    assert dict(zip(table.words, table.relations, strict=True))["films"] == "obj"
+    assert [table.words[i] for i in hw.Major().find(table)] == ["He", "really", "likes", "good", "films"]
+    assert sum(word == head for word, head in enumerate(table.heads)) == 1
+    # two sentences told to be one have one root
+    assert sum(w == h for w, h in enumerate(parse(["It rains. We stay."])[0].heads)) == 1
+    free = Parser(TRAINED, one_sentence=False)
+    assert sum(w == h for w, h in enumerate(free(["It rains. We stay."])[0].heads)) == 2
+    assert Parser(str(TRAINED), tmp_path).digest == parse.digest

@@ -1,0 +1,211 @@
+"""Word tables, CoNLL-U and inverse document frequencies: what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise as hw
+
+TREEBANK = Path(os.environ.get("HEADWISE_DATA", "")) / "ud" / "en_ewt"
+
+
+@given(st.text(max_size=40))
+def test_words_of_a_text_are_its_characters_but_white_space_in_order(text: str):
+    table = hw.WordTable.split(text)
+    assert "".join(table.words) == "".join(letter for letter in text if not letter.isspace())
+    assert [text[start:end] for start, end in table.spans] == list(table.words)
+    assert hw.WordTable(table.words).words == table.words
+
+
+def test_a_part_of_a_table_keeps_what_hangs_together():
+    table = hw.WordTable(list("abcde"), heads=[1, 1, 4, 1, 3], relations=list("vwxyz"), rarities=[1, 2, 3, 4, 5])
+    part = table[1:4]
+    # b is the root, c hung on e which was cut off, d hangs on b
+    assert (part.words, part.heads, part.relations) == (("b", "c", "d"), (0, 1, 0), ("w", "x", "y"))
+    assert part.rarities == (2, 3, 4)
+    assert [part.text[start:end] for start, end in part.spans] == ["b", "c", "d"]
+    assert table[:99] == table
+    with pytest.raises(hw.SettingError, match="by 2"):
+        table[::2]
+
+
+def depths(table: hw.WordTable) -> list[int]:
+    found = []
+    for word in range(len(table)):
+        depth, above = 0, word
+        while table.heads[above] != above:
+            above, depth = table.heads[above], depth + 1
+            assert depth < len(table), "the heads go round in a circle"
+        found.append(depth)
+    return sorted(found)
+
+
+def test_a_shuffled_parse_has_the_same_tree_over_other_words():
+    table = hw.WordTable(
+        list("abcdefg"), heads=[1, 1, 1, 2, 2, 4, 5], relations=["amod", "ROOT", "nsubj", "obj", "det", "case", "x"]
+    )
+    shuffled = table.shuffled_parse(3)
+    assert shuffled.words == table.words
+    assert shuffled.heads != table.heads
+    assert depths(shuffled) == depths(table)
+    edges = sorted((r, table.relations[h]) for r, h in zip(table.relations, table.heads, strict=True))
+    moved = sorted((r, shuffled.relations[h]) for r, h in zip(shuffled.relations, shuffled.heads, strict=True))
+    assert moved == edges
+    assert table.shuffled_parse(3) == shuffled
+    assert table.shuffled_parse(4) != shuffled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"words": "a text"}, "WordTable.split"),
+        ({"words": ["a", ""]}, "word 1 is ''"),
+        ({"words": ["a", "b"], "heads": [0]}, r"heads has 1 entries for 2 words \('a b'\)"),
+        ({"words": ["a", "b"], "heads": [0, 2]}, r"head of word 1 \('b'\) is 2; expected 0 to 1"),
+        ({"words": ["b", "a"], "text": "a b"}, r"word 1 \('a'\) is not in the text behind character 3"),
+        ({"words": ["a"], "text": "a", "spans": [(0, 2)]}, "characters 0 to 2 of a text of 1"),
+        ({"words": ["a", "b"], "text": "a b", "spans": [(2, 3), (0, 1)]}, "expected order"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(arguments: dict, message: str):
+    with pytest.raises(hw.DataError, match=message):
+        hw.WordTable(**arguments)
+
+
+CONLLU = """# sent_id = 1
+# text = Don't go, John.
+1-2\tDon't\t_\t_\t_\t_\t_\t_\t_\t_
+1\tDo\tdo\tAUX\t_\t_\t3\taux\t_\t_
+2\tn't\tnot\tPART\t_\t_\t3\tadvmod\t_\t_
+3\tgo\tgo\tVERB\t_\t_\t0\troot\t_\tSpaceAfter=No
+4\t,\t,\tPUNCT\t_\t_\t5\tpunct\t_\t_
+4.1\tghost\t_\t_\t_\t_\t_\t_\t_\t_
+5\tJohn\tJohn\tPROPN\t_\t_\t3\tvocative\t_\tx=y|SpaceAfter=No
+6\t.\t.\tPUNCT\t_\t_\t3\tpunct\t_\tSpaceAfter=No
+
+1-2\tdu\t_\t_\t_\t_\t_\t_\t_\t_
+1\tde\tde\tADP\t_\t_\t3\tcase\t_\t_
+2\tle\tle\tDET\t_\t_\t3\tdet\t_\t_
+3\tfilm\tfilm\tNOUN\t_\t_\t0\troot\t_\t_
+"""
+
+
+def conllu(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "some.conllu"
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: Path, ending: str):
+    first, second = hw.read_conllu(conllu(tmp_path, CONLLU.replace("\n", ending)))
+    assert first.text == "Don't go, John."
+    assert first.words == ("Do", "n't", "go", ",", "John", ".")
+    assert first.heads == (2, 2, 2, 4, 2, 2)
+    assert first.relations[1] == "advmod"
+    assert [first.text[start:end] for start, end in first.spans] == list(first.words)
+    # words that do not spell their token share its characters
+    assert second.text == "du film"
+    assert second.spans == ((0, 2), (0, 2), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("3\tgo\tgo\tVERB\t_\t_\t0\troot\t_\t", "3\tgo\tgo\tVERB\t0\troot\t_\t", r"conllu:6: 8 columns.*expected 10"),
+        ("5\tJohn", "7\tJohn", r"conllu:9: the identifier is '7'; expected the word 5"),
+        ("5\tJohn", "five\tJohn", r"conllu:9: the identifier is 'five'"),
+        ("\t5\tpunct", "\tfive\tpunct", r"conllu:7: the head is 'five'"),
+        ("\t5\tpunct", "\t9\tpunct", r"conllu:7: the head is 9 in a sentence of 6 words"),
+        ("\t5\tpunct", "\t_\tpunct", r"conllu:7: the head is missing"),
+        ("5\tJohn\t", "5\t\t", r"conllu:9: the form is empty"),
+        ("1-2\tdu", "1-9\tdu", r"conllu:15: a multiword token reaches word 9 of 3"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, old: str, new: str, message: str):
+    assert old in CONLLU
+    with pytest.raises(hw.DataError, match=message):
+        hw.read_conllu(conllu(tmp_path, CONLLU.replace(old, new)))
+
+
+def test_a_conllu_file_without_sentences_or_that_is_none_is_refused(tmp_path: Path):
+    with pytest.raises(hw.DataError, match="holds no sentence"):
+        hw.read_conllu(conllu(tmp_path, "# only this\n"))
+    with pytest.raises(hw.DataError, match="No such file"):
+        hw.read_conllu(tmp_path / "absent.conllu")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(hw.DataError, match="not UTF-8"):
+        hw.read_conllu(tmp_path / "latin")
+
+
+def test_a_file_without_heads_gives_tables_without_a_parse(tmp_path: Path):
+    (table,) = hw.read_conllu(conllu(tmp_path, "1\ta\t_\t_\t_\t_\t_\t_\t_\t_\n"))
+    assert table.heads is None
+    with pytest.raises(hw.DataError, match=r"'a' has no parse; parse it with"):
+        table.parse()
+
+
+@pytest.mark.skipif(not TREEBANK.is_dir(), reason="HEADWISE_DATA names no folder with the treebank")
+def test_a_whole_treebank_is_read_as_its_own_text_says(tmp_path: Path):
+    path = tmp_path / "dev.conllu"
+    path.write_bytes(gzip.decompress((TREEBANK / "en_ewt-ud-dev.conllu.gz").read_bytes()))
+    tables = hw.read_conllu(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    texts = [line.removeprefix("# text = ") for line in lines if line.startswith("# text = ")]
+    assert len(tables) == len(texts) > 1000
+    assert [table.text for table in tables] == texts
+
+
+def test_idf_is_the_formula_and_an_unseen_word_is_the_rarest():
+    table = hw.idf([hw.WordTable(["The", "film", "film"]), ["the", "plot"], ["The", "the"]])
+    assert table("film") == math.log(4 / 2) + 1
+    assert table("THE") == math.log(4 / 4) + 1
+    assert table("unseen") == math.log(4 / 1) + 1 == table.greatest
+    cased = hw.idf([["The", "film"], ["the", "plot"]], lowercase=False)
+    assert cased("The") == cased("plot") == math.log(3 / 2) + 1
+    rated = table.rate(hw.WordTable(["The", "plot", "twist"]))
+    assert rated.rarities == (table("the"), table("plot"), table.greatest)
+    assert rated.words == ("The", "plot", "twist")
+
+
+def test_idf_is_saved_with_the_model_and_comes_back_equal(tmp_path: Path):
+    table = hw.idf([["naïve", "数据"], ["film"]], lowercase=False)
+    table.save(tmp_path / "idf.json")
+    again = hw.IDF.load(tmp_path / "idf.json")
+    assert again == table
+    assert again("数据") == table("数据")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format": 2, "documents": 1, "frequencies": {}, "lowercase": true}',
+        '{"format": 1, "documents": 1, "frequencies": {"a": 2}, "lowercase": true}',
+        '{"format": 1, "documents": 1, "frequencies": {"a": "1"}, "lowercase": true}',
+        '{"format": 1, "documents": 1}',
+    ],
+)
+def test_a_file_that_is_no_idf_is_refused_by_name(tmp_path: Path, content: str):
+    path = tmp_path / "idf.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(hw.DataError, match=r"idf.json holds no inverse document frequencies"):
+        hw.IDF.load(path)
+
+
+def test_what_idf_cannot_count_is_refused(tmp_path: Path):
+    with pytest.raises(hw.DataError, match="no document"):
+        hw.idf([])
+    with pytest.raises(hw.DataError, match="document 1 is the text 'a film'"):
+        hw.idf([["a"], "a film"])
+    with pytest.raises(hw.DataError, match="cannot be read"):
+        hw.IDF.load(tmp_path / "absent.json")
