@@ -18,6 +18,7 @@ import pytest
 from headwise.checks import DataError, SettingError
 from headwise.lab import runs
 from headwise.lab.tasks import translation_decoding
+from headwise.lab.tasks.subwords import END
 from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
 from headwise.lab.train import train_run
 from headwise.lab.translate import LONGEST_LINE, read_lines, translate_lines
@@ -168,7 +169,10 @@ def test_the_positions_of_marian_are_enough_for_its_longest_line(trained):
     translator = open_translator(trained["marian"], beams=1)
     source = translator.encode(["red dog runs two small sees " * 200])[0]
     assert len(source) > 600
+    # a model that never ends by itself
+    translator.model.final_logits_bias[:, END] = -1e4
     (found,) = translator.translate([source])
+    assert len(translator.encode([found])[0]) > 400
     assert found == translator.translate([source[:511]])[0]
 
 
