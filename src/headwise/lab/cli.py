@@ -153,6 +153,9 @@ def reproduce(
         bool, typer.Option("--list", help="Show the reproductions there are, with their runs; so does no ID.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs of ID and stop.")] = False,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="This part of ID alone, as --dry-run names it; one or several.")
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option(help="Runs an arm; five by default, which verdicts need, and two at scale demo.")
     ] = None,
@@ -189,12 +192,13 @@ def reproduce(
     workers = default_workers() if workers is None else workers
     options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
     plans = reproducing.make_plans(
-        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options, parts=parts or ()
     )
     if dry_run:
         lists.show_plans(reproduction, plans, standard_console())
         return
     command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
+    command += "".join(f" --part {shlex.quote(part)}" for part in parts or ())
     # the record is for others, whose folders have other names
     command += "" if data is None else " --data FOLDER"
     with stoppable():
