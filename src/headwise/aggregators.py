@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from headwise.checks import SettingError, ShapeError
 from headwise.em_routing import EMKernel
+from headwise.fused_routing import fused_kernel, runs_on
 from headwise.gates import Gate, GatedProjection
 from headwise.recompute import Kernel, compiled_kernel, routed_in_chunks
 from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.simple_routing import SimpleKernel
-from headwise.votes import Votes
+from headwise.votes import Votes, full_precision
 
 __all__ = [
     "Aggregator",
@@ -148,7 +149,7 @@ class MeanKernel:
 
     def forward(self, votes: Tensor, *_weights: Tensor) -> Tensor:
         """Return the capsules [T, N, c]."""
-        return votes.mean(1)
+        return full_precision(votes).mean(1)
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
         """Write the gradient of the votes into `into`; there are no weights."""
@@ -269,16 +270,24 @@ def _aggregated(
             f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
             f"{joined} on the last axis."
         )
-    if chunks.compile and not isinstance(kernel, MeanKernel) and not torch.compiler.is_compiling():
-        kernel = compiled_kernel(kernel)
+    kernel, padded = _quickest(kernel, chunks, heads)
     sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
     rows = heads.reshape(heads.shape[:-1].numel(), joined)
     if len(rows) == 0:
         # nothing to route, but every weight takes part: its gradient is 0, not absent
         parts = torch.stack([tensor.flatten()[:0].sum() for tensor in (heads, *votes.weights(), *routing_weights)])
         return heads.new_zeros(*heads.shape[:-1], votes.width) + parts.sum()
-    flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=chunks.compile)
+    flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=padded)
     return flat.reshape(*heads.shape[:-1], votes.width)
+
+
+def _quickest(kernel: Kernel, chunks: Chunks, heads: Tensor) -> tuple[Kernel, bool]:
+    """Return the form of a kernel that runs here, and whether its chunks are to be padded to a few sizes."""
+    if isinstance(kernel, MeanKernel) or torch.compiler.is_compiling():
+        return kernel, False
+    if isinstance(kernel, EMKernel) and chunks.fused and runs_on(heads.device):
+        return fused_kernel(kernel), False
+    return (compiled_kernel(kernel), True) if chunks.compile else (kernel, False)
 
 
 def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.votes import full_precision
+
 __all__ = ["EMGradient", "EMKernel", "EMState", "em_forward", "em_gradient", "em_schedule"]
 
 _NATS_PER_DIMENSION = 0.5 * (1.0 + math.log(2.0 * math.pi))
@@ -67,11 +69,12 @@ class EMKernel:
     def forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
         """Return the capsules [T, N, c]; `betas` are beta_A and beta_mu, or nothing."""
         beta_a, beta_mu = betas or (None, None)
-        return em_forward(votes, beta_a, beta_mu, self.schedule, self.floor)[0]
+        return em_forward(full_precision(votes), beta_a, beta_mu, self.schedule, self.floor)[0]
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
         """Write the gradient of the votes into `into` and return those of the betas given."""
         beta_a, beta_mu = betas or (None, None)
+        votes, grad = full_precision(votes), full_precision(grad)
         parts = em_gradient(votes, beta_a, beta_mu, grad, self.schedule, self.floor)
         into.copy_(parts.votes)
         return tuple(part for part in parts[1:] if part is not None)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.checks import HeadwiseError
+from headwise.votes import full_precision
 
 __all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
 
@@ -29,7 +30,10 @@ FEWEST_PADDED = 2**17
 
 
 class Kernel(Protocol):
-    """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once."""
+    """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once.
+
+    Votes, capsules' gradient and `into` may be in half precision; what is computed is in float32 at least.
+    """
 
     def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
         """Return the capsules [t, N, c] of votes [t, H, N, c]."""
@@ -74,9 +78,8 @@ def routed_in_chunks(
     if torch.compiler.is_compiling():
         # the user's own compiler sees one graph and decides itself what is kept
         whole = votes(heads, *vote_weights)
-        dtype = _routing_dtype(whole)
         with _autocast(heads, None):
-            routed = kernel.forward(whole.to(dtype), *(weight.to(dtype) for weight in routing_weights))
+            routed = kernel.forward(whole, *_in_precision_of(whole, routing_weights))
         return routed.flatten(1).to(whole.dtype)
     plan = _Plan(votes, kernel, sizes, pad, len(vote_weights))
     return _Chunked.apply(plan, heads, *vote_weights, *routing_weights)
@@ -101,13 +104,11 @@ class _Chunked(torch.autograd.Function):
         for rows in heads.split(plan.sizes[0]):
             with _autocast(heads, ctx.autocast):
                 votes = plan.votes(rows, *vote_weights)
-            routing_dtype = _routing_dtype(votes)
-            routing = [weight.to(routing_dtype) for weight in routing_weights]
+            routing = _in_precision_of(votes, routing_weights)
             output = votes.new_empty(votes.shape[0], votes.shape[2] * votes.shape[3])
             with _autocast(heads, None):
                 for part in _parts(len(votes), plan.sizes[1]):
-                    chunk = votes[part].to(routing_dtype)
-                    chunk = _padded(chunk, _padded_length(chunk, plan))
+                    chunk = _padded(votes[part], _padded_length(votes[part], plan))
                     capsules = plan.kernel.forward(chunk, *routing).flatten(1)
                     output[part] = capsules[: part.stop - part.start]
             outputs.append(output)
@@ -157,18 +158,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _routing_gradient(
     votes: Tensor, grad: Tensor, routing_weights: Sequence[Tensor], plan: _Plan
 ) -> tuple[Tensor, list[Tensor]]:
-    dtype = _routing_dtype(votes)
-    routing = [weight.detach().to(dtype) for weight in routing_weights]
+    routing = _in_precision_of(votes, [weight.detach() for weight in routing_weights])
     d_votes = torch.empty_like(votes)
     sums: list[Tensor] = []
     with _autocast(votes, None):
         for part in _parts(len(votes), plan.sizes[1]):
-            chunk = votes[part].to(dtype)
-            length = _padded_length(chunk, plan)
-            chunk = _padded(chunk, length)
-            chunk_grad = _padded(grad[part].to(dtype).unflatten(1, votes.shape[2:]), length)
-            # a half-precision or padded chunk goes through a buffer of the kernel's own dtype and length
-            fits = len(chunk) == part.stop - part.start and d_votes.dtype == dtype
+            length = _padded_length(votes[part], plan)
+            chunk = _padded(votes[part], length)
+            chunk_grad = _padded(grad[part].unflatten(1, votes.shape[2:]), length)
+            # a padded chunk goes through a buffer of its own length
+            fits = len(chunk) == part.stop - part.start
             into = d_votes[part] if fits else torch.empty_like(chunk)
             d_routing = plan.kernel.gradient(chunk, chunk_grad, into, *routing)
             if not fits:
@@ -180,7 +179,7 @@ def _routing_gradient(
 def _accumulated(sums: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
     # gradients of many chunks are summed in float32 at least; the copy, because autograd may hand out one tensor twice
     if not sums:
-        return [term.to(_routing_dtype(term), copy=True) for term in terms]
+        return [full_precision(term).clone() for term in terms]
     return [total.add_(term) for total, term in zip(sums, terms, strict=True)]
 
 
@@ -204,8 +203,8 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing > 0 else tensor
 
 
-def _routing_dtype(votes: Tensor) -> torch.dtype:
-    return torch.float64 if votes.dtype == torch.float64 else torch.float32
+def _in_precision_of(votes: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.to(torch.promote_types(votes.dtype, torch.float32)) for weight in weights]
 
 
 def _autocast_state(tensor: Tensor) -> torch.dtype | None:

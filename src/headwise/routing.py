@@ -52,11 +52,16 @@ class Chunks:
         compile: Whether the routing of one chunk is compiled with `torch.compile`: half a minute once a
             process, then several times faster. Where it fails, for example without a C++ compiler, a log line
             says so and the plain path is taken.
+        fused: Whether EM routing on a GPU runs as a program of Triton, where that is installed: the votes of a token
+            are read once and stay on chip through all iterations. The first call of each shape is held against the
+            plain path on a few tokens; where they differ, or Triton fails, a log line says so and the plain path is
+            taken. It needs no `compile`.
     """
 
     tokens: int | None = None
     routed: int | None = None
     compile: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("tokens", self.tokens), ("routed", self.routed)):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.votes import full_precision
+
 __all__ = ["SimpleKernel", "simple_forward", "simple_gradient"]
 
 
@@ -30,10 +32,11 @@ class SimpleKernel:
 
     def forward(self, votes: Tensor, *_weights: Tensor) -> Tensor:
         """Return the capsules [T, N, c]."""
-        return simple_forward(votes, self.iterations, self.over_capsules, self.floor)[0]
+        return simple_forward(full_precision(votes), self.iterations, self.over_capsules, self.floor)[0]
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
         """Write the gradient of the votes into `into`; there are no weights."""
+        votes, grad = full_precision(votes), full_precision(grad)
         into.copy_(simple_gradient(votes, grad, self.iterations, self.over_capsules, self.floor))
         return ()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.checks import SettingError, require_integer
 
-__all__ = ["DistinctCapsules", "PerHead", "SharedTrunk", "VoteSetting", "VoteWeight", "Votes"]
+__all__ = ["DistinctCapsules", "PerHead", "SharedTrunk", "VoteSetting", "VoteWeight", "Votes", "full_precision"]
 
 
 @dataclass(frozen=True)
@@ -196,3 +196,12 @@ class Votes(nn.Module):
 
 def _linear(fan_in: int, *shape: int) -> VoteWeight:
     return VoteWeight(shape, bound=1.0 / math.sqrt(fan_in))
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """Return a tensor in the precision that routing computes in: float64 as it is, all others as float32.
+
+    >>> full_precision(torch.zeros(2, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -26,6 +26,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "votes.py",
             "simple_routing.py",
             "em_routing.py",
+            "em_triton.py",
+            "fused_routing.py",
             "routing.py",
             "recompute.py",
             "reference/__init__.py",

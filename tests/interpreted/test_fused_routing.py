@@ -1,0 +1,166 @@
+"""EM routing on chip against the plain form: in Triton's interpreter, which runs the same programs on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.aggregators import build
+from headwise.em_routing import EMKernel, em_forward, em_schedule
+from headwise.fused_routing import FusedEMKernel, fused_kernel, runs_on
+from headwise.routing import Chunks, EMRouting
+
+FLOOR = 1e-6
+
+
+@pytest.fixture
+def undisturbed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The test fails where the fused form was left for the plain one."""
+    with caplog.at_level(logging.WARNING):
+        yield
+    # the records of a fixture's own end would be others
+    assert not caplog.get_records("call")
+
+
+def problem(heads: int, capsules: int, size: int, *, active: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    votes = torch.randn(5, heads, capsules, size, generator=generator, dtype=torch.float64)
+    betas = list(0.7 * torch.randn(2, capsules, generator=generator, dtype=torch.float64)) if active else []
+    return [votes.to(dtype), *(beta.to(torch.promote_types(dtype, torch.float32)) for beta in betas)]
+
+
+def everything(kernel: EMKernel | FusedEMKernel, votes: Tensor, *betas: Tensor) -> list[Tensor]:
+    """Capsules and all gradients for a gradient of the capsules that is not the same everywhere."""
+    capsules = kernel.forward(votes, *betas)
+    grad = torch.linspace(-1.3, 2.1, capsules.numel(), dtype=torch.float64).view(capsules.shape).to(votes.dtype)
+    into = torch.empty_like(votes)
+    return [capsules, into, *kernel.gradient(votes, grad, into, *betas)]
+
+
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "capsules", "size", "iterations"), [(3, 6, 2, 3), (4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2)]
+)
+@pytest.mark.usefixtures("undisturbed")
+def test_it_equals_the_plain_form(heads, capsules, size, iterations, active):
+    plain = EMKernel(em_schedule(iterations, 0.8, 2.9), FLOOR)
+    tensors = problem(heads, capsules, size, active=active)
+    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+        # the settings reach the programs in float32
+        torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.usefixtures("undisturbed")
+def test_variances_and_sums_below_their_floor(size):
+    plain = EMKernel(em_schedule(3, 1.0, 3.0), FLOOR)
+    votes, *betas = problem(4, 6, size, active=True)
+    # all heads nearly agree on one capsule, and lie so far apart in another that none is assigned to it
+    votes[:, :, 1] = votes[:, :1, 1] + 3e-4 * votes[:, :, 1]
+    votes[:, :, 4] *= 1e7
+    tensors = [votes, *betas]
+    states = em_forward(votes, *betas, plain.schedule, FLOOR)[1]
+    assert (states[-1].spread < FLOOR).any()
+    assert (states[-1].total < FLOOR).any()
+    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_half_precision_is_read_as_it_is_and_routed_in_float32():
+    plain = EMKernel(em_schedule(3, 1.0, 3.0), FLOOR)
+    votes, *betas = problem(4, 6, 2, active=True, dtype=torch.bfloat16)
+    fast = everything(FusedEMKernel(plain), votes, *betas)
+    slow = everything(plain, votes.float(), *betas)
+    assert fast[0].dtype == fast[1].dtype == torch.bfloat16
+    torch.testing.assert_close(fast[0], slow[0].bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(fast[1], slow[1].bfloat16(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(fast[2:], slow[2:], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_any_layout_of_the_heads_is_read_rightly():
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    votes, *betas = problem(3, 6, 2, active=True)
+    heads_first = votes.transpose(0, 1).contiguous().transpose(0, 1)
+    numbers_first = votes.transpose(2, 3).contiguous().transpose(2, 3)
+    wanted = everything(plain, votes, *betas)
+    for other in (heads_first, numbers_first):
+        assert not other.is_contiguous()
+        for fast, slow in zip(everything(FusedEMKernel(plain), other, *betas), wanted, strict=True):
+            torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_more_tokens_than_programs(monkeypatch):
+    from headwise import em_triton
+
+    monkeypatch.setattr(em_triton, "MOST_PROGRAMS", 2)
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    tensors = problem(3, 6, 2, active=True)
+    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_an_aggregator_takes_it_and_gives_the_same(monkeypatch):
+    torch.manual_seed(3)
+    setting = EMRouting(capsules=4, iterations=2, chunks=Chunks(tokens=4, routed=3))
+    aggregator = build(setting, num_heads=2, head_size=4, width=8).double()
+    heads = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    fused_kernel.cache_clear()
+    fast = outputs(aggregator, heads)
+    assert fused_kernel.cache_info().misses == 1
+    monkeypatch.delenv("TRITON_INTERPRET")
+    slow = outputs(aggregator, heads)
+    assert fused_kernel.cache_info().hits + fused_kernel.cache_info().misses < 4
+    for one, other in zip(fast, slow, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def outputs(aggregator: torch.nn.Module, heads: Tensor) -> list[Tensor]:
+    output = aggregator(heads)
+    loss = (output * torch.linspace(-1.0, 1.7, output.numel(), dtype=output.dtype).view_as(output)).sum()
+    return [output, *torch.autograd.grad(loss, [heads, *aggregator.parameters()])]
+
+
+def test_it_runs_on_a_gpu_or_in_the_interpreter_alone(monkeypatch):
+    assert runs_on(torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not runs_on(torch.device("cpu"))
+    assert runs_on(torch.device("cuda", 0))
+
+
+def test_votes_too_large_to_stay_on_chip_take_the_plain_path(monkeypatch):
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    fused = FusedEMKernel(plain)
+    monkeypatch.setattr(fused, "_forward", lambda *_: pytest.fail("the programs were launched"))
+    votes = torch.randn(2, 9, 1025, 1)
+    torch.testing.assert_close(fused.forward(votes), plain.forward(votes), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("damage", ["wrong", "raises"])
+def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog):
+    from headwise import em_triton
+
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    fused = FusedEMKernel(plain)
+    launch = em_triton.launch_forward
+
+    def damaged(votes, betas, schedule, floor, capsules):
+        if damage == "raises":
+            raise RuntimeError("no such instruction")
+        launch(votes, betas, schedule, floor, capsules)
+        capsules *= 1.01
+
+    monkeypatch.setattr(em_triton, "launch_forward", damaged)
+    votes, *betas = problem(3, 6, 2, active=True)
+    for _ in range(2):
+        torch.testing.assert_close(fused.forward(votes, *betas), plain.forward(votes, *betas), rtol=0, atol=0)
+    [said] = caplog.messages
+    assert "going on without it" in said
+    assert ("away from the plain form" if damage == "wrong" else "no such instruction") in said
