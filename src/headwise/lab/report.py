@@ -44,8 +44,9 @@ HEADS = (
     "Each head is removed alone from the trained model, and the test set is scored without it: the task's metric with "
     "the cheapest search (greedy decoding), and the loss of the right answers. A head is redundant when that costs "
     "less than a hundredth of the score; raise counts the heads without which the score is better; no cost shown those "
-    "whose cost has zero in its 95 % interval over test items, each by itself; heads of all seeds together. Nothing was chosen by these numbers; "
-    "heads of two models have no partners, so no head is tested against another."
+    "whose cost has zero in its 95 % interval over test items, each by itself. The heads of all seeds are counted "
+    "together. Nothing was chosen by these numbers; heads of two models have no partners, so no head is tested against "
+    "another."
 )
 COST = (
     "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
