@@ -184,6 +184,7 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
     # only svgd has a control that was measured
     assert [(label, filled) for label, *_, filled in drawn] == [("svgd", True), ("smooth", False)] * 2
     assert drawn[0][1] == pytest.approx([2, 2, 3, 3, 90, 90])
+    assert drawn[1][1] == pytest.approx([1, 1, 2, 2, 3, 3])
     assert drawn[2][1] == pytest.approx([0.002, 0.002, 0.003, 0.003, 0.09, 0.09])
     assert all(models == 2 for *_, models, _ in drawn)
     edges = drawn[0][2]

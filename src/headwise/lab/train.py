@@ -30,7 +30,7 @@ from headwise.lab.metric import METRICS
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Data, Recipe, Task
+from headwise.lab.tasks.task import Data, KeepsMasks, Recipe, Task
 from headwise.lab.versions import versions
 from headwise.lab.workers import Heartbeat
 
@@ -264,6 +264,8 @@ def _finish(
         measured = diversity(methods.heads, task.probe(model, data))
     for name, text in task.keepsakes(data).items():
         runs.write_text(folder / name, text)
+    if isinstance(methods.masks, KeepsMasks):
+        methods.masks.keep(folder)
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)
