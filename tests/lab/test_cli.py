@@ -14,8 +14,11 @@ import pytest
 import headwise
 from headwise.lab import cli, pool
 from headwise.lab.tasks import logic
+from headwise.lab.tasks.translation import TranslationTask
+from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.workers import Failure
 from lab.sentences import write_sentences
+from lab.translation_toy import SMALLEST, write_toy_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -94,6 +97,23 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
     assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
     assert call(*asked, "--dry-run") == 0
     assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_the_record_of_a_part_names_the_part(capsys, monkeypatch):
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    write_toy_corpus(Path("pairs"))
+    asked = ("reproduce", "repulsive/figure-3b", "--scale", "demo", "--seeds", "1", "--workers", "1", "--data", "pairs")
+    assert call(*asked, "--dry-run", "--part", "1 head", "--part", "2 heads") == 0
+    assert "4 runs to do" in capsys.readouterr().out
+    assert call(*asked, "--part", "1 head", "--record", "paper") == 0
+    command = "headwise reproduce repulsive/figure-3b --scale demo --seeds 1 --part '1 head' --data FOLDER"
+    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert "2 heads" not in str([*Path("runs/reproductions").iterdir()])
+    error = refused(capsys, *asked, "--part", "3 heads")
+    assert "part is '3 heads'; expected" in error
+    assert "has one part alone: leave --part out" in refused(
+        capsys, "reproduce", "diversify/figure-4", "--scale", "demo", "--part", "all"
+    )
 
 
 def test_what_cannot_be_reproduced_is_refused(capsys):

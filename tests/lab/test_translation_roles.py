@@ -177,7 +177,7 @@ def test_a_source_that_was_cut_keeps_its_words_though_the_cut_is_inside_one():
 def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
     data = TASK.load(corpus, scale, cache)
-    network, methods = armed(TASK, parse_arm("guided:roles=separator/window"), data, scale, seed=2)
+    network, methods = armed(TASK, parse_arm("guided:roles=separator/rare/window,drop=rare"), data, scale, seed=2)
     sites, tokens, read = methods.heads.kind("self"), data.whole.tokenizer, []
     hook = network.get_encoder().register_forward_pre_hook(
         lambda _m, _given, named: read.append(named["input_ids"]), with_kwargs=True
@@ -196,7 +196,7 @@ def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
         columns = torch.tensor([*comma, True]).expand(len(source), -1)
         near = (number[:, None] - number[None, :]).abs() <= 1
         free = torch.ones_like(near)
-        expected = torch.stack([columns, near, free, free])
+        expected = torch.stack([columns, free, near, free])
         for capture in captures:
             seen = capture.weights[place] > 0
             assert torch.equal(seen[:, : len(source), : len(source)], expected)
