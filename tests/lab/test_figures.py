@@ -181,11 +181,13 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
     monkeypatch.setattr(figures, "draw_counts", watched)
     accuracy, loss = costs_of_heads(read_table(out))
     assert (accuracy.name, loss.name) == ("heads-by-accuracy", "heads-by-loss")
-    # only svgd has a control that was measured
-    assert [(label, filled) for label, *_, filled in drawn] == [("svgd", True), ("smooth", False)] * 2
-    assert drawn[0][1] == pytest.approx([2, 2, 3, 3, 90, 90])
-    assert drawn[1][1] == pytest.approx([1, 1, 2, 2, 3, 3])
-    assert drawn[2][1] == pytest.approx([0.002, 0.002, 0.003, 0.003, 0.09, 0.09])
+    # the control of smooth was not measured
+    pairs = [("smooth", True), ("plain", False), ("svgd", True), ("smooth", False)]
+    assert [(label, filled) for label, *_, filled in drawn] == pairs * 2
+    assert drawn[1][1] == pytest.approx([-2, -2, 0, 0, 1, 1])
+    assert drawn[2][1] == pytest.approx([2, 2, 3, 3, 90, 90])
+    assert drawn[3][1] == pytest.approx([1, 1, 2, 2, 3, 3])
+    assert drawn[6][1] == pytest.approx([0.002, 0.002, 0.003, 0.003, 0.09, 0.09])
     assert all(models == 2 for *_, models, _ in drawn)
     edges = drawn[0][2]
     assert 0.0 in edges
