@@ -25,12 +25,13 @@ from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
 from headwise.lab.evaluation import diversity, scores_by_bin
+from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Data, KeepsMasks, Recipe, Task
+from headwise.lab.tasks.task import Data, Recipe, Task
 from headwise.lab.versions import versions
 from headwise.lab.workers import Heartbeat
 

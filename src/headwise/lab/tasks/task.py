@@ -24,7 +24,6 @@ __all__ = [
     "Answers",
     "Batches",
     "Data",
-    "KeepsMasks",
     "MakesMasks",
     "Preparing",
     "Recipe",
@@ -264,15 +263,6 @@ class MakesMasks(Protocol):
 
     def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
         """Return the masks."""
-        ...
-
-
-@runtime_checkable
-class KeepsMasks(Protocol):
-    """What makes masks and can be made again from a run's folder, for sentences that are in no data."""
-
-    def keep(self, folder: Path) -> None:
-        """Write what that takes into a run's folder, beside its weights."""
         ...
 
 
