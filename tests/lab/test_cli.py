@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.lab import cli
-from headwise.lab import compare as compare_module
+from headwise.lab import cli, pool
 from headwise.lab.tasks import logic
+from headwise.lab.tasks.translation import TranslationTask
+from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.workers import Failure
 from lab.sentences import write_sentences
+from lab.translation_toy import SMALLEST, write_toy_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -47,7 +49,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             watch.ended(job, None)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 def call(*arguments: str) -> int:
@@ -97,6 +99,23 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
     assert "0 runs to do" in capsys.readouterr().out
 
 
+def test_the_record_of_a_part_names_the_part(capsys, monkeypatch):
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    write_toy_corpus(Path("pairs"))
+    asked = ("reproduce", "repulsive/figure-3b", "--scale", "demo", "--seeds", "1", "--workers", "1", "--data", "pairs")
+    assert call(*asked, "--dry-run", "--part", "1 head", "--part", "2 heads") == 0
+    assert "4 runs to do" in capsys.readouterr().out
+    assert call(*asked, "--part", "1 head", "--record", "paper") == 0
+    command = "headwise reproduce repulsive/figure-3b --scale demo --seeds 1 --part '1 head' --data FOLDER"
+    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert "2 heads" not in str([*Path("runs/reproductions").iterdir()])
+    error = refused(capsys, *asked, "--part", "3 heads")
+    assert "part is '3 heads'; expected" in error
+    assert "has one part alone: leave --part out" in refused(
+        capsys, "reproduce", "diversify/figure-4", "--scale", "demo", "--part", "all"
+    )
+
+
 def test_what_cannot_be_reproduced_is_refused(capsys):
     error = refused(capsys, "reproduce", "diversify/table-9")
     assert "there is no reproduction 'diversify/table-9'; did you mean diversify/table-" in error
@@ -117,9 +136,9 @@ def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(
         return lambda _target, jobs, _workers, _watch: [Failure(jobs[0], "because.", refused=refused)]
 
     arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "o")
-    monkeypatch.setattr(compare_module, "run_jobs", fail(True))
+    monkeypatch.setattr(pool, "run_jobs", fail(True))
     assert "majority failed: because. (log: o/majority/seed-0/log.txt)" in refused(capsys, *arguments)
-    monkeypatch.setattr(compare_module, "run_jobs", fail(False))
+    monkeypatch.setattr(pool, "run_jobs", fail(False))
     assert call(*arguments) == 1
 
 
@@ -157,7 +176,7 @@ def test_a_corrupt_checkpoint_is_refused(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "run_jobs", interrupted)
+        patch.setattr(pool, "run_jobs", interrupted)
         assert call(*arguments) == 130
     (checkpoint,) = Path("out/plain/seed-0").glob("checkpoint-*")
     (checkpoint / "optimizer.pt").write_bytes(b"not what was written")
@@ -169,7 +188,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "run_jobs", interrupted)
+    monkeypatch.setattr(pool, "run_jobs", interrupted)
     assert call("compare", "logic", "--arms", "plain", "--seeds", "1") == 130
     error = capsys.readouterr().err.strip()
     assert error == "headwise: stopped; every run has saved where it is, give the same command again to go on."
@@ -179,7 +198,7 @@ def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
     def broken(*_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(compare_module, "run_jobs", broken)
+    monkeypatch.setattr(pool, "run_jobs", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.checks import DataError
+from headwise.checks import DataError, SettingError
 from headwise.lab import reproduce
 from headwise.lab.evidence import Evidence
 from headwise.lab.grids import NONE
@@ -112,6 +112,48 @@ def test_a_reproduction_runs_on_multi30k(tmp_path, monkeypatch):
     losses = [found.evidence[""].mean(arm, "NLL") for arm in ("plain", "svgd", "sgld")]
     # a model that knows nothing gives each of 300 subwords the same chance; smaller steps have barely begun
     assert all(3.0 < loss < 7.0 for loss in losses)
+
+
+def test_a_part_is_run_alone_and_the_claims_about_the_others_say_so(corpus, tmp_path, monkeypatch):
+    done = make_demo_smallest(monkeypatch)
+    name, screen = "repulsive/figure-3b", console()
+
+    def chosen(*parts: str) -> tuple[Plan, ...]:
+        return make_plans(REPRODUCTIONS[name], "demo", seeds=1, data=corpus, out=tmp_path, workers=1, parts=parts)
+
+    every = [plan.part.name for plan in chosen()]
+    assert every == ["1 head", "2 heads", "4 heads", "8 heads", "16 heads"]
+    # in the paper's order, whatever the order they were named in
+    assert [plan.part.name for plan in chosen("4 heads", "1 head")] == ["1 head", "4 heads"]
+    plans = chosen("1 head")
+    assert do_plans(REPRODUCTIONS[name], plans, screen) == []
+    assert done == ["1 head: copy", "1 head: plain seed 0"]
+    found = written(name, tmp_path, plans, tmp_path / "paper", screen)
+    assert list(found.evidence) == ["1 head"]
+    (kept,) = (tmp_path / "paper" / "results").glob("*.json")
+    claims = json.loads(kept.read_text())["claims"]
+    assert len(claims) == len(REPRODUCTIONS[name].claims)
+    assert all("not run" in text for claim in claims for text in claim["contrasts"])
+    assert all(claim["verdict"].startswith("no verdict (") for claim in claims)
+    assert all(claim["verdict"].endswith(" was not run)") for claim in claims)
+    # the other parts find what is there, and do the rest
+    assert do_plans(REPRODUCTIONS[name], chosen("1 head", "2 heads"), screen) == []
+    assert [job for job in done if job.startswith("1 head")] == ["1 head: copy", "1 head: plain seed 0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("repulsive/table-2", "bigg", r"part is 'bigg'; expected .*base.*big"),
+        # Transformer-small is a part at the paper's scale alone
+        ("repulsive/table-2", "small", r"part is 'small'; expected .*base.*big"),
+        ("repulsive/table-6", "small", r"part is 'small'; repulsive/table-6 has one part alone: leave --part out\."),
+        ("repulsive/table-6", "", r"part is ''; repulsive/table-6 has one part alone"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(name, part, message, corpus, tmp_path):
+    with pytest.raises(SettingError, match=message):
+        make_plans(REPRODUCTIONS[name], "demo", seeds=1, data=corpus, out=tmp_path, workers=1, parts=[part])
 
 
 def test_runs_are_shared_between_reproductions_and_nothing_is_done_twice(corpus, tmp_path, monkeypatch):
@@ -218,7 +260,7 @@ def test_a_dry_run_shows_the_runs_and_what_is_left_and_writes_nothing(corpus, tm
     screen = console()
     show_plans(REPRODUCTIONS["repulsive/table-2"], plans_of("repulsive/table-2", tmp_path / "out", corpus, 2), screen)
     shown = screen.export_text()
-    assert "12 runs to do: no run of each size has finished" in shown
+    assert "14 runs to do: no run of each size has finished" in shown
     assert "spos" in shown
     assert not (tmp_path / "out").exists()
 

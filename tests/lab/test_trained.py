@@ -51,10 +51,10 @@ def test_weights_that_are_damaged_or_missing_are_refused_by_name(run, tmp_path):
     with pytest.raises(DataError, match="holds no finished run"):
         load_trained(settings, tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200])
-    with pytest.raises(DataError, match=r"model\.safetensors does not hold this run's weights"):
+    with pytest.raises(DataError, match=r"model\.safetensors does not hold the weights of this run"):
         load_trained(settings, tmp_path)
     other = RunSettings("translation", SMALLEST, parse_arm("plain"), seed=2, data=settings.data, cache=settings.cache)
-    with pytest.raises(DataError, match=r"model\.safetensors does not hold this run's weights"):
+    with pytest.raises(DataError, match=r"model\.safetensors does not hold the weights of this run"):
         load_trained(other, folder)
 
 

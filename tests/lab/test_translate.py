@@ -270,12 +270,15 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     for changes, expected in (
         ({"task": "logic"}, "holds a run of logic; expected one of translation"),
         ({"scale": {"name": "x"}}, "does not say the sizes of the model"),
-        ({"arm": {}}, "does not say what routes the heads"),
-        ({"arm": {**whole["arm"], "aggregation": {"kind": "Other"}}}, "does not say what routes the heads"),
+        ({"arm": {}}, "does not say what its arm is"),
+        ({"arm": {**whole["arm"], "aggregation": {"kind": "Other"}}}, "does not say what its arm is"),
         ({"arm": {**whole["arm"], "aggregation": None}}, "does not hold the weights of this run"),
     ):
         (folder / "settings.json").write_text(json.dumps({**whole, **changes}))
         assert expected in refused(folder)
+    del whole["seed"]
+    (folder / "settings.json").write_text(json.dumps(whole))
+    assert "settings.json has no seed; was it changed" in refused(folder)
     baseline = {name: value for name, value in whole.items() if name != "arm"} | {"baseline": "copy"}
     (folder / "settings.json").write_text(json.dumps(baseline))
     assert "holds the baseline 'copy', which has no model" in refused(folder)

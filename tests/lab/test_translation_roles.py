@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headwise.align import words_of_tokens
 from headwise.checks import DataError, SettingError
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
@@ -21,10 +22,10 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tasks import translation as translation_module
 from headwise.lab.tasks.subwords import END, Subwords, learn_subwords
 from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_roles import SourceMasks, Sources, parser
+from headwise.lab.tasks.translation_roles import SourceMasks, Sources, learned_masks, parser
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.train import train_run
-from headwise.lab.translator import open_translator
+from headwise.taps import Taps
 from headwise.word_tables import WordTable
 from lab.sentences import parsed
 
@@ -90,20 +91,24 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids != 0
 
 
+def words_of(row: list[int], of: Subwords) -> torch.Tensor:
+    """The number of each token's word, where blanks stand between words; the end is a word of its own."""
+    words, place = [], -1
+    for piece in [of.tokenizer.decode([id_ - of.shift]) for id_ in row[:-1]]:
+        place += piece.startswith(" ") or place < 0
+        words.append(place)
+    return torch.tensor([*words, place + 1])
+
+
 def test_the_subwords_of_a_word_share_its_rows_and_columns_and_the_end_is_a_special_token():
     tokens, text = subwords(), "the unlikely dog , it ran"
     row = encoded(text, tokens)
     sources = Sources(tokens, lambda texts: [WordTable.split(one) for one in texts])
-    made = SourceMasks(Guided(roles=("separator", "window")), sources, Ragged.of([row]), num_heads=3, seed=4)
+    made = learned_masks(Guided(roles=("separator", "window")), sources, Ragged.of([row]), num_heads=3, seed=4)
     ids, real = padded([row])
     mask = made({"input_ids": ids, "attention_mask": real})
-    words, place = [], -1
-    for piece in [tokens.tokenizer.decode([id_ - tokens.shift]) for id_ in row[:-1]]:
-        place += piece.startswith(" ") or place < 0
-        words.append(place)
-    words.append(place + 1)
-    assert len(words) > len(set(words))
-    number = torch.tensor(words)
+    number = words_of(row, tokens)
+    assert len(number) > len(set(number.tolist()))
     assert torch.equal(mask.roles[0, 1], (number[:, None] - number[None, :]).abs() <= 1)
     columns = (number == text.split().index(",")) | (number == number[-1])
     assert torch.equal(mask.roles[0, 0], columns.expand(len(row), -1))
@@ -117,7 +122,7 @@ def test_what_a_source_gets_does_not_depend_on_its_batch_and_padding_is_left_out
 
     def made() -> SourceMasks:
         sources = Sources(tokens, lambda texts: [WordTable.split(text) for text in texts])
-        return SourceMasks(guided, sources, Ragged.of(rows), num_heads=2, seed=4)
+        return learned_masks(guided, sources, Ragged.of(rows), num_heads=2, seed=4)
 
     one, other = made(), made()
     ids, real = padded(rows)
@@ -138,10 +143,64 @@ def test_ids_that_do_not_come_back_from_their_text_are_refused():
     assert apart != whole
     assert tokens.decode(apart) == tokens.decode(whole)
     sources = Sources(tokens, lambda texts: [WordTable.split(text) for text in texts])
-    made = SourceMasks(Guided(roles=("window",)), sources, Ragged.of([whole]), num_heads=2, seed=4)
+    made = learned_masks(Guided(roles=("window",)), sources, Ragged.of([whole]), num_heads=2, seed=4)
     ids, real = padded([apart])
     with pytest.raises(DataError, match="the subwords of 'the dog' do not come back from their text"):
         made({"input_ids": ids, "attention_mask": real})
+
+
+def test_a_source_that_was_cut_keeps_its_words_though_the_cut_is_inside_one():
+    tokens, text = learn_subwords(["the ünlikely dög runs , fast ."] * 3, vocabulary_size=268), "the ünlikely dög ünlik"
+    row = encoded(text, tokens)
+    sources = Sources(tokens, lambda texts: [WordTable.split(one) for one in texts])
+
+    def words(ids: list[int]) -> tuple[list[tuple[int, int]], int]:
+        (number,) = sources.numbers([ids])
+        pieces, table = sources.pieces(number), sources.table(number)
+        assert len(pieces.offsets) == len(pieces.special_tokens_mask) == len(ids)
+        return words_of_tokens(pieces.offsets[:-1], table.spans), len(table)
+
+    whole, count = words(row)
+    assert count == 4
+    others = 0
+    for size in range(1, len(row)):
+        cut = [*row[:size], END]
+        found, there = words(cut)
+        # of a word that is cut in its first character nothing can be read, and it stands for the one before
+        assert found == [(min(first, there - 1), min(last, there - 1)) for first, last in whole[:size]]
+        assert there >= whole[size - 1][1]
+        others += encoded(tokens.decode(cut), tokens) != cut
+    assert others > 1
+
+
+@pytest.mark.parametrize("model", ["seq2seq", "marian"])
+def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
+    scale = dataclasses.replace(TOY, model=model)
+    data = TASK.load(corpus, scale, cache)
+    network, methods = armed(TASK, parse_arm("guided:roles=separator/rare/window,drop=rare"), data, scale, seed=2)
+    sites, tokens, read = methods.heads.kind("self"), data.whole.tokenizer, []
+    hook = network.get_encoder().register_forward_pre_hook(
+        lambda _m, _given, named: read.append(named["input_ids"]), with_kwargs=True
+    )
+    with Taps(sites, weights=True) as taps, methods.evaluating(network):
+        translation_module.translated(network, data.test, data.whole, beams=3, length_penalty=1.0)
+        captures = taps.read()
+    hook.remove()
+    (ids,) = read
+    assert [len(capture.weights) for capture in captures] == [len(data.test)] * 2
+    assert len({int(row.count_nonzero()) for row in ids}) > 3
+    for place, row in enumerate(ids):
+        source = row[row != 0].tolist()
+        number = words_of(source, tokens)
+        comma = [tokens.tokenizer.decode([id_ - tokens.shift]).strip() == "," for id_ in source[:-1]]
+        columns = torch.tensor([*comma, True]).expand(len(source), -1)
+        near = (number[:, None] - number[None, :]).abs() <= 1
+        free = torch.ones_like(near)
+        expected = torch.stack([columns, free, near, free])
+        for capture in captures:
+            seen = capture.weights[place] > 0
+            assert torch.equal(seen[:, : len(source), : len(source)], expected)
+            assert not seen[:, : len(source), len(source) :].any()
 
 
 @pytest.mark.parametrize("model", ["seq2seq", "marian"])
@@ -189,8 +248,6 @@ def test_a_guided_translation_stopped_in_the_middle_goes_on_to_the_same_bits(arm
     assert first.tolist() == second.tolist()
     plain = TASK.load(corpus, TOY, cache).fingerprint
     assert TASK.load(corpus, settings.scale, cache).fingerprint.startswith(f"{plain}+")
-    with pytest.raises(DataError, match="whose heads are guided by masks of the source's words"):
-        open_translator(tmp_path / "run")
 
 
 def test_roles_that_do_not_fit_are_refused(corpus, cache):

@@ -82,6 +82,10 @@ class Parser:
         self._parse(missing)
         return [_table(text, self._known(key)) for key, text in zip(keys, given, strict=True)]
 
+    def forget(self) -> None:
+        """Drop the parses that are kept in memory; those on disk stay."""
+        self._kept.clear()
+
     def _known(self, key: bytes) -> Parse | None:
         return self._kept.get(key) if self.cache is None else self.cache.get(key)
 

@@ -6,16 +6,14 @@ the task. Attaching the methods is `methods`'.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from headwise.checks import SettingError
 from headwise.lab.arms import Arm
 from headwise.lab.methods import Methods
-from headwise.lab.tasks.task import Data, Scale, Task, WithModels, WithRoles
+from headwise.lab.tasks.task import Data, MakesMasks, Scale, Task, WithModels, WithRoles
 
-__all__ = ["armed"]
+__all__ = ["armed", "bare"]
 
 
 def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
@@ -29,6 +27,20 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
         seed: Seed of the run.
 
     Raises:
+        SettingError: As `bare`, or the arm does not fit the model.
+        DataError: A role needs what the data does not have.
+    """
+    model, masks = bare(task, arm, data, scale, seed=seed)
+    studied = None if arm.model is not None else task.studied(model)
+    return model, Methods(arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks)
+
+
+def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MakesMasks | None]:
+    """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
+
+    Arguments as for `armed`.
+
+    Raises:
         SettingError: The task has no such model, or no words that roles could be made from.
         DataError: A role needs what the data does not have.
     """
@@ -38,14 +50,10 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
             raise SettingError(
                 f"task {task.name} has no model {arm.model}; models besides its own: {models or 'none'}."
             )
-        model: Any = task.other_model(arm.model, data, scale)
-        return model, Methods(arm, model, None, seed=seed)
+        return task.other_model(arm.model, data, scale), None
     masks = None
     if arm.guided is not None:
         if not isinstance(task, WithRoles):
             raise SettingError(f"task {task.name} has no words with roles; guided heads need a task that has.")
         masks = task.role_masks(arm.guided, data, scale, seed)
-    model = task.model(data, scale)
-    return model, Methods(
-        arm, model, task.studied(model), seed=seed, compile_routing=scale.compile_routing, masks=masks
-    )
+    return task.model(data, scale), masks

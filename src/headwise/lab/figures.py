@@ -173,7 +173,9 @@ def _costs(table: Table, score: str) -> Picture:
     models = {row.arm: found for row in table.arms if (found := row.head_drops.get(score))}
     costs = {arm: [factor * drop.value for model in found for drop in model.drops] for arm, found in models.items()}
     edges = _edges([value for values in costs.values() for value in values])
-    judged = [(row.arm, row.control) for row in table.arms if row.arm in costs and row.control in costs]
+    measured = [row for row in table.arms if row.arm in costs and row.arm != PLAIN]
+    against = {row.arm: row.control if row.control in costs else PLAIN for row in measured}
+    judged = [(arm, control) for arm, control in against.items() if control in costs]
     panels = judged or [(arm, None) for arm in costs]
     style, rows = styles(table), math.ceil(len(panels) / 2)
     with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * rows) as figure:
@@ -192,8 +194,8 @@ def _costs(table: Table, score: str) -> Picture:
         png = to_png(figure)
     caption = (
         f"How many heads of a model cost how much when one is removed, by {what} on the test set, the mean over seeds. "
-        "Filled: an arm; outline: what it is judged against. Left of 0 the model is better without the head; the "
-        "outermost bars hold all that lies beyond."
+        "Filled: an arm; outline: what it is judged against, or plain where that was not measured. Left of 0 the model "
+        "is better without the head; the outermost bars hold all that lies beyond."
     )
     alt = f"Heads by {what}: " + "; ".join(
         f"{arm} {fmean(values):.2g} on average, {min(values):.2g} to {max(values):.2g}" for arm, values in costs.items()
@@ -206,7 +208,7 @@ def _edges(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
     width = (high - low) / BARS or 1.0
-    return [width * step for step in range(math.floor(low / width), math.ceil(high / width) + 1)]
+    return [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
 
 
 def score_by_similarity(table: Table) -> Picture | None:

@@ -132,7 +132,7 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
         for drop in model.drops
     )
     columns = tuple(KINDS.get(kind, kind) for kind in kinds) if len(kinds) > 1 else ()
-    header = ("arm", "seeds", "heads", "redun-\ndant", "raise", "no cost\nshown", "mean\ncost", *columns)
+    header = ("arm", "seeds", "heads", "redundant", "raise", "no cost\nshown", "mean\ncost", *columns)
     found = []
     for score in scores:
         rows = []

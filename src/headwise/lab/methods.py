@@ -52,7 +52,7 @@ class Methods:
         compile_routing: bool = False,
         masks: MakesMasks | None = None,
     ) -> None:
-        self.arm, self.seed = arm, seed
+        self.arm, self.seed, self.masks = arm, seed, masks
         self.penalty: Disagreement | None = None
         self.drophead: DropHead | None = None
         self.repulsion: Repulsion | None = None

@@ -9,8 +9,9 @@ import importlib.util
 from pathlib import Path
 
 from headwise.checks import DataError
+from headwise.lab.data import digest
 
-__all__ = ["pipeline_files"]
+__all__ = ["pipeline_digest", "pipeline_files"]
 
 
 def pipeline_files(pipeline: Path) -> list[Path]:
@@ -30,3 +31,12 @@ def pipeline_files(pipeline: Path) -> list[Path]:
             )
         folder = Path(package.origin).parent
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def pipeline_digest(pipeline: Path) -> str:
+    """Return a digest of everything a pipeline's parses follow from.
+
+    Raises:
+        DataError: There is no such pipeline.
+    """
+    return digest("parsed", pipeline_files(pipeline))

@@ -137,6 +137,10 @@ class RoleMasks:
             names=self.names,
         )
 
+    def forget(self) -> None:
+        """Drop the masks that are kept; they are made again, the same."""
+        self._kept.clear()
+
     def _made(self, numbers: Sequence[int]) -> list[NDArray[np.bool_]]:
         """Return the masks of sentences, each [R, n, n] with n its tokens."""
         if not numbers:

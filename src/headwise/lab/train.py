@@ -25,6 +25,7 @@ from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
 from headwise.lab.evaluation import diversity, scores_by_bin
+from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
 from headwise.lab.protocol import key
@@ -264,6 +265,8 @@ def _finish(
         measured = diversity(methods.heads, task.probe(model, data))
     for name, text in task.keepsakes(data).items():
         runs.write_text(folder / name, text)
+    if isinstance(methods.masks, KeepsMasks):
+        methods.masks.keep(folder)
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)

@@ -38,6 +38,10 @@ def translate(
         float | None, typer.Option(help="p in the score log P / length^p; the run's own by default.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Most lines decoded together.")] = 32,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(help="The pipeline that parsed a run with roles; where it lay then by default."),
+    ] = None,
     window: Annotated[
         int | None,
         typer.Option(help="Lines read before the first is written; 8 batches by default, 1 from a terminal."),
@@ -48,7 +52,7 @@ def translate(
         from headwise.lab.translate import read_lines, translate_lines
         from headwise.lab.translator import open_translator
 
-        translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch)
+        translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch, pipeline=pipeline)
         if window is None:
             window = 1 if sys.stdin.isatty() else WINDOW_BATCHES * batch
         try:

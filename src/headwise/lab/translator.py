@@ -1,7 +1,7 @@
 """A finished run of the translation task as something that translates.
 
-Owns what a run's folder has to hold for that, and building its model again: the sizes and the routing of its
-settings, its weights, its subwords.
+Owns what a run's folder has to hold for that: the sizes and the arm of its settings, its weights, its subwords, and
+what its roles are made from. Building the model again is `trained`'s.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model
-
 from headwise.checks import DataError, HeadwiseError, require_integer, require_range
 from headwise.lab import runs
-from headwise.lab.arms import Arm
-from headwise.lab.methods import Methods
 from headwise.lab.results import COMPARISON
+from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.subwords import END, Subwords, read_subwords
 from headwise.lab.tasks.translation import translation_model
 from headwise.lab.tasks.translation_decoding import decoded, longest_source
 from headwise.lab.tasks.translation_preparation import TOKENIZER
+from headwise.lab.tasks.translation_roles import SourceMasks, kept_masks
 from headwise.lab.tasks.translation_scales import TranslationScale
-from headwise.setting_records import restored
+from headwise.lab.trained import read_arm, revived
 
 __all__ = ["Decoding", "Translator", "open_translator"]
 
@@ -63,11 +59,13 @@ class Translator:
         model: The model, in evaluation mode.
         subwords: Its text to ids and back.
         decoding: How it searches.
+        masks: Makes the role masks of sources, where heads of the model have roles.
     """
 
     model: Any
     subwords: Subwords
     decoding: Decoding
+    masks: SourceMasks | None = None
 
     @property
     def longest(self) -> int:
@@ -89,6 +87,9 @@ class Translator:
             length_penalty=self.decoding.length_penalty,
             examples=self.decoding.batch,
         )
+        if self.masks is not None:
+            # a stream may be longer than memory
+            self.masks.forget()
         lines = [""] * len(sources)
         for index, line in zip(told, found, strict=True):
             lines[index] = line
@@ -96,7 +97,12 @@ class Translator:
 
 
 def open_translator(
-    folder: Path, *, beams: int | None = None, length_penalty: float | None = None, batch: int = 32
+    folder: Path,
+    *,
+    beams: int | None = None,
+    length_penalty: float | None = None,
+    batch: int = 32,
+    pipeline: Path | None = None,
 ) -> Translator:
     """Return what a finished run of the translation task learned.
 
@@ -105,13 +111,14 @@ def open_translator(
         beams: Beams of the search; None for those the run was tested with.
         length_penalty: Likewise.
         batch: As in `Decoding`.
+        pipeline: The spaCy pipeline that parsed the sources of a run with roles; None for the place where it lay then.
 
     Raises:
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
         SettingError: A setting is outside its range.
     """
     record = _record(folder)
-    scale = _scale(folder, record)
+    scale, arm = _scale(folder, record), read_arm(folder, record)
     decoding = Decoding(
         scale.beams if beams is None else beams,
         scale.length_penalty if length_penalty is None else length_penalty,
@@ -120,16 +127,15 @@ def open_translator(
     for name in (runs.WEIGHTS, TOKENIZER):
         if not (folder / name).is_file():
             raise DataError(f"{folder / name} is missing; a run keeps it when it ends: train this one again.")
+    if arm.guided is None and pipeline is not None:
+        raise DataError(f"the heads of {folder} have no roles; leave --pipeline out.")
     subwords = read_subwords(folder / TOKENIZER)
-    model: Any = translation_model(scale, subwords.vocabulary_size)
-    _aggregate(model, folder, record)
-    try:
-        load_model(model, str(folder / runs.WEIGHTS))
-    except (SafetensorError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{folder / runs.WEIGHTS} does not hold the weights of this run ({reason}).") from error
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    return Translator(model, subwords, decoding)
+    seed, data, masks = int(record["seed"]), str(record["data"]), None
+    if arm.guided is not None:
+        masks = kept_masks(folder, arm.guided, subwords, pipeline, num_heads=scale.heads, seed=seed, data=data)
+    model = translation_model(scale, subwords.vocabulary_size)
+    revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
+    return Translator(model, subwords, decoding, masks)
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
@@ -147,11 +153,9 @@ def _record(folder: Path) -> Mapping[str, Any]:
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {TASK}.")
     if "arm" not in record:
         raise DataError(f"{folder} holds the baseline {record.get('baseline')!r}, which has no model; name a run.")
-    if isinstance(record["arm"], dict) and record["arm"].get("guided") is not None:
-        raise DataError(
-            f"{folder} holds the run {record['arm'].get('name')}, whose heads are guided by masks of the source's "
-            "words, which are not made here; its translations of the test set are in predictions.txt there."
-        )
+    lacking = {"seed", "data", "scale"} - record.keys()
+    if lacking:
+        raise DataError(f"{folder / runs.SETTINGS} has no {min(lacking)}; was it changed since the run began?")
     if not runs.is_finished(folder):
         raise DataError(f"{folder} holds a run that is not finished; give the command that began it again.")
     return record
@@ -165,28 +169,3 @@ def _scale(folder: Path, record: Mapping[str, Any]) -> TranslationScale:
         raise DataError(
             f"{folder / runs.SETTINGS} does not say the sizes of the model ({error}); was it made by another version?"
         ) from error
-
-
-def _aggregate(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    """Put what the run has in the place of output projections into the model; nothing else of an arm outlives it."""
-    try:
-        arm = record["arm"]
-        setting = restored(_named(arm["aggregation"]))
-        layers, kinds = (
-            None if arm[f"aggregation_{name}"] is None else tuple(arm[f"aggregation_{name}"])
-            for name in ("layers", "kinds")
-        )
-        if setting is not None:
-            kept = Arm("kept", aggregation=setting, aggregation_layers=layers, aggregation_kinds=kinds)
-            Methods(kept, model, model, seed=0)
-    except (KeyError, TypeError, HeadwiseError) as error:
-        raise DataError(
-            f"{folder / runs.SETTINGS} does not say what routes the heads ({error}); was it made by another version?"
-        ) from error
-
-
-def _named(value: Any) -> Any:
-    """Return a value of `runs.as_record` as `setting_records` writes it."""
-    if isinstance(value, dict):
-        return {"setting" if name == "kind" else name: _named(inner) for name, inner in value.items()}
-    return [_named(inner) for inner in value] if isinstance(value, list) else value

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.checks import DataError
-from headwise.lab.data import digest, stable_key
+from headwise.lab.data import stable_key
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.guided import Guided, require_parses
 from headwise.lab.metric import Bleu, Measure
 from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
-from headwise.lab.pipelines import pipeline_files
+from headwise.lab.pipelines import pipeline_digest
 from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.lab.tasks.translation_data import (
     TranslationData,
@@ -38,7 +38,7 @@ from headwise.lab.tasks.translation_decoding import decoded
 from headwise.lab.tasks.translation_loss import negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation_own import FORMS, corpus_at
 from headwise.lab.tasks.translation_preparation import RECORD, TOKENIZER
-from headwise.lab.tasks.translation_roles import SourceMasks, Sources, parser
+from headwise.lab.tasks.translation_roles import PARSED_BY, Sources, learned_masks, parser
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
@@ -118,7 +118,9 @@ class TranslationTask:
         require_parses(guided, scale.pipeline is not None)
         parse = parser(scale.pipeline, data.whole.folder / PARSES)
         sources = Sources(data.whole.tokenizer, parse)
-        return SourceMasks(guided, sources, data.train.sources, num_heads=scale.heads, seed=seed)
+        return learned_masks(
+            guided, sources, data.train.sources, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline
+        )
 
     def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
         """Return batches of pairs of like length, by tokens."""
@@ -193,7 +195,7 @@ class ScaledTranslation:
         """Digest of what the data follows from; the caps are part of the scale's record."""
         if self.scale.pipeline is None:
             return self.whole.fingerprint
-        return f"{self.whole.fingerprint}+{digest('parsed', pipeline_files(self.scale.pipeline))}"
+        return f"{self.whole.fingerprint}{PARSED_BY}{pipeline_digest(self.scale.pipeline)}"
 
     def summary(self) -> str:
         """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""

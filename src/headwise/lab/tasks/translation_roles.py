@@ -1,10 +1,12 @@
 """Role masks of the source side of a translation: from the ids an encoder reads back to words, and to their subwords.
 
-Owns the words of each source and which subwords stand for them. Masks themselves are made and kept by `sentence_masks`.
+Owns the words of each source, which subwords stand for them, and what a run keeps so that sources in no data have
+masks too. Masks themselves are made by `sentence_masks`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +15,25 @@ from typing import Any
 import torch
 
 from headwise.checks import DataError
+from headwise.lab import runs
 from headwise.lab.data import Ragged, stable_key
-from headwise.lab.guided import Guided
+from headwise.lab.guided import Guided, require_parses
+from headwise.lab.pipelines import pipeline_digest
 from headwise.lab.protocol import key
 from headwise.lab.sentence_masks import Donors, RoleMasks
-from headwise.lab.tasks.subwords import END, Subwords
+from headwise.lab.tasks.subwords import Subwords
 from headwise.masks import HeadMask
-from headwise.word_rarity import idf
+from headwise.word_rarity import IDF, idf
 from headwise.word_tables import WordTable
 
-__all__ = ["SourceMasks", "Sources", "parser"]
+__all__ = ["PARSED_BY", "SourceMasks", "Sources", "kept_masks", "learned_masks", "parser"]
 
 Parse = Callable[[Sequence[str]], list[WordTable]]
+# Stands in the digest of data between that of the corpus and that of the pipeline.
+PARSED_BY = "+"
+# What a run keeps: how rare each word is, and which pipeline parsed.
+RARITY, ROLES = "idf.json", "roles.json"
+UNREADABLE = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class Sources:
             if number not in self._ids:
                 self._ids[number] = ids
                 new.append(number)
-        texts = [self.subwords.decode(self._ids[number]) for number in new]
+        # what is cut inside a character ends in a sign for it, which would be a word of its own
+        texts = [self.subwords.decode(self._ids[number]).rstrip(UNREADABLE) for number in new]
         self._tables.update(zip(new, self.parse(texts), strict=True))
         return found
 
@@ -69,21 +79,34 @@ class Sources:
         return self._tables[number]
 
     def pieces(self, number: int) -> Pieces:
-        """Return the tokens of a source.
+        """Return the tokens of a source; one that was cut may end inside a word, whose last subwords are then others.
 
         Raises:
             DataError: Its ids do not come back from their text, so their characters are not known.
         """
-        ids, text = self._ids[number], self._tables[number].text or ""
+        (*ids, _end), table = self._ids[number], self._tables[number]
+        text = table.text or ""
         encoding = self.subwords.tokenizer.encode(text, add_special_tokens=False)
         again = [self.subwords.shift + id_ for id_ in encoding.ids]
-        if [*again, END] != list(ids):
-            raise DataError(
-                f"the subwords of {text[:60]!r} do not come back from their text; role masks need a tokenizer that "
-                "gives a text back as it was, as one that is learned here."
-            )
-        count = len(again)
-        return Pieces([*encoding.offsets, (0, 0)], [0] * count + [None], [0] * count + [1], [1] * (count + 1))
+        offsets = list(encoding.offsets)
+        if again != ids:
+            both = zip(again, ids, strict=False)
+            same = next((place for place, (a, b) in enumerate(both) if a != b), min(len(again), len(ids)))
+            known = offsets[same - 1][1] if same else 0
+            last = table.spans[-1][0] if table.spans else 0
+            if text[known:last].strip():
+                raise DataError(
+                    f"the subwords of {text[:60]!r} do not come back from their text; role masks need a tokenizer that "
+                    "gives a text back as it was, as one that is learned here."
+                )
+            offsets = [*offsets[:same], *[(last, len(text))] * (len(ids) - same)]
+        count = len(ids)
+        return Pieces([*offsets, (0, 0)], [0] * count + [None], [0] * count + [1], [1] * (count + 1))
+
+    def forget(self) -> None:
+        """Drop every source; its number stays the same."""
+        self._ids.clear()
+        self._tables.clear()
 
 
 class SourceMasks:
@@ -92,23 +115,27 @@ class SourceMasks:
     Args:
         guided: The roles and what replaces them.
         sources: The sources.
-        train: Ids of the training sources, which the rarity of words and other parses are taken from.
+        rarity: How rare a word is.
+        donors: The words of a source with another parse, by its number.
         num_heads: Heads of a layer of the encoder.
         seed: Seed of the run.
+        pipeline: What parses the sources, to be remembered; None for no parses.
     """
 
-    def __init__(self, guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int) -> None:
-        self.sources = sources
-        pool = sources.numbers(train[index] for index in range(len(train)))
-        lengths = {number: len(sources.table(number)) for number in pool}
+    def __init__(
+        self,
+        guided: Guided,
+        sources: Sources,
+        rarity: IDF,
+        donors: Callable[[int], WordTable],
+        *,
+        num_heads: int,
+        seed: int,
+        pipeline: Path | None = None,
+    ) -> None:
+        self.sources, self.rarity, self.pipeline = sources, rarity, pipeline
         self.masks = RoleMasks(
-            guided,
-            sources.table,
-            Donors(sources.table, lengths, pool, key(seed, "shuffled parse")),
-            idf([sources.table(number).words for number in pool]),
-            num_heads=num_heads,
-            seed=seed,
-            encoding=sources.pieces,
+            guided, sources.table, donors, rarity, num_heads=num_heads, seed=seed, encoding=sources.pieces
         )
         self.heads = self.masks.heads
 
@@ -118,12 +145,118 @@ class SourceMasks:
         rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
         return self.masks({"tokens": ids.masked_fill(~real, 0), "numbers": torch.tensor(self.sources.numbers(rows))})
 
+    def keep(self, folder: Path) -> None:
+        """Write what `kept_masks` reads into a run's folder: the rarity of words, and where the pipeline lies."""
+        self.rarity.save(folder / RARITY)
+        named = self.pipeline
+        if named is not None and named.is_dir():
+            named = named.resolve()
+        runs.write_json(folder / ROLES, {"pipeline": None if named is None else str(named)})
 
-def parser(pipeline: Path | None, cache: Path) -> Parse:
-    """Return what makes word tables of texts: a pipeline whose parses are kept in `cache`, or without one no parses."""
+    def forget(self) -> None:
+        """Drop the sources and their masks; they are made again, the same, when they come again."""
+        self.sources.forget()
+        self.masks.forget()
+
+
+def learned_masks(
+    guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int, pipeline: Path | None = None
+) -> SourceMasks:
+    """Return what makes masks where the rarity of words, and other parses, are those of training sources.
+
+    Args:
+        guided: The roles and what replaces them.
+        sources: The sources, which take in those of training.
+        train: Ids of the training sources.
+        num_heads: Heads of a layer of the encoder.
+        seed: Seed of the run.
+        pipeline: What parses the sources; None for no parses.
+    """
+    pool = sources.numbers(train[index] for index in range(len(train)))
+    lengths = {number: len(sources.table(number)) for number in pool}
+    donors = Donors(sources.table, lengths, pool, key(seed, "shuffled parse"))
+    rarity = idf([sources.table(number).words for number in pool])
+    return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=pipeline)
+
+
+def kept_masks(
+    folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int, data: str
+) -> SourceMasks:
+    """Return what makes the masks of sources in no data, from what a finished run keeps.
+
+    Args:
+        folder: The run's folder.
+        guided: Its roles.
+        subwords: Its subwords.
+        pipeline: The pipeline that parsed its sources; None for the place where it lay then.
+        num_heads: Heads of a layer of its encoder.
+        seed: Its seed.
+        data: Digest of its data, that of the pipeline included.
+
+    Raises:
+        DataError: A file is missing or damaged, the pipeline is missing or another one, or the roles are those of
+            other parses, which a run does not keep.
+    """
+    if guided.shuffled:
+        raise DataError(
+            f"{folder} holds a control whose roles are from parses of other training sentences, which a run does not "
+            f"keep; its translations of the test set are in {runs.TEXT} there."
+        )
+    for name in (RARITY, ROLES):
+        if not (folder / name).is_file():
+            raise DataError(
+                f"{folder / name} is missing; a run with roles keeps it when it ends: train this one again."
+            )
+    parsed_by = data.partition(PARSED_BY)[2]
+    if not parsed_by and pipeline is not None:
+        raise DataError(f"the sources of {folder} were not parsed; leave --pipeline out.")
+    if parsed_by:
+        pipeline = pipeline or _remembered(folder / ROLES)
+        if pipeline_digest(pipeline) != parsed_by:
+            raise DataError(
+                f"{pipeline} is not the pipeline that parsed the sources of {folder}, or it was changed since; name "
+                "that one (--pipeline DIR)."
+            )
+    require_parses(guided, pipeline is not None)
+    sources = Sources(subwords, parser(pipeline, None))
+    # only a role from another sentence's parse asks for that
+    return SourceMasks(
+        guided, sources, IDF.load(folder / RARITY), sources.table, num_heads=num_heads, seed=seed, pipeline=pipeline
+    )
+
+
+def parser(pipeline: Path | None, cache: Path | None) -> Parse:
+    """Return what makes word tables of texts: a pipeline, or without one no parses.
+
+    Args:
+        pipeline: The pipeline.
+        cache: Folder where parses are kept; None keeps none, on disk or in memory.
+    """
     if pipeline is None:
         return lambda texts: [WordTable.split(text) for text in texts]
     # spaCy takes seconds to import, and is needed only where a pipeline is named
     from headwise.bridges.spacy import Parser
 
-    return Parser(str(pipeline), cache=cache)
+    parse = Parser(str(pipeline), cache=cache, progress=cache is not None)
+    if cache is not None:
+        return parse
+
+    def passing(texts: Sequence[str]) -> list[WordTable]:
+        tables = parse(texts)
+        parse.forget()
+        return tables
+
+    return passing
+
+
+def _remembered(path: Path) -> Path:
+    kept = runs.read_json(path)
+    name = kept.get("pipeline") if isinstance(kept, dict) else None
+    if not isinstance(name, str):
+        raise DataError(f"{path} names no pipeline; name the one that parsed the run's sources (--pipeline DIR).")
+    if os.sep in name and not Path(name).exists():
+        raise DataError(
+            f"{name}, the pipeline that parsed the run's sources, is not there any more; name it where it is now "
+            "(--pipeline DIR)."
+        )
+    return Path(name)
