@@ -187,13 +187,14 @@ def reproduce(
     require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
     reproduction = reproducing.REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
+    reproduction = reproduction.only(parts or (), scale)
     seeds = reproducing.seeds_at(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = default_workers() if workers is None else workers
     options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
     plans = reproducing.make_plans(
-        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options, parts=parts or ()
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )
     if dry_run:
         lists.show_plans(reproduction, plans, standard_console())

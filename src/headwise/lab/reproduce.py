@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headwise.checks import DataError, SettingError, require_choice
+from headwise.checks import DataError
 from headwise.lab import runs
 from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
@@ -84,7 +84,6 @@ def make_plans(
     out: Path,
     workers: int,
     options: ScaleOptions | None = None,
-    parts: Sequence[str] = (),
 ) -> tuple[Plan, ...]:
     """Return the comparisons of a reproduction; nothing is written.
 
@@ -96,22 +95,14 @@ def make_plans(
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
         options: What the command said of the scale besides its name.
-        parts: Names of the parts to run; all of them unless told. Claims about the others are not judged.
 
     Raises:
         DataError: The data cannot be found.
-        SettingError: An option is none of the task's, or a part is none of the reproduction's at this scale.
+        SettingError: An option is none of the task's.
     """
     task = named_task(reproduction.task)
-    known = [part.name for part in reproduction.parts_at(scale)]
-    if parts and known == [""]:
-        raise SettingError(f"part is {parts[0]!r}; {reproduction.id} has one part alone: leave --part out.")
-    for name in parts:
-        require_choice("part", name, known)
     corpora, plans = reproduction.corpora_at(scale), []
     for part in reproduction.parts_at(scale):
-        if parts and part.name not in parts:
-            continue
         size = part.sizes[scale]
         folder = data
         if data is not None and size.corpus is not None and len(corpora) > 1:

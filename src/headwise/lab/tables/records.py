@@ -79,8 +79,10 @@ class Reproduced:
         return all(sizes[part].corpus is not None and sizes[part].corpus == self.data[part] for part in self.evidence)
 
 
-def claims_grid(judged: tuple[Judged, ...]) -> Grid:
-    """Return the claims, what was found for each, and the verdicts."""
+def claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
+    """Return the claims, what was found for each, and the verdicts; None where no claim speaks of these parts."""
+    if not judged:
+        return None
     rows = tuple((one.claim.statement, "; ".join(_findings(one)), one.verdict) for one in judged)
     return Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")
 
@@ -179,7 +181,8 @@ def _section(found: Mapping[str, Any]) -> str:
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
-    lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]
+    if rows:
+        lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]
     if found.get("published"):
         lines += [markdown_of(_read_grid(found["published"])), "", SAME if found["comparable"] else OTHER, ""]
     for picture in found.get("pictures", ()):

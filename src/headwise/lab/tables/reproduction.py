@@ -5,10 +5,11 @@ Owns the form; which reproductions there are is in the files of the papers, runn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headwise.checks import SettingError, require_choice
 from headwise.lab.claims import Claim
 from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
@@ -114,6 +115,19 @@ class Reproduction:
     def parts_at(self, scale: str) -> tuple[Part, ...]:
         """Return the parts that a scale has."""
         return tuple(part for part in self.parts if scale in part.sizes)
+
+    def only(self, names: Sequence[str], scale: str) -> Reproduction:
+        """Return it with these of its parts alone, all of them where none is named; its claims then speak of no other.
+
+        Raises:
+            SettingError: A name is none of its parts' at this scale.
+        """
+        known = [part.name for part in self.parts_at(scale)]
+        if names and known == [""]:
+            raise SettingError(f"part is {names[0]!r}; {self.id} has one part alone: leave --part out.")
+        for name in names:
+            require_choice("part", name, known)
+        return replace(self, parts=tuple(part for part in self.parts if part.name in names)) if names else self
 
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""

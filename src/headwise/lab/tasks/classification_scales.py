@@ -121,6 +121,8 @@ CLASSIFICATION_SCALES: Mapping[str, ClassificationScale] = {
             batch_size=32,
             epochs=6,
             warmup_steps=100,
+            # caps the phrases of SST alone
+            train_examples=10_000,
         ),
         # Wang et al. 2020 and its released code: widths, heads of 100 // 6, post-norm, ten folds, at most 30 epochs and
         # the middle of its grid for rate, dropout and batch; layers 2 to 8 and 6 or 8 heads are a matter of --set
