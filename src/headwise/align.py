@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.checks import DataError, SettingError, require_choice
+from headwise.checks import DataError, SettingError, require_choice, require_integer
 from headwise.word_tables import WordTable
 
 __all__ = ["AlignedRow", "Alignment", "Sentence", "align", "tokens_as_words", "words_of_tokens"]
@@ -76,7 +76,8 @@ def align(
         padding_side: Where rows that are shorter are padded: "right" or "left".
 
     Raises:
-        DataError: The tokenizer has no offsets, the number of texts differs, or a text is not the table's.
+        DataError: The tokenizer has no offsets, the number of texts differs, a row is no word table, or a text is not
+            the table's.
         SettingError: A row is longer than `length`.
 
     Example:
@@ -95,7 +96,7 @@ def align(
             raise DataError(
                 f"{len(encodings)} encoded texts were given for {len(tables)} word tables; expected as many."
             )
-    grouped = tuple((table,) if isinstance(table, WordTable) else tuple(table) for table in tables)
+    grouped = [_grouped(row, table) for row, table in enumerate(tables)]
     owners = [grouped[origin] for origin in origins]
     rows = [
         _aligned(index, owner, one, split_into_words)
@@ -116,12 +117,15 @@ def tokens_as_words(
         length: Tokens of the batch; the longest row when None. Shorter rows are padded on the right.
 
     Raises:
-        SettingError: A row is longer than `length`.
-        DataError: A row is a pair of tables.
+        SettingError: A row is longer than `length`, or a number is no integer of at least 0.
+        DataError: A row is a pair of tables, or no word table.
     """
+    require_integer("before", before)
+    require_integer("after", after)
     rows, owners = [], []
-    for index, table in enumerate(tables):
-        if not isinstance(table, WordTable):
+    for index, given in enumerate(tables):
+        table, *others = _grouped(index, given)
+        if others:
             raise DataError(f"row {index} is a pair of texts; expected one word table, or give the encoding.")
         units = before + len(table) + after
         special = (*range(before), *range(units - after, units))
@@ -156,6 +160,18 @@ def words_of_tokens(spans: Sequence[tuple[int, int]], words: Sequence[tuple[int,
             last += 1
         found.append((first, last))
     return found
+
+
+def _grouped(index: int, tables: Sentence) -> tuple[WordTable, ...]:
+    """Return the word tables of a row as a tuple."""
+    if isinstance(tables, WordTable):
+        return (tables,)
+    if not isinstance(tables, tuple | list) or not tables or not all(isinstance(one, WordTable) for one in tables):
+        raise DataError(
+            f"row {index} is {tables!r:.60}; expected a word table or a pair of them, as WordTable.split(text) makes "
+            "of a text, and headwise.bridges.spacy.Parser of several."
+        )
+    return tuple(tables)
 
 
 def _aligned(index: int, tables: tuple[WordTable, ...], encoding: Any, split_into_words: bool) -> AlignedRow:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headwise.align import align
-from headwise.checks import DataError
+from headwise.checks import DataError, SettingError, require_integer
 from headwise.role_masks import Roles
 from headwise.word_tables import WordTable
 
@@ -37,6 +37,10 @@ class RoleCollator:
         heads: The head of each role; 0 to R - 1 when not given.
         empty: What a query does whose role leaves it no key: "regular" or "self".
 
+    Raises:
+        DataError: The tokenizer is not a fast one.
+        SettingError: `text`, `parse` or `max_length` is none of these.
+
     Example:
         >>> # guidance = hw.guide(hw.find_heads(model))
         >>> # Trainer(model, arguments, data_collator=hw.RoleCollator(roles, tokenizer, num_heads=12), ...)
@@ -60,9 +64,18 @@ class RoleCollator:
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so it does not tell the characters of its "
                 "tokens; use the fast form of it, or make the masks with Roles and an Alignment of your own."
             )
+        self.columns = (text,) if isinstance(text, str) else tuple(text)
+        if len(self.columns) not in (1, 2):
+            raise SettingError(f"text is {text!r}; expected the column of the text, or two columns for pairs.")
+        if parse is not None and not callable(parse):
+            raise SettingError(
+                f"parse is {parse!r}; expected a function from texts to word tables, as "
+                "headwise.bridges.spacy.Parser(pipeline) is."
+            )
+        if max_length is not None:
+            require_integer("max_length", max_length, low=1)
         self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
         self.parse = _split if parse is None else parse
-        self.columns = (text,) if isinstance(text, str) else tuple(text)
         self.collator, self.max_length = collator, max_length
         self.heads, self.empty = heads, empty
 
@@ -70,8 +83,12 @@ class RoleCollator:
         """Return the batch of some examples, each a mapping with the text and what else the model takes.
 
         Raises:
-            DataError: An example has no text.
+            DataError: There is no example, one has no text or lacks another one's column, a column holds no numbers,
+                or `parse` did not give a word table for each text.
+            SettingError: `max_length` has no room for a text.
         """
+        if not features:
+            raise DataError("the collator was given no example; expected at least one.")
         texts = [
             [self._text(index, feature, column) for column in self.columns] for index, feature in enumerate(features)
         ]
@@ -80,13 +97,18 @@ class RoleCollator:
             truncation=self.max_length is not None,
             max_length=self.max_length,
         )
+        if self.max_length is not None:
+            self._require_cut(encoding)
         encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
         others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
         joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
         batch = dict((self.collator or self._collated)(joined))
-        flat = self.parse([text for row in texts for text in row])
+        flat = [text for row in texts for text in row]
+        parsed = self.parse(flat)
+        if len(parsed) != len(flat):
+            raise DataError(f"parse gave {len(parsed)} word tables for {len(flat)} texts; expected one a text.")
         width = len(self.columns)
-        tables = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
+        tables = [tuple(parsed[i : i + width]) for i in range(0, len(parsed), width)]
         aligned = align(
             tables,
             encoding,
@@ -112,8 +134,31 @@ class RoleCollator:
         batch = dict(padded)
         for name in features[0]:
             if name not in batch and name != "overflow_to_sample_mapping":
-                batch["labels" if name in ("label", "label_ids") else name] = torch.tensor([f[name] for f in features])
+                batch["labels" if name in ("label", "label_ids") else name] = _column(name, features)
         return batch
+
+    def _require_cut(self, encoding: Any) -> None:
+        """Refuse a length that special tokens alone exceed: the tokenizer cuts nothing then."""
+        longest = max(map(len, encoding["input_ids"]))
+        if longest > (self.max_length or longest):
+            raise SettingError(
+                f"max_length is {self.max_length} and the tokenizer made {longest} tokens; expected room for more than "
+                "the special tokens, so that it can cut."
+            )
+
+
+def _column(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    without = next((index for index, feature in enumerate(features) if name not in feature), None)
+    if without is not None:
+        raise DataError(f"example {without} has no {name!r} and example 0 has; expected the same columns in all.")
+    values = [feature[name] for feature in features]
+    try:
+        return torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError):
+        raise DataError(
+            f"the column {name!r} makes no tensor ({values[0]!r:.40}, ...); expected numbers: drop the column from the "
+            "data, or give the collator collator=..., which is handed every column but the text."
+        ) from None
 
 
 def _split(texts: list[str]) -> list[WordTable]:

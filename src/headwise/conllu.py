@@ -5,6 +5,8 @@ Owns `read_conllu`. Must not know roles.
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +39,7 @@ def read_conllu(path: str | Path) -> list[WordTable]:
     without heads ("_") gives tables without a parse.
 
     Args:
-        path: The file, UTF-8.
+        path: The file, UTF-8, plain or gzipped (.gz).
 
     Raises:
         DataError: The file cannot be read or a line is malformed; the message names file and line.
@@ -53,9 +55,12 @@ def read_conllu(path: str | Path) -> list[WordTable]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} cannot be read (it is not UTF-8); expected a CoNLL-U file.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or "it is no whole gzip file"
         raise DataError(f"{path} cannot be read ({reason}); expected a CoNLL-U file.") from None
     tables = [_table(path, sentence) for sentence in _sentences(path, text)]
     if not tables:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headwise.checks import LayoutError, MaskError, NotFired, SettingError
 from headwise.collate import ROLE_MASK, RoleCollator
 from headwise.forwards import Forwards
+from headwise.generation import MaskedGenerate
 from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
@@ -145,6 +146,7 @@ class Guidance:
         self._stops.append(self._forwards.remove)
         taking = Hook(model, self._mask_taken)
         self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
+        self._stops.append(MaskedGenerate(model, ROLE_MASK, self).remove)
         self._stops.append(bias_heads(self.heads, self._bias).remove)
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
@@ -187,7 +189,8 @@ class Guidance:
         if (again or (self._fired and now != self._bound)) and not self.every_forward:
             raise MaskError(
                 f"{_name(site)}: the mask given last belongs to the forward before this one; give every forward its "
-                "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True)."
+                "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True). "
+                "generate() keeps to the prompt's with use_cache=True."
             )
         self._bound = now
 
@@ -211,7 +214,8 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
 
     A mask belongs to one forward of the model, to what activation checkpointing computes again of it, and to the tokens
     that are generated after it: those have no roles. So give every forward its own: `model(**batch, role_mask=mask)`,
-    which is taken out before the model sees it, or `guidance(mask)` before the call.
+    which is taken out before the model sees it, `model.generate(**batch, role_mask=mask)` likewise, or `guidance(mask)`
+    before the call.
 
     Args:
         heads: The sites; self-attention alone. Their scores must be reached, as for `bias_heads`.

@@ -213,6 +213,7 @@ class HeadMask:
         Raises:
             MaskError: It has more tokens already.
         """
+        require_integer("tokens", tokens)
         extra = tokens - self.tokens
         if extra < 0:
             raise MaskError(f"a mask of {self.tokens} tokens was to be padded to {tokens}; expected at least as many.")
@@ -278,7 +279,8 @@ class HeadMask:
         regular = real[:, None, :, None] & real[:, None, None, :]
         if self.causal:
             regular = regular & regular.new_ones(self.tokens, self.tokens).tril()
-        shares = (self.roles & regular).sum((0, 2, 3)) / regular.sum().clamp_min(1) / (self.batch / len(regular))
+        regular = regular.expand(self.batch, 1, self.tokens, self.tokens)
+        shares = (self.roles & regular).sum((0, 2, 3)) / regular.sum().clamp_min(1)
         said = [f"{name}: {float(share):.0%}" for name, share in zip(self.names, shares, strict=True)]
         padding = "" if self.keep is None else f" of which {int((~self.keep).sum())} padding"
         parts = [

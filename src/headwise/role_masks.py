@@ -6,7 +6,8 @@ its words. Must not know models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,8 @@ class Roles:
             MaskError: The heads do not fit.
         """
         batch = [tables] if isinstance(tables, WordTable) else list(tables)
+        if not batch:
+            raise DataError("Roles was called with no sentence; expected at least one word table.")
         if isinstance(encoding, Alignment):
             aligned = encoding
             if len(aligned.tables) != len(batch):
@@ -162,17 +165,29 @@ def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
     assert not isinstance(role, Window)
     if not isinstance(role, Role):
         return role.find(table)
-    found = list(role.find(table))
-    cells = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in found]
-    words = [word for cell in cells for word in cell]
-    if {len(cell) for cell in cells} not in (set(), {1}, {2}) or not all(type(word) is int for word in words):
-        raise SettingError(
-            f"the role {role.name!r} found {found[:4]!r}; expected words, or pairs of words, by their index."
-        )
-    wrong = next((word for word in words if not 0 <= word < len(table)), None)
+    given: Any = role.find(table)
+    expected = "expected words, or pairs of words, by their index"
+    if not isinstance(given, Iterable):
+        raise SettingError(f"the role {role.name!r} found {given!r}; {expected}, or an empty list.")
+    found = list(given)
+    cells = [_cell(one) for one in found]
+    if {len(cell) for cell in cells} not in (set(), {1}, {2}):
+        raise SettingError(f"the role {role.name!r} found {found[:4]!r}; {expected}.")
+    wrong = next((word for cell in cells for word in cell if not 0 <= word < len(table)), None)
     if wrong is not None:
         raise SettingError(f"the role {role.name!r} found word {wrong} in a sentence of {len(table)} words.")
     return [cell if len(cell) == 2 else cell[0] for cell in cells]
+
+
+def _cell(found: Any) -> tuple[int, ...]:
+    """Return a word or a pair as a tuple of indices; an empty one where it is neither."""
+    words = found if isinstance(found, tuple | list) else (found,)
+    if any(isinstance(word, bool) for word in words):
+        return ()
+    try:
+        return tuple(map(operator.index, words))
+    except TypeError:
+        return ()
 
 
 def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,8 @@ class Major:
     special_tokens = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.relations, str) or not self.relations:
+        named = isinstance(self.relations, tuple) and all(isinstance(name, str) for name in self.relations)
+        if not named or not self.relations:
             raise SettingError(f"relations is {self.relations!r}; expected a tuple of names, as {MAJOR}.")
 
     @staticmethod

@@ -113,7 +113,7 @@ def idf(documents: Iterable[WordTable | Sequence[str]], *, lowercase: bool = Tru
         lowercase: Whether words are compared in lower case.
 
     Raises:
-        DataError: There is no document, or one is a text that was not split into words.
+        DataError: There is no document, one is a text that was not split into words, or holds something else.
 
     Example:
         >>> idf([["a", "movie"], ["a", "plot"]])
@@ -126,7 +126,10 @@ def idf(documents: Iterable[WordTable | Sequence[str]], *, lowercase: bool = Tru
             raise DataError(
                 f"document {count} is the text {document[:40]!r}; expected words, as WordTable.split gives."
             )
-        words = document.words if isinstance(document, WordTable) else document
+        words = document.words if isinstance(document, WordTable) else tuple(document)
+        wrong = next((word for word in words if not isinstance(word, str)), None)
+        if wrong is not None:
+            raise DataError(f"document {count} holds {wrong!r}; expected words, which are texts.")
         frequencies.update({word.lower() if lowercase else word for word in words})
         count += 1
     if count == 0:

@@ -5,6 +5,7 @@ Owns `WordTable`. Must not know tokens, roles or parsers.
 
 from __future__ import annotations
 
+import operator
 import random
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -61,12 +62,8 @@ class WordTable:
             if len(column) != len(words):
                 raise DataError(f"{name} has {len(column)} entries for {len(words)} words ({self._shown()}).")
             object.__setattr__(self, name, tuple(column))
-        for word, head in enumerate(self.heads or ()):
-            if not 0 <= head < len(words):
-                raise DataError(
-                    f"the head of word {word} ({words[word]!r}) is {head}; expected 0 to {len(words) - 1}, and the "
-                    "word's own index at the root."
-                )
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _as_heads(self.heads, words))
         if self.text is None:
             object.__setattr__(self, "text", " ".join(words))
         if self.spans is None:
@@ -149,6 +146,20 @@ class WordTable:
     def _shown(self) -> str:
         shown = " ".join(self.words[:8])
         return repr(shown if len(self.words) <= 8 else f"{shown} ...")
+
+
+def _as_heads(heads: Sequence[int], words: Sequence[str]) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, heads))
+    except TypeError:
+        raise DataError(f"heads is {tuple(heads)!r:.60}; expected the index of a word for each word.") from None
+    for word, head in enumerate(found):
+        if not 0 <= head < len(words):
+            raise DataError(
+                f"the head of word {word} ({words[word]!r}) is {head}; expected 0 to {len(words) - 1}, and the word's "
+                "own index at the root."
+            )
+    return found
 
 
 def _found(words: Sequence[str], text: str) -> tuple[tuple[int, int], ...]:

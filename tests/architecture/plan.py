@@ -72,6 +72,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "role_masks.py",
             "collate.py",
             "forwards.py",
+            "generation.py",
             "guidance.py",
             "ensembles.py",
             "separation.py",

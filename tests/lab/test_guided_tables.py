@@ -1,4 +1,4 @@
-"""The reproductions of Wang et al. 2020: their runs, the paper's numbers, and a run of all of them at toy size."""
+"""The reproductions of Wang et al. 2021: their runs, the paper's numbers, and a run of all of them at toy size."""
 
 from __future__ import annotations
 

@@ -131,3 +131,81 @@ def test_what_is_missing_is_said_with_the_way_out():
         hw.RoleCollator(ROLES, Slow(), 3)
     with pytest.raises(hw.DataError, match="has no parse"):
         hw.RoleCollator(hw.Roles(hw.Dependency()), tokenizer, 3)(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "given no example"),
+        ([{"text": "a", "label": "good"}], r"column 'label' makes no tensor \('good', ...\); expected numbers"),
+        ([{"text": "a", "id": "x7"}], r"column 'id' makes no tensor .* handed every column but the text"),
+        ([{"text": "a", "label": None}], "column 'label' makes no tensor"),
+        ([{"text": "a", "tags": [1]}, {"text": "b", "tags": [1, 2]}], "column 'tags' makes no tensor"),
+        ([{"text": "a", "label": 1}, {"text": "b"}], "example 1 has no 'label' and example 0 has"),
+    ],
+)
+def test_columns_that_make_no_tensor_are_named(examples: list[dict], message: str):
+    with pytest.raises(hw.DataError, match=message):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3)(examples)
+
+
+def test_a_length_without_room_for_a_text_is_refused():
+    # with two special tokens the tokenizer would cut nothing and say nothing
+    with pytest.raises(hw.SettingError, match=r"max_length is 1 and the tokenizer made \d+ tokens"):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=1)(EXAMPLES)
+    for wrong in (0, "8"):
+        with pytest.raises(hw.SettingError, match="max_length is"):
+            hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=wrong)
+
+
+def test_a_parser_is_a_function_that_gives_a_table_for_each_text():
+    tokenizer = fast_tokenizer("WordPiece")
+    with pytest.raises(hw.SettingError, match=r"parse is 'en_core_web_sm'; .*Parser\(pipeline\)"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse="en_core_web_sm")
+    with pytest.raises(hw.SettingError, match=r"text is \('a', 'b', 'c'\); expected"):
+        hw.RoleCollator(ROLES, tokenizer, 3, text=("a", "b", "c"))
+    with pytest.raises(hw.DataError, match="parse gave 4 word tables for 5 texts"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [hw.WordTable.split(t) for t in texts[1:]])(EXAMPLES)
+    with pytest.raises(hw.DataError, match=r"row 0 is \(\['The', .*expected a word table"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [text.split() for text in texts])(EXAMPLES)
+
+
+def test_a_trainer_that_generates_hands_the_mask_to_generate(tmp_path: Path):
+    from transformers import (
+        DataCollatorForSeq2Seq,
+        MarianConfig,
+        MarianMTModel,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+    )
+
+    tokenizer = fast_tokenizer("WordPiece")
+    sizes = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_layers": 2, "decoder_layers": 1}
+    tokens = {"pad_token_id": 3, "decoder_start_token_id": 3, "eos_token_id": 2, "forced_eos_token_id": 2}
+    model = MarianMTModel(
+        MarianConfig(vocab_size=420, d_model=24, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes, **tokens)
+    )
+    guidance = hw.guide(hw.find_heads(model).kind("self"))
+    arguments = Seq2SeqTrainingArguments(
+        tmp_path,
+        remove_unused_columns=False,
+        predict_with_generate=True,
+        generation_num_beams=2,
+        generation_max_length=5,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    pairs = [{"text": text, "labels": [5, 6, 2]} for text in TEXTS[:3]]
+    trainer = Seq2SeqTrainer(
+        model,
+        arguments,
+        data_collator=guidance.collator(ROLES, tokenizer, collator=DataCollatorForSeq2Seq(tokenizer, model=model)),
+        eval_dataset=pairs,
+        compute_metrics=lambda found: {"rows": len(found.predictions)},
+    )
+    assert trainer.evaluate()["eval_rows"] == 3
+    # once for the beams, once for the loss
+    assert set(guidance.calls.values()) == {2}
+    guidance.remove()

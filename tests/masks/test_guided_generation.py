@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,3 +126,48 @@ def test_the_masks_of_an_encoder_are_kept_during_beam_search(name: str, beams: i
     with torch.no_grad():
         plain = model.get_encoder()(**inputs).last_hidden_state
     assert not torch.allclose(plain, encoded.last_hidden_state)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_generate_takes_the_mask_from_the_batch(name: str):
+    model, inputs = generator(name), prompt(name)
+    heads = hw.find_heads(model).kind("self")
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    mask = mask_for(inputs)
+    with hw.guide(heads, mask):
+        expected = model.generate(**inputs, **settings).logits
+    with hw.guide(heads) as guidance:
+        found = model.generate(**inputs, **settings, role_mask=mask).logits
+        copied = copy.deepcopy(model)
+        pickled = pickle.loads(pickle.dumps(model))
+    assert set(guidance.calls.values()) == {1}
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # what is let go, copied or pickled generates as its class does
+    for free in (model, copied, pickled):
+        assert free.generate.__func__ is type(model).generate
+        assert free.generate.__self__ is free
+        with pytest.raises(ValueError, match="role_mask"):
+            free.generate(**inputs, role_mask=mask)
+
+
+def test_two_handles_let_generate_go_in_any_order():
+    model, inputs = generator("Llama"), prompt("Llama")
+    heads = hw.find_heads(model)
+    one, other = hw.guide(heads.layer(0)), hw.guide(heads.layer(1))
+    one.remove()
+    with pytest.raises(hw.NotFired, match="no mask"):
+        model.generate(**inputs, max_new_tokens=1)
+    model.generate(**inputs, max_new_tokens=1, role_mask=mask_for(inputs))
+    assert set(other.calls.values()) == {1}
+    other.remove()
+    with pytest.raises(ValueError, match="role_mask"):
+        model.generate(**inputs, role_mask=mask_for(inputs))
+
+
+def test_generation_without_a_cache_is_told_the_way_out():
+    model, inputs = generator("GPT-2"), prompt("GPT-2")
+    with (
+        pytest.raises(hw.MaskError, match=r"generate\(\) keeps to the prompt's with use_cache=True"),
+        hw.guide(hw.find_heads(model), mask_for(inputs)),
+    ):
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, use_cache=False)

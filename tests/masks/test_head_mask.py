@@ -133,6 +133,12 @@ def test_every_key_is_drawn_as_often_by_the_random_control():
     assert counts.max() < 120
 
 
+def test_a_mask_of_no_sentence_has_a_text():
+    assert repr(hw.HeadMask(torch.zeros(0, 1, 2, 2, dtype=torch.bool))) == (
+        "HeadMask(0 sentences, 0 tokens, 1 head; allowed in role 0: 0 %; 0 regular heads)"
+    )
+
+
 def test_a_mask_travels_between_processes_and_devices():
     mask = hw.HeadMask(torch.eye(3, dtype=torch.bool)[None, None], torch.tensor([[True, True, False]]), 2)
     again = pickle.loads(pickle.dumps(mask))

@@ -154,6 +154,9 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path):
         parse(["a", 3])
     with pytest.raises(hw.DataError, match="text 0 has a word that is empty"):
         parse([["a", " "]])
+    for given_text in ("ab\ud800", ["ok", "\ud800"]):
+        with pytest.raises(hw.DataError, match=r"text 0 holds half a character .*errors='replace'"):
+            parse([given_text])
     (tmp_path / "file").write_text("")
     with pytest.raises(hw.DataError, match="cannot be made"):
         Parser(pipeline(), tmp_path / "file")(["a"])

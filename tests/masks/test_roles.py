@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -229,7 +230,12 @@ def test_bad_input_is_refused_in_a_sentence():
         hw.Separator("")
     with pytest.raises(hw.SettingError, match="relations is 'nsubj'"):
         hw.Major("nsubj")
+    with pytest.raises(hw.SettingError, match=r"relations is \['nsubj'\]; expected a tuple"):
+        hw.Major(["nsubj"])
     table = hw.WordTable(["a", "film"])
+    for nothing in (None, 3):
+        with pytest.raises(hw.SettingError, match=rf"the role '<lambda>' found {nothing}; expected words, or pairs"):
+            hw.Roles(lambda _, found=nothing: found)(table, num_heads=1)
     with pytest.raises(hw.SettingError, match=r"give Roles\(..., idf="):
         hw.Roles(hw.Rare())(table, num_heads=1)
     with pytest.raises(hw.DataError, match="'a film' has no parse"):
@@ -245,3 +251,31 @@ def test_bad_input_is_refused_in_a_sentence():
 def test_an_empty_text_with_special_tokens_is_a_sentence():
     mask = hw.Roles(hw.Window(), hw.Separator())([hw.WordTable([])], num_heads=2, before=1, after=1)
     assert cells(mask.allowed()[0, 0]) == [[1, 1], [1, 1]]
+
+
+def test_words_found_may_be_integers_of_numpy():
+    find = lambda _: np.arange(2), lambda _: [(np.int64(1), 0)]
+    words, pairs = (hw.Roles(found)(SENTENCE, num_heads=1).roles[0, 0] for found in find)
+    assert words.sum(-1).unique().tolist() == [2]
+    assert pairs.nonzero().tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "called with no sentence; expected at least one word table"),
+        (["A film."], r"row 0 is 'A film.'; expected a word table .* WordTable.split"),
+        ([SENTENCE, ["A", "film"]], r"row 1 is \['A', 'film'\]; expected a word table"),
+        ([()], r"row 0 is \(\); expected a word table"),
+        ([None], "row 0 is None; expected a word table"),
+    ],
+)
+def test_what_is_no_word_table_is_refused(tables: list, message: str):
+    with pytest.raises(hw.DataError, match=message):
+        hw.Roles(hw.Window())(tables, num_heads=1)
+
+
+def test_numbers_of_special_tokens_are_not_negative():
+    for given_numbers in ({"before": -1}, {"after": -1}, {"before": 1.5}):
+        with pytest.raises(hw.SettingError, match=r"expected an integer of at least 0"):
+            hw.Roles(hw.Window())(SENTENCE, num_heads=1, **given_numbers)

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,6 +158,7 @@ def test_a_whole_treebank_is_read_as_its_own_text_says(tmp_path: Path):
     path = tmp_path / "dev.conllu"
     path.write_bytes(gzip.decompress((TREEBANK / "en_ewt-ud-dev.conllu.gz").read_bytes()))
     tables = hw.read_conllu(path)
+    assert hw.read_conllu(TREEBANK / "en_ewt-ud-dev.conllu.gz") == tables
     lines = path.read_text(encoding="utf-8").splitlines()
     texts = [line.removeprefix("# text = ") for line in lines if line.startswith("# text = ")]
     assert len(tables) == len(texts) > 1000
@@ -207,5 +209,32 @@ def test_what_idf_cannot_count_is_refused(tmp_path: Path):
         hw.idf([])
     with pytest.raises(hw.DataError, match="document 1 is the text 'a film'"):
         hw.idf([["a"], "a film"])
+    with pytest.raises(hw.DataError, match="document 0 holds 3; expected words"):
+        hw.idf([["a", 3]])
     with pytest.raises(hw.DataError, match="cannot be read"):
         hw.IDF.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("heads", [[1.0, 1.0], ["1", "1"], [None, 1]])
+def test_heads_are_indices(heads: list):
+    with pytest.raises(hw.DataError, match=r"heads is \(.*expected the index of a word for each word"):
+        hw.WordTable(["a", "film"], heads, ["det", "ROOT"])
+
+
+def test_heads_of_numpy_become_integers():
+    table = hw.WordTable(["a", "film"], np.array([1, 1]), ["det", "ROOT"])
+    assert [type(head) for head in table.heads] == [int, int]
+
+
+def test_a_gzipped_file_is_read_and_a_broken_one_named(tmp_path: Path):
+    lines = "1\tGood\t_\t_\t_\t_\t2\tamod\t_\t_\n2\tfilm\t_\t_\t_\t_\t0\troot\t_\t_\n"
+    path = tmp_path / "one.conllu.gz"
+    path.write_bytes(gzip.compress(lines.encode()))
+    (table,) = hw.read_conllu(path)
+    assert (table.words, table.heads) == (("Good", "film"), (1, 1))
+    for content in (lines.encode(), gzip.compress(lines.encode())[:-9], b""):
+        path.write_bytes(content)
+        with pytest.raises(
+            hw.DataError, match=r"one.conllu.gz (cannot be read \(it is no whole gzip|holds no sentence)"
+        ):
+            hw.read_conllu(path)

@@ -72,7 +72,7 @@ class Parser:
             texts: Texts, or lists of words, which stay the words.
 
         Raises:
-            DataError: Something given is neither, or a word is empty.
+            DataError: Something given is neither, a word is empty, or a text is no whole Unicode.
         """
         if isinstance(texts, str):
             raise DataError(f"the text {texts[:40]!r} was given; expected a list of texts.")
@@ -144,13 +144,25 @@ def _contents(folder: Path) -> Iterator[str | bytes]:
 
 def _checked(index: int, text: Any) -> str | tuple[str, ...]:
     if isinstance(text, str):
+        _require_unicode(index, text)
         return text
     if isinstance(text, Iterable):
         words = tuple(text)
         if all(isinstance(word, str) and word.strip() for word in words):
+            _require_unicode(index, " ".join(words))
             return words
         raise DataError(f"text {index} has a word that is empty or no text; expected words of at least one character.")
     raise DataError(f"text {index} is a {type(text).__name__}; expected a text or its words.")
+
+
+def _require_unicode(index: int, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"text {index} holds half a character ({text[error.start]!r} at {error.start}), which spaCy does not take; "
+            "decode it with errors='replace'."
+        ) from None
 
 
 def _key(text: str | tuple[str, ...]) -> bytes:

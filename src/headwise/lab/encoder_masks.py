@@ -75,7 +75,7 @@ def mask_encoder(
 ) -> EncoderMasks:
     """Let heads of an encoder attend only where a mask allows; returns a handle that takes the masks away.
 
-    A guided head has A = softmax(Q K^T / sqrt(e) + M), M = 0 where allowed and -inf elsewhere (Wang et al. 2020); the
+    A guided head has A = softmax(Q K^T / sqrt(e) + M), M = 0 where allowed and -inf elsewhere (Wang et al. 2021); the
     other heads stay as they are. A query that its mask leaves no real key attends as in a head without mask. In
     generate() the encoder runs once, so that all beams of a source decode the same masked states.
 

@@ -21,7 +21,7 @@ PARSED = ("dependency", "major")
 
 @dataclass(frozen=True)
 class Guided:
-    """Heads 0 to N - 1 of every layer get roles (Wang et al. 2020), the others stay free.
+    """Heads 0 to N - 1 of every layer get roles (Wang et al. 2021), the others stay free.
 
     Attributes:
         roles: The roles, one a head.

@@ -1,4 +1,4 @@
-"""Tables and figures of Wang et al. 2020, role-guided masks: classification, and translation with guided encoders.
+"""Tables and figures of Wang et al. 2021, role-guided masks: classification, and translation with guided encoders.
 
 Transformer of the paper is plain, Transformer-Guided-Attn is guided. The systems that the paper itself only quotes, and
 marks with a star, are quoted here too and not run.
@@ -83,7 +83,7 @@ _EXTRA = (
 TABLE_3 = Reproduction(
     id="guided/table-3",
     title="Classification: accuracy of guided heads on six sets",
-    source="Wang et al. 2020, Table 3; its starred rows are quoted there from other papers",
+    source="Wang et al. 2021, Table 3; its starred rows are quoted there from other papers",
     task="classification",
     parts=tuple(Part(_MODELS, sets(folder), name) for name, folder in SETS.items()),
     extra=_EXTRA,
@@ -100,7 +100,7 @@ _CROSS_VALIDATED = ("CR", "MR")
 TABLE_3_FOLDS = Reproduction(
     id="guided/table-3-folds",
     title="Classification: accuracy of guided heads by cross-validation",
-    source="Wang et al. 2020, Table 3, two of its four cross-validated sets",
+    source="Wang et al. 2021, Table 3, two of its four cross-validated sets",
     task="classification",
     parts=tuple(Part(_MODELS, sets(SETS[name], ("demo", "cpu"), FOLDS), name) for name in _CROSS_VALIDATED),
     extra=f"{_EXTRA}. Each text is answered once, by the model of its fold, in each of the seeds",
@@ -118,7 +118,7 @@ def _per_role(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
 FIGURE_2 = Reproduction(
     id="guided/figure-2",
     title="Each role in turn replaced",
-    source="Wang et al. 2020, Figure 2 (bars; the text gives no numbers)",
+    source="Wang et al. 2021, Figure 2 (bars; the text gives no numbers)",
     task="classification",
     parts=tuple(
         Part(("plain", "guided", *_DROPPED, *_RANDOM, *_SHUFFLED), sets(folder), name) for name, folder in SETS.items()
@@ -154,7 +154,7 @@ _EIGHT_HEADS: Sizes = {
 TABLE_2 = Reproduction(
     id="guided/table-2",
     title="Translation with role masks in the encoder",
-    source="Wang et al. 2020, Table 2; its starred rows are quoted there from other papers",
+    source="Wang et al. 2021, Table 2; its starred rows are quoted there from other papers",
     task="translation",
     parts=(Part(("plain", "random-mask", "guided", "shuffled-parse"), _EIGHT_HEADS),),
     extra=(

@@ -47,7 +47,7 @@ MODELS: Mapping[str, type[SentenceClassifier]] = {"bilstm": SentenceLSTM, "cnn":
 
 
 class ClassificationTask:
-    """Sentence classification (Wang et al. 2020, section 4.1); see `task.Task` for the methods."""
+    """Sentence classification (Wang et al. 2021, section 4.1); see `task.Task` for the methods."""
 
     name: str = "classification"
     metric: str = Accuracy().name

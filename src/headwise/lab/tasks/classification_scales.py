@@ -124,7 +124,7 @@ CLASSIFICATION_SCALES: Mapping[str, ClassificationScale] = {
             # caps the phrases of SST alone
             train_examples=10_000,
         ),
-        # Wang et al. 2020 and its released code: widths, heads of 100 // 6, post-norm, ten folds, at most 30 epochs and
+        # Wang et al. 2021 and its released code: widths, heads of 100 // 6, post-norm, ten folds, at most 30 epochs and
         # the middle of its grid for rate, dropout and batch; layers 2 to 8 and 6 or 8 heads are a matter of --set
         ClassificationScale(
             name="paper",
