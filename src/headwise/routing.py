@@ -61,7 +61,8 @@ class Chunks:
     tokens: int | None = None
     routed: int | None = None
     compile: bool = False
-    fused: bool = True
+    # a choice of kernel: records of runs go without it
+    fused: bool = field(default=True, metadata={"recorded": False})
 
     def __post_init__(self) -> None:
         for name, value in (("tokens", self.tokens), ("routed", self.routed)):

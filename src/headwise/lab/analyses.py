@@ -14,9 +14,10 @@ from typing import Any
 from headwise.checks import require_choice
 from headwise.lab import runs
 from headwise.lab.head_drops import REDUNDANCY
+from headwise.lab.results import STEP_TIME
 from headwise.lab.settings import RunSettings
 
-__all__ = ["ANALYSES", "HEAD_VECTORS", "AnalysisSettings", "analyse"]
+__all__ = ["ANALYSES", "HEAD_VECTORS", "ONCE", "AnalysisSettings", "analyse"]
 
 HEAD_VECTORS = "head-vectors"
 
@@ -33,11 +34,20 @@ def _redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     return measure_redundancy(settings, folder)
 
 
+def _step_time(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.step_time import measure_step_time
+
+    return measure_step_time(settings, folder)
+
+
 # Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
 ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
     HEAD_VECTORS: _head_vectors,
     REDUNDANCY: _redundancy,
+    STEP_TIME: _step_time,
 }
+# What is the same for every seed is measured with the first alone.
+ONCE = (STEP_TIME,)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ def compare(
     redundancy: Annotated[
         bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
     ] = False,
+    step_time: Annotated[
+        bool, typer.Option("--step-time", help="Then time steps of each arm in turn with steps of plain.")
+    ] = False,
 ) -> None:
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_task(task)
@@ -103,7 +106,7 @@ def compare(
         options=options,
     )
     with stoppable():
-        failures = run(comparison, standard_console(), redundancy=redundancy)
+        failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
     _end(failures)
 
 

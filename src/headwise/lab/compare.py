@@ -27,7 +27,7 @@ from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.report import write_report
-from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
+from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.settings import RunSettings
 from headwise.lab.table import Table, read_table
@@ -90,13 +90,16 @@ class Comparison:
             require_integer("seed", seed, low=0, high=2**32 - 1)
 
 
-def compare(comparison: Comparison, console: Console, *, redundancy: bool = False) -> list[Failure]:
+def compare(
+    comparison: Comparison, console: Console, *, redundancy: bool = False, step_times: bool = False
+) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
     Args:
         comparison: What to compare.
         console: Where progress and table are shown.
         redundancy: Whether each head of each trained model is then removed alone, to see what it is worth.
+        step_times: Whether steps of each arm are then timed in turn with steps of plain.
 
     Returns:
         The runs that failed; the table is made from the others.
@@ -115,10 +118,12 @@ def compare(comparison: Comparison, console: Console, *, redundancy: bool = Fals
         )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
-    if redundancy:
-        failures += do_analyses(REDUNDANCY, jobs, comparison.workers, console)
+    asked = {REDUNDANCY: redundancy, STEP_TIME: step_times}
+    for name, wanted in asked.items():
+        if wanted:
+            failures += do_analyses(name, jobs, comparison.workers, console)
     if any(runs.is_finished(run_of(job)) for job in jobs):
-        publish(out, console, command_of(comparison) + " --redundancy" * redundancy)
+        publish(out, console, command_of(comparison) + "".join(f" --{name}" * on for name, on in asked.items()))
     return failures
 
 

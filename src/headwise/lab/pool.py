@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from headwise.lab import runs
-from headwise.lab.analyses import AnalysisSettings
+from headwise.lab.analyses import ONCE, AnalysisSettings
 from headwise.lab.jobs import do_job
 from headwise.lab.progress import watch_for
 from headwise.lab.settings import RunSettings
@@ -39,6 +39,7 @@ def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) 
         Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
         for job in jobs
         if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
+        if name not in ONCE or run.seed == 0
     ]
     left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
     for job in left:

@@ -48,8 +48,9 @@ HEADS = (
     "was chosen by these numbers; heads of two models have no partners, so no head is tested against another."
 )
 COST = (
-    "An arrow points to the better side. Step time is the median time of a training step over plain's. Times are those "
-    "of the machine that ran, with as many runs side by side as it was given."
+    "An arrow points to the better side. Step time is the median time of a training step over plain's: of steps taken "
+    "in turn in one process where they were measured so (--step-time; headwise reproduce does), else of the steps of "
+    "the runs, which whatever ran beside them disturbs, as it does the time of decoding."
 )
 
 

@@ -20,6 +20,7 @@ from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folde
 from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.grids import terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
+from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
@@ -136,6 +137,8 @@ def make_plans(
 def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
     """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
 
+    Steps of each arm are timed with the first seed.
+
     Returns:
         The runs and analyses that failed.
 
@@ -148,8 +151,8 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
     workers = plans[0].comparison.workers
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
-    if reproduction.analysis:
-        failures += do_analyses(reproduction.analysis, jobs, workers, console)
+    for analysis in filter(None, (reproduction.analysis, STEP_TIME)):
+        failures += do_analyses(analysis, jobs, workers, console)
     return failures
 
 

@@ -21,7 +21,7 @@ from headwise.checks import DataError, ShapeError
 from headwise.lab.head_drops import HeadDrops, read_head_drops
 from headwise.lab.metric import METRICS, Measure, Metric
 from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
-from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, read_json
+from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, analysis_file, read_json
 
 __all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results"]
 
@@ -29,6 +29,8 @@ COMPARISON = "comparison.json"
 TEST = "test.npz"
 REFERENCES = "references.txt"
 PAIRED = "paired-tests.json"
+# The analysis that times steps in turn with those of plain, and its number.
+STEP_TIME, STEP_RATIO = "step-time", "step_ratio"
 MEASURES = (
     "distance",
     "output_cosine",
@@ -57,6 +59,7 @@ class Run:
         signatures: How each score was computed, by its name, where that is known.
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
+        step_ratio: Time of a step over plain's where steps of both were timed in turn, else None.
         settings: What determined the run, as JSON data.
         dev: Its score on dev after each epoch; empty for a baseline.
         head_drops: What each of its heads is worth, a score each; empty where that was not measured.
@@ -75,6 +78,7 @@ class Run:
     signatures: Mapping[str, str]
     parameters: int | None
     step_seconds: float | None
+    step_ratio: float | None
     settings: Mapping[str, Any]
     dev: tuple[float, ...]
     head_drops: tuple[HeadDrops, ...]
@@ -207,6 +211,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
             step_seconds=_float(record["step_seconds"]),
+            step_ratio=_read_step_ratio(analysis_file(path.parent, STEP_TIME), again),
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
             dev=_read_dev(path.with_name(EPOCHS), again),
@@ -234,6 +239,15 @@ def _read_dev(path: Path, remedy: str) -> tuple[float, ...]:
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path}, line {number} is not the record of an epoch; {remedy}") from None
     return tuple(found)
+
+
+def _read_step_ratio(path: Path, remedy: str) -> float | None:
+    if not path.exists():
+        return None
+    try:
+        return float(read_json(path)["numbers"][STEP_RATIO])
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{path} is not the record of step times; {remedy}") from None
 
 
 def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headwise.lab.evidence import Evidence
+from headwise.lab.results import STEP_RATIO
 
 __all__ = ["Least", "Numbers", "Shown", "StepTimes"]
 
@@ -74,7 +75,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Time of a training step over plain's, median over shared seeds.
+    """Time of a training step over plain's: of steps timed in turn, else of the runs' own, median over shared seeds.
 
     Attributes:
         arms: Names of the arms.
@@ -101,6 +102,9 @@ class StepTimes:
     def _ratio(self, arm: str, parts: Mapping[str, Evidence]) -> str:
         if self.part not in parts:
             return ABSENT
+        timed = parts[self.part].of(arm, STEP_RATIO)
+        if timed:
+            return f"{statistics.median(timed.values()):.2f}"
         own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
         ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
         return f"{statistics.median(ratios):.2f}" if ratios else ABSENT

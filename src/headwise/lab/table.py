@@ -89,7 +89,8 @@ class Row:
         measures: Means over seeds of `results.MEASURES`; None where one does not apply.
         answered: Means over seeds of what `Table.shown` names, by key; None where one does not apply.
         parameters: Number of parameters, or None.
-        step_ratio: Time of a training step over plain's, median over seeds, or None.
+        step_ratio: Time of a training step over plain's: of steps timed in turn where that was done, else that of the
+            runs' own, median over seeds; or None.
         points: One point a seed.
         head_drops: What the heads of its models are worth, by score: one entry a seed for which that was measured.
         settings: What determined the arm's first run, as JSON data.
@@ -362,7 +363,8 @@ def _same(run: Run, other: Run) -> bool:
 
 
 def _step_ratio(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
-    ratios = [
+    timed = [run.step_ratio for run in runs if run.step_ratio is not None]
+    ratios = timed or [
         run.step_seconds / other.step_seconds
         for run, other in _pairs(runs, plain)
         if run.step_seconds is not None and other.step_seconds

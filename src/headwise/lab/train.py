@@ -28,10 +28,11 @@ from headwise.lab.evaluation import diversity, scores_by_bin
 from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
+from headwise.lab.optimizer import adam
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Data, Recipe, Task
+from headwise.lab.tasks.task import Data, Task
 from headwise.lab.versions import versions
 from headwise.lab.workers import Heartbeat
 
@@ -221,19 +222,7 @@ def _trainer(
         collate=task.collate,
         methods=methods,
         run=run,
-        optimizer=_adam(model, rate, recipe),
-    )
-
-
-def _adam(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
-    # the fused form costs a small model least; without decay AdamW is Adam as Kingma and Ba wrote it
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=rate,
-        betas=recipe.betas,
-        eps=recipe.epsilon,
-        weight_decay=recipe.weight_decay,
-        fused=True,
+        optimizer=adam(model, rate, recipe),
     )
 
 
