@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.checks import LayoutError, SettingError, require_integer, require_range
 from headwise.ensembles import Ensemble, ForceNorms
+from headwise.unsupported import refuse_flat_optimizer
 
 __all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "require_state", "torch_optimizers"]
 
@@ -271,6 +272,7 @@ def _held(optimizer: Optimizer) -> set[int]:
 def _innermost(optimizer: object) -> Optimizer:
     inner = optimizer
     for _ in range(8):
+        refuse_flat_optimizer(inner)
         wrapped = getattr(inner, "optimizer", None) or getattr(inner, "original_optimizer", None)
         if wrapped is None:
             break

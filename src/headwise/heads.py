@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from headwise.checks import LayoutError, SettingError, require_choice
 from headwise.scores import Scores
+from headwise.sharded import is_sharded
+from headwise.unsupported import flattened
 
 __all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
 
@@ -93,6 +95,9 @@ class Slab:
     @property
     def vanished(self) -> str:
         """The refusal of a parameter that was there when its heads were found."""
+        reason = flattened(self.owner, None)
+        if reason is not None:
+            return f"{self.name} {reason}."
         return (
             f"{self.name} is no longer a parameter of {type(self.owner).__name__}: something took its place after its "
             "heads were found (a parametrisation, pruning, sharding). Take that off, or call find_heads again, which "
@@ -117,6 +122,15 @@ class Slab:
                 f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as heads; "
                 f"the parameter has shape {tuple(self.parameter.shape)}."
             )
+        if is_sharded(tensor):
+            raise LayoutError(
+                f"{self.name} is sharded over processes (DTensor) and its heads lie on several of them; read them in "
+                "its full_tensor()."
+            )
+        return self.part(tensor)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the heads of some columns of the parameter (rows when `axis` is 1): as `view`, of what there is."""
         row, column = tensor.stride()
         if self.axis == 0:
             size = (self.heads, self.head_size, tensor.shape[1])

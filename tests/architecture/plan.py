@@ -14,10 +14,13 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "F1 tensors",
         (
+            "sharded.py",
+            "unsupported.py",
             "gram.py",
             "bandwidths.py",
             "kernels.py",
             "mixing.py",
+            "sums.py",
             "cosine_rules.py",
             "particles.py",
             "disagreement.py",
@@ -72,6 +75,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "forwards.py",
             "guidance.py",
             "ensembles.py",
+            "divided.py",
             "separation.py",
             "attachments.py",
             "repulsion.py",
