@@ -201,7 +201,8 @@ def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     Raises:
         SettingError: Something given is none, or cannot be hooked.
     """
-    if isinstance(given, Optimizer):
+    refuse_flat_optimizer(given)
+    if isinstance(given, Optimizer) or isinstance(getattr(given, "optimizer", None), Optimizer):
         return [_innermost(given)]
     if not isinstance(given, list | tuple) or not given:
         raise SettingError(f"optimizer is {type(given).__name__}; expected a torch.optim.Optimizer or a list of them.")

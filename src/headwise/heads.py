@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.checks import LayoutError, SettingError, require_choice
 from headwise.scores import Scores
-from headwise.sharded import is_sharded
+from headwise.sharded import computes_part, gathered, is_sharded, own_slice, pieces, scaled
 from headwise.unsupported import flattened
 
 __all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
@@ -276,6 +276,49 @@ class Site:
         return self.scores(self.module)
 
     @property
+    def divided(self) -> bool:
+        """Whether tensor parallel has each process compute some of the heads."""
+        query = self.slabs[0]
+        return computes_part(query.owner, query.attribute, query.axis)
+
+    def all_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
+        """Return `tensor` for all heads, differentiably, where tensor parallel computes some of them in each process.
+
+        Args:
+            tensor: What a call computed of its heads; returned as it is when it is of all of them.
+            axis: The axis along which the heads are.
+            size: Its size for all heads.
+        """
+        query = self.slabs[0]
+        return gathered(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
+
+    def own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
+        """Return the part of `tensor`, given for all heads along an axis, of the `heads` this process computes with."""
+        query = self.slabs[0]
+        return own_slice(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
+
+    def scaled(self, joined: Tensor, factors: Tensor) -> Tensor:
+        """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
+        query = self.slabs[0]
+        every = factors.repeat_interleave(self.head_size)
+        return scaled(joined, every, query.owner._parameters.get(query.attribute), query.axis)
+
+    def heads_of(self, computed: int) -> int:
+        """Return how many heads there are in all processes together where this one computes some: H, or as given."""
+        return self._of_all(computed, self.num_heads)
+
+    def features_of(self, computed: int) -> int:
+        """Return the same of their features: H * e, or as given."""
+        return self._of_all(computed, self.num_heads * self.head_size)
+
+    def _of_all(self, computed: int, size: int) -> int:
+        if computed == size:
+            return size
+        query = self.slabs[0]
+        parts = pieces(query.owner._parameters.get(query.attribute), query.axis)
+        return size if computed * parts == size else computed
+
+    @property
     def width(self) -> int:
         """Width d of the site's output: the rows of W_O, or H * e where W_O is unknown."""
         if self.output is not None:
@@ -302,6 +345,7 @@ class Heads:
     sites: tuple[Site, ...]
     projections: tuple[str, ...] = PROJECTIONS
     found: tuple[Site, ...] = ()
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if not self.found:

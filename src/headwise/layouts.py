@@ -93,8 +93,8 @@ def find_heads(
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    replicated = isinstance(model, DistributedDataParallel)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     layouts = _rows(layouts)
     modules = _included(model, _patterns(exclude))
     sites: list[Site] = []
@@ -113,7 +113,7 @@ def find_heads(
     placed = [
         replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites
     ]
-    return Heads(model, _with_scores(model, placed))
+    return Heads(model, _with_scores(model, placed), replicated=replicated)
 
 
 def _with_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "Share",
     "add_own_part",
+    "computes_part",
     "gathered",
     "is_sharded",
     "own_slice",
+    "pieces",
+    "scaled",
     "share_of",
     "sum_over",
     "whole",
@@ -124,7 +127,7 @@ def add_own_part(target: Tensor, every: Tensor) -> None:
         _local(target).add_(_own_part(every, target))
 
 
-def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor, along: int) -> Tensor:
+def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
     """Return the features of all heads where tensor parallel left this process those of its own, differentiably.
 
     Every process then computes the same from them, so the gradient of its own part is its slice of the gradient.
@@ -138,8 +141,10 @@ def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor, along: int
     """
     if is_sharded(tensor):
         return whole(tensor)
+    if tensor.shape[axis] == size:
+        return tensor
     found = _divided(parameter, along)
-    if tensor.shape[axis] == size or found is None or tensor.shape[axis] * found[1] != size:
+    if found is None or tensor.shape[axis] * found[1] != size:
         return tensor
     from torch.distributed.tensor import DTensor, Shard
 
@@ -147,20 +152,60 @@ def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor, along: int
     return DTensor.from_local(tensor, mesh, [Shard(axis % tensor.dim())], run_check=False).full_tensor()
 
 
-def own_slice(tensor: Tensor, axis: int, size: int, parameter: Tensor, along: int) -> Tensor:
-    """Return the part of `tensor`, given for all heads, that is of this process's heads; arguments as `gathered`.
+def own_slice(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
+    """Return the part of `tensor`, given for all heads, that is of this process's heads under tensor parallel.
 
     Args:
-        tensor: Something given for all heads along `axis`.
+        tensor: Something given for all heads along `axis`, or for any of them with size 1 there.
         axis: That axis.
         size: How many heads this process computes with.
         parameter: The weight that computes the features.
         along: The axis of `parameter` along which heads are.
     """
+    if tensor.shape[axis] in (1, size):
+        return tensor
     found = _divided(parameter, along)
-    if tensor.shape[axis] in (1, size) or found is None or size * found[1] != tensor.shape[axis]:
+    if found is None or size * found[1] != tensor.shape[axis]:
         return tensor
     return tensor.narrow(axis, found[0].get_local_rank() * size, size)
+
+
+def scaled(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int) -> Tensor:
+    """Return features times one factor each, [..., F] * [F], where a process may have some of the F features.
+
+    Args:
+        tensor: The features: all of them, a DTensor, or this process's part of them under tensor parallel.
+        factors: A factor for each of all features.
+        parameter: The weight that computes the features.
+        along: The axis of `parameter` along which they are.
+
+    >>> scaled(torch.ones(3, 2), torch.tensor([2.0, 3.0]), None, 0)[0]
+    tensor([2., 3.])
+    """
+    if is_sharded(tensor):
+        return tensor * _replicated(factors, tensor)
+    return tensor * own_slice(factors, 0, tensor.shape[-1], parameter, along)
+
+
+def pieces(parameter: Tensor | None, along: int) -> int:
+    """Return into how many parts tensor parallel or FSDP2 divides an axis of a parameter.
+
+    >>> pieces(torch.zeros(2, 2), 0)
+    1
+    """
+    found = _divided(parameter, along)
+    return 1 if found is None else found[1]
+
+
+def computes_part(owner: nn.Module, attribute: str, along: int) -> bool:
+    """Whether tensor parallel has each process compute with a part of a module's parameter, divided along an axis.
+
+    FSDP2 divides parameters too, and puts them together for the forward.
+
+    >>> computes_part(nn.Linear(2, 2), "weight", 0)
+    False
+    """
+    return pieces(owner._parameters.get(attribute), along) > 1 and not getattr(owner, "_is_fsdp_managed_module", False)
 
 
 def _columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
@@ -176,9 +221,9 @@ def _columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
     return columns if parameter.shape[across] % pieces == 0 and (columns == placements or one_exchange) else None
 
 
-def _divided(parameter: Tensor, along: int) -> tuple[Any, int] | None:
+def _divided(parameter: Tensor | None, along: int) -> tuple[Any, int] | None:
     """Return the one-dimensional mesh over which an axis of a parameter is divided, and its size."""
-    if not is_sharded(parameter):
+    if parameter is None or not is_sharded(parameter):
         return None
     held: Any = parameter
     axes = [axis for axis, place in enumerate(held.placements) if place.is_shard(along)]
