@@ -205,7 +205,16 @@ def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     if isinstance(given, Optimizer) or isinstance(getattr(given, "optimizer", None), Optimizer):
         return [_innermost(given)]
     if not isinstance(given, list | tuple) or not given:
-        raise SettingError(f"optimizer is {type(given).__name__}; expected a torch.optim.Optimizer or a list of them.")
+        base = getattr(given, "base", None)
+        inside = (
+            f" It wraps a {type(base).__name__}, and may step it with other numbers in the parameters: call "
+            'hw.repel(optimizer.base, ..., when="manual"), and apply() before each step.'
+            if isinstance(base, Optimizer)
+            else ""
+        )
+        raise SettingError(
+            f"optimizer is {type(given).__name__}; expected a torch.optim.Optimizer or a list of them.{inside}"
+        )
     return [_innermost(optimizer) for optimizer in given]
 
 
