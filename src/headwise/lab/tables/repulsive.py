@@ -18,7 +18,7 @@ TIME = Column("Time", "step time")
 IWSLT = "IWSLT14 De-En, Transformer-small"
 
 # scaled, the control of smooth and sgld, is left out: without clipping Adam divides a constant factor out again
-_RMA = ("plain", "smooth", "svgd", "svgd-relative", "spos", "output")
+_RMA = ("plain", "smooth", "svgd", "svgd-relative", "output")
 _CONTROL = Claim(
     "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it (our control; the "
     "paper has none).",
@@ -37,8 +37,7 @@ TABLE_2 = Reproduction(
         Part(("plain",), big("wmt14"), "big"),
     ),
     extra=(
-        "smooth is the control of svgd and spos; spos is the paper's other rule, for which it has no number here; "
-        "svgd-relative is ours: its repulsion is always a tenth as long as its drive"
+        "smooth is the control of svgd; svgd-relative is ours: its repulsion is always a tenth as long as its drive"
     ),
     claims=(
         Claim(
