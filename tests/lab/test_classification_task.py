@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab.arm_text import parse_arm, parse_arms
 from headwise.lab.armed import armed
 from headwise.lab.compare import Comparison, compare
@@ -67,7 +68,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append(job.name)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
     return done
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.lab import cli
-from headwise.lab import compare as compare_module
+from headwise.lab import cli, pool
 from headwise.lab.tasks import logic
 from headwise.lab.workers import Failure
 from lab.sentences import write_sentences
@@ -47,7 +46,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             watch.ended(job, None)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 def call(*arguments: str) -> int:
@@ -117,9 +116,9 @@ def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(
         return lambda _target, jobs, _workers, _watch: [Failure(jobs[0], "because.", refused=refused)]
 
     arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "o")
-    monkeypatch.setattr(compare_module, "run_jobs", fail(True))
+    monkeypatch.setattr(pool, "run_jobs", fail(True))
     assert "majority failed: because. (log: o/majority/seed-0/log.txt)" in refused(capsys, *arguments)
-    monkeypatch.setattr(compare_module, "run_jobs", fail(False))
+    monkeypatch.setattr(pool, "run_jobs", fail(False))
     assert call(*arguments) == 1
 
 
@@ -157,7 +156,7 @@ def test_a_corrupt_checkpoint_is_refused(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "run_jobs", interrupted)
+        patch.setattr(pool, "run_jobs", interrupted)
         assert call(*arguments) == 130
     (checkpoint,) = Path("out/plain/seed-0").glob("checkpoint-*")
     (checkpoint / "optimizer.pt").write_bytes(b"not what was written")
@@ -169,7 +168,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "run_jobs", interrupted)
+    monkeypatch.setattr(pool, "run_jobs", interrupted)
     assert call("compare", "logic", "--arms", "plain", "--seeds", "1") == 130
     error = capsys.readouterr().err.strip()
     assert error == "headwise: stopped; every run has saved where it is, give the same command again to go on."
@@ -179,7 +178,7 @@ def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
     def broken(*_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(compare_module, "run_jobs", broken)
+    monkeypatch.setattr(pool, "run_jobs", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
 

@@ -17,9 +17,11 @@ from rich.console import Console
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab.arm_text import parse_arms
-from headwise.lab.compare import Comparison, compare, default_workers
+from headwise.lab.compare import Comparison, compare
 from headwise.lab.jobs import do_job
+from headwise.lab.pool import default_workers
 from headwise.lab.progress import Bars, Clock, Lines, watch_for
 from headwise.lab.runs import first_difference, read_progress, write_json
 from headwise.lab.tasks.logic import LogicTask
@@ -229,7 +231,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append(job.name)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
     return done
 
 

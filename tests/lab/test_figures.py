@@ -10,12 +10,13 @@ import matplotlib as mpl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_comparison import PAPER, Drawn, write_comparison
+from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 from headwise.checks import DataError
 from headwise.lab import figures
 from headwise.lab.drawing import styles
 from headwise.lab.figures import (
+    costs_of_heads,
     dev_by_epoch,
     pictures,
     score_by_bin,
@@ -162,3 +163,41 @@ def test_a_damaged_record_of_an_epoch_is_refused_by_its_line(tmp_path):
     path.write_text(path.read_text().replace('"pooled": 0.12', '"pool": 0.12'))
     with pytest.raises(DataError, match=r"epochs\.jsonl, line 2 is not the record of an epoch; delete the folder"):
         read_table(out)
+
+
+def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(tmp_path, monkeypatch):
+    out = write_comparison(tmp_path, PAPER[2:6], items=10, seeds=(0, 1))
+    assert costs_of_heads(read_table(out)) == ()
+    costs = {"plain": (0.0, 0.01, -0.02), "smooth": (0.01, 0.02, 0.03), "svgd": (0.02, 0.03, 0.9)}
+    write_head_costs(out, costs)
+    drawn, draw = [], figures.draw_counts
+
+    def watched(axes, values, edges, models, style, *, filled, label):
+        drawn.append((label, sorted(values), edges, models, filled))
+        draw(axes, values, edges, models, style, filled=filled, label=label)
+        heights = [patch.get_path().vertices[:, 1].max() for patch in axes.patches[-1:]]
+        assert max(heights) <= 3
+
+    monkeypatch.setattr(figures, "draw_counts", watched)
+    accuracy, loss = costs_of_heads(read_table(out))
+    assert (accuracy.name, loss.name) == ("heads-by-accuracy", "heads-by-loss")
+    # only svgd has a control that was measured
+    assert [(label, filled) for label, *_, filled in drawn] == [("svgd", True), ("smooth", False)] * 2
+    assert drawn[0][1] == pytest.approx([2, 2, 3, 3, 90, 90])
+    assert drawn[2][1] == pytest.approx([0.002, 0.002, 0.003, 0.003, 0.09, 0.09])
+    assert all(models == 2 for *_, models, _ in drawn)
+    edges = drawn[0][2]
+    assert 0.0 in edges
+    assert edges[0] <= -2
+    assert "svgd 32 on average, 2 to 90" in accuracy.alt
+    assert {accuracy.name, loss.name} <= {picture.name for picture in pictures(read_table(out))}
+
+
+def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
+    edges = figures._edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
+    assert edges[0] <= -0.4
+    assert 3.7 <= edges[-1] < 5
+    assert 0.0 in edges
+    # heads that cost nothing at all still make a bar
+    assert figures._edges([0.0, 0.0]) == [0.0, 1.0]
+    assert figures._edges([-0.5, -0.1])[-1] > 0

@@ -4,13 +4,14 @@ import json
 
 import pytest
 from rich.console import Console
-from synthetic_comparison import PAPER, Drawn, write_comparison
+from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 from headwise.lab.grids import (
     bins_grid,
     cost_grid,
     diversity_grid,
     grids,
+    head_grids,
     markdown_of,
     plain_grid,
     signature_grid,
@@ -156,3 +157,27 @@ def test_the_record_is_strict_json_with_a_stable_order(table, tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["one.json", "other.json"] or len(
         list(tmp_path.iterdir())
     ) == 2
+
+
+def test_the_costs_of_heads_are_pooled_over_seeds_and_split_by_kind(tmp_path):
+    out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
+    assert head_grids(read_table(out)) == ()
+    write_head_costs(out, {"plain": (0.004, -0.02, 0.05, 0.3)})
+    write_head_costs(out, {"svgd": (0.2, 0.1)}, seeds=(1,))
+    accuracy, loss = head_grids(read_table(out))
+    assert accuracy.title == "without one head: fall in accuracy, points"
+    assert loss.title == "without one head: rise in loss, nats"
+    assert accuracy.header[-2:] == ("encoder", "cross")
+    assert accuracy.rows == (
+        ("plain", "2", "8", "50 %", "25 %", "25 %", "8.350", "2.700", "14.0"),
+        ("svgd", "1", "2", "0 %", "0 %", "0 %", "15.0", "20.0", "10.0"),
+    )
+    assert loss.rows[0][-3:] == ("0.0083", "0.0027", "0.014")
+    assert {accuracy, loss} <= set(grids(read_table(out)))
+    write_record(read_table(out), tmp_path / "results.json")
+    rows = {row["arm"]: row["heads"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert rows["smooth"] == {}
+    assert rows["plain"]["accuracy"]["redundant_share"] == 0.5
+    assert rows["svgd"]["loss"] == pytest.approx(
+        {"seeds": 1, "heads": 2, "redundant_share": 0.0, "raising_share": 0.0, "unshown_share": 0.5, "mean_cost": 0.015}
+    )

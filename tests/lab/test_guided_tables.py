@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import compare as compare_module
-from headwise.lab import reproduce
+from headwise.lab import pool, reproduce
 from headwise.lab.grids import NONE
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
@@ -42,7 +41,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append(job.name)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
     parse_without_spacy(monkeypatch)
     return done
 

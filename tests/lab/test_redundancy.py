@@ -105,12 +105,12 @@ def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, mo
 
     def stopping(trained):
         if not left[0]:
-            raise KeyboardInterrupt
+            raise RuntimeError("stopped")
         left[0] -= 1
         return real(trained)
 
     monkeypatch.setattr(redundancy, "_values", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="stopped"):
         measure_redundancy(settings, tmp_path / "run")
     assert len(read_json(tmp_path / "run" / UNFINISHED)["heads"]) == 5
     # the whole model once more, and the seven heads that are left

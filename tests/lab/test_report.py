@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from synthetic_comparison import PAPER, Drawn, write_comparison
+from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 from headwise.lab.figures import pictures
 from headwise.lab.report import headline, printed, report_page, write_report
@@ -103,3 +103,25 @@ def test_unfinished_runs_are_said_on_the_page(tmp_path: Path):
 )
 def test_records_are_printed_as_the_values_they_record(record, text):
     assert printed(record) == text
+
+
+def test_the_worth_of_heads_has_a_part_of_its_own_with_its_figures(tmp_path):
+    out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
+    table = read_table(out)
+    assert "What each head is worth" not in report_page(table, pictures(table)).render()
+    write_head_costs(out, {"plain": (0.0, 0.1), "smooth": (0.2, 0.1), "svgd": (0.2, 0.1)})
+    table = read_table(out)
+    html = report_page(table, pictures(table)).render()
+    places = [
+        html.index(part)
+        for part in (
+            ">How alike the heads are<",
+            ">What each head is worth<",
+            "without one head: fall in accuracy, points",
+            "A head is redundant when",
+            "by fall in accuracy on the test set",
+            "by rise in loss on the test set",
+            ">Settings of the arms<",
+        )
+    ]
+    assert places == sorted(places)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from headwise.checks import HeadwiseError, SettingError
-from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import named_arms
 from headwise.lab.tasks.logic_scales import SCALES
@@ -51,7 +51,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append(job.name)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
     return done
 
 
@@ -127,6 +127,6 @@ def test_a_failed_draw_is_left_out_and_all_failed_is_an_error(tmp_path, monkeypa
     def fail(_target, jobs, _workers, _watch):
         return [Failure(job, "no.", refused=False) for job in jobs]
 
-    monkeypatch.setattr(compare_module, "run_jobs", fail)
+    monkeypatch.setattr(pool, "run_jobs", fail)
     with pytest.raises(HeadwiseError, match=r"every draw of output failed; the first: draw 0 output failed: no\."):
         tune(tuning("output", tmp_path), quiet())

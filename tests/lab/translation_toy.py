@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 
@@ -56,5 +56,5 @@ def make_demo_smallest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return []
 
     monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
     return done

@@ -84,8 +84,9 @@ def compare(
     """Train every arm with every seed, then show the table and write report.html; run again to go on."""
     require_task(task)
     from headwise.lab.arm_text import parse_arms
-    from headwise.lab.compare import Comparison, default_workers
+    from headwise.lab.compare import Comparison
     from headwise.lab.compare import compare as run
+    from headwise.lab.pool import default_workers
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -122,7 +123,7 @@ def tune(
 ) -> None:
     """Draw an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
     require_task(task)
-    from headwise.lab.compare import default_workers
+    from headwise.lab.pool import default_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
@@ -178,7 +179,7 @@ def reproduce(
     """Run what stands behind a paper's table or figure, and say of each of its claims whether it was borne out."""
     from headwise.lab import reproduce as reproducing
     from headwise.lab import reproduction_lists as lists
-    from headwise.lab.compare import default_workers
+    from headwise.lab.pool import default_workers
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())

@@ -6,9 +6,7 @@ interrupted ones go on, nothing is overwritten.
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,15 @@ from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
-from headwise.lab.analyses import AnalysisSettings
 from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
 from headwise.lab.head_drops import REDUNDANCY
-from headwise.lab.jobs import do_job
 from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
-from headwise.lab.progress import watch_for
+from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.report import write_report
 from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, TEST, pairs_of, read_results
 from headwise.lab.scale_options import ScaleOptions
@@ -38,14 +34,11 @@ from headwise.lab.table import Table, read_table
 from headwise.lab.table_record import write_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Data, Scale, Task
-from headwise.lab.workers import Failure, Job, run_jobs
+from headwise.lab.workers import Failure, Job
 
 __all__ = [
     "Comparison",
     "compare",
-    "default_workers",
-    "do_analyses",
-    "do_jobs",
     "plan_runs",
     "publish",
     "publish_table",
@@ -129,24 +122,6 @@ def compare(comparison: Comparison, console: Console, *, redundancy: bool = Fals
     return failures
 
 
-def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
-    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
-
-    Returns:
-        The analyses that failed.
-    """
-    every = [
-        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
-        for job in jobs
-        if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
-    ]
-    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
-    for job in left:
-        # how far its training was says nothing about the analysis
-        (job.folder / runs.PROGRESS).unlink(missing_ok=True)
-    return do_jobs(left, len(every) - len(left), workers, console)
-
-
 def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     """Return every run of a comparison, finished or not, after its folder, data and arms were checked.
 
@@ -222,23 +197,6 @@ def command_of(comparison: Comparison) -> str:
     ]
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
-
-
-def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) -> list[Failure]:
-    """Run jobs on a pool with progress on the console; `finished` others are counted as done."""
-    if not jobs:
-        return []
-    with watch_for(console, jobs, finished) as watch:
-        return run_jobs(do_job, jobs, workers, watch)
-
-
-def default_workers() -> int:
-    """Return how many one-thread runs this machine does side by side: the cores this process may use.
-
-    With a GPU it is at most four: more of them only wait for each other.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 4) if torch.cuda.is_available() else cores
 
 
 def run_folder(out: Path, arm: str, seed: int) -> Path:

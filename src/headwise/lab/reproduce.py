@@ -16,9 +16,10 @@ from headwise.checks import DataError, SettingError, require_choice
 from headwise.lab import runs
 from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
-from headwise.lab.compare import Comparison, do_analyses, do_jobs, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.grids import terminal_grid
+from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word

@@ -17,8 +17,9 @@ from headwise.checks import HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import Arm, named_arms
-from headwise.lab.compare import CACHE, do_jobs, require_fits
+from headwise.lab.compare import CACHE, require_fits
 from headwise.lab.parts import scales_of
+from headwise.lab.pool import do_jobs
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task

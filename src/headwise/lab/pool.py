@@ -1,0 +1,56 @@
+"""Jobs on a pool of processes, watched on the console: trainings, and then what is measured of the trained models.
+
+Owns how many run side by side, and which analyses are left to do. Processes are `workers`', what a job does `jobs`'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from headwise.lab import runs
+from headwise.lab.analyses import AnalysisSettings
+from headwise.lab.jobs import do_job
+from headwise.lab.progress import watch_for
+from headwise.lab.settings import RunSettings
+from headwise.lab.workers import Failure, Job, run_jobs
+
+__all__ = ["default_workers", "do_analyses", "do_jobs"]
+
+
+def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) -> list[Failure]:
+    """Run jobs on a pool with progress on the console; `finished` others are counted as done."""
+    if not jobs:
+        return []
+    with watch_for(console, jobs, finished) as watch:
+        return run_jobs(do_job, jobs, workers, watch)
+
+
+def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
+    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+
+    Returns:
+        The analyses that failed.
+    """
+    every = [
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        for job in jobs
+        if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
+    ]
+    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
+    for job in left:
+        # how far its training was says nothing about the analysis
+        (job.folder / runs.PROGRESS).unlink(missing_ok=True)
+    return do_jobs(left, len(every) - len(left), workers, console)
+
+
+def default_workers() -> int:
+    """Return how many one-thread runs this machine does side by side: the cores this process may use.
+
+    With a GPU it is at most four: more of them only wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4) if torch.cuda.is_available() else cores
