@@ -21,6 +21,7 @@ __all__ = [
     "computes_part",
     "gathered",
     "is_sharded",
+    "mean_over",
     "own_slice",
     "pieces",
     "scaled",
@@ -113,6 +114,21 @@ def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
         dist.all_reduce(flat, group=group)
     sums = flat.split([part.numel() for part in parts])
     return [own.view(part.shape) for own, part in zip(sums, parts, strict=True)]
+
+
+def mean_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Return the means of single numbers over the processes of a group, in one message, without gradients.
+
+    Args:
+        group: The process group.
+        numbers: Tensors of one number each.
+    """
+    import torch.distributed as dist
+
+    flat = torch.stack([number.detach().to(numbers[0].device, torch.float64) for number in numbers])
+    dist.all_reduce(flat, group=group)
+    means = flat / dist.get_world_size(group)
+    return [mean.to(number.device) for mean, number in zip(means, numbers, strict=True)]
 
 
 def write_own_part(target: Tensor, every: Tensor) -> None:

@@ -6,6 +6,7 @@ gone. Everything slow is imported inside the commands, so that help comes at onc
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -239,7 +240,22 @@ app.command()(translation_commands.translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; every refusal is one sentence on stderr and an exit code."""
+    """Run the command; every refusal is one sentence on stderr and an exit code.
+
+    Of several processes that torchrun or `accelerate launch` started, the first runs it and the others train with it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        from headwise.lab import together
+
+        if int(os.environ["RANK"]) > 0:
+            together.follow()
+            return
+        with together.leading():
+            _run(arguments)
+    _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
     try:
         code = app(args=arguments, standalone_mode=False)
     except Stopped as stopped:

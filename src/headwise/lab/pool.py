@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from headwise.lab import runs
+from headwise.lab import processes, runs
 from headwise.lab.analyses import AnalysisSettings
 from headwise.lab.jobs import do_job
 from headwise.lab.progress import watch_for
 from headwise.lab.settings import RunSettings
+from headwise.lab.together import run_together
 from headwise.lab.workers import Failure, Job, run_jobs
 
 __all__ = ["default_workers", "do_analyses", "do_jobs"]
@@ -26,6 +27,8 @@ def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) 
     if not jobs:
         return []
     with watch_for(console, jobs, finished) as watch:
+        if processes.launched():
+            return run_together(jobs, watch)
         return run_jobs(do_job, jobs, workers, watch)
 
 
