@@ -78,6 +78,9 @@ def _serve(rank: int, size: int, meeting: str, connection: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # no name of this machine has to resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # as a launcher has it
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     import torch
     import torch.distributed as dist
 

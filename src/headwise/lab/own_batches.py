@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from headwise.lab import processes
 
-__all__ = ["OwnBatches", "share_of_batch"]
+__all__ = ["OwnBatches", "counted"]
 
 # What torch's losses leave out.
 IGNORED = -100
@@ -48,14 +48,15 @@ class OwnBatches(Sampler[list[int]]):
             yield batch[self.rank :: self.count] if len(batch) >= self.count else batch
 
 
-def share_of_batch(inputs: Mapping[str, Any]) -> Tensor | float:
-    """Return n c_r / sum_s c_s, where c_r is how many labels of the batch process r of n has; 1.0 in one process.
+def counted(loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Return a loss, the mean over this process's labels, such that its mean over processes is that of the whole batch.
 
-    The mean over the processes of their losses, each a mean over its own labels, times this is the loss of the whole
-    batch in one process.
+    loss n c_r / sum_s c_s, where c_r is how many labels process r of n has; the loss itself in one process.
+
+    >>> counted(torch.tensor(2.0), {"labels": torch.tensor([0, 1])})
+    tensor(2.)
     """
     if processes.count() == 1:
-        return 1.0
-    labels: Tensor = inputs["labels"]
-    own = (labels != IGNORED).sum().to(torch.float64)
-    return (processes.count() * own / processes.total(own).clamp_min(1)).to(torch.float32)
+        return loss
+    own = (inputs["labels"] != IGNORED).sum().to(torch.float64)
+    return loss * (processes.count() * own / processes.total(own).clamp_min(1)).to(loss.dtype)

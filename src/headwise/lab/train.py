@@ -28,7 +28,7 @@ from headwise.lab.checkpoints import seal, verify
 from headwise.lab.evaluation import diversity, scores_by_bin
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
-from headwise.lab.own_batches import OwnBatches, share_of_batch
+from headwise.lab.own_batches import OwnBatches, counted
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
@@ -138,7 +138,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Return the loss with the arm's penalty."""
         outputs = model(**inputs)
-        loss = self.methods.penalized(outputs["loss"] * share_of_batch(inputs))
+        loss = self.methods.penalized(counted(outputs["loss"], inputs))
         return (loss, outputs) if return_outputs else loss
 
     @override
@@ -210,7 +210,7 @@ def _trainer(
         bf16=recipe.bfloat16 and torch.cuda.is_available(),
         seed=seed,
         use_cpu=not torch.cuda.is_available(),
-        ddp_backend=None if torch.cuda.is_available() else "gloo",
+        ddp_backend="gloo" if processes.count() > 1 and not torch.cuda.is_available() else None,
         ddp_find_unused_parameters=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
