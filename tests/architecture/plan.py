@@ -184,6 +184,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/analyses.py",
             "lab/jobs.py",
             "lab/together.py",
+            "lab/launchers.py",
             "lab/progress.py",
             "lab/pool.py",
             "lab/table.py",

@@ -27,6 +27,7 @@ from headwise.lab.arguments import (
     Stopped,
     TaskName,
     Workers,
+    launch_options,
     require_known,
     require_task,
     scale_of,
@@ -78,6 +79,13 @@ def compare(
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
+    launcher: Annotated[
+        str, typer.Option(help="Where runs are done: local, slurm (by submitit) or ray.")
+    ] = "local",
+    launch: Annotated[
+        list[str] | None,
+        typer.Option("--launch", metavar="NAME=VALUE", help="An option of the launcher, as slurm_partition=gpu."),
+    ] = None,
     redundancy: Annotated[
         bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
     ] = False,
@@ -87,6 +95,7 @@ def compare(
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison
     from headwise.lab.compare import compare as run
+    from headwise.lab.launchers import Launcher
     from headwise.lab.pool import default_workers
 
     if seeds < 1:
@@ -102,6 +111,7 @@ def compare(
         data,
         default_workers() if workers is None else workers,
         options=options,
+        launcher=Launcher(launcher, launch_options(launch or ())),
     )
     with stoppable():
         failures = run(comparison, standard_console(), redundancy=redundancy)
