@@ -24,7 +24,8 @@ from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.train import train_run
 
 ROOT = Path(__file__).parents[2]
-# The last batch has one example, less than there are processes; without dropout nothing is drawn apart.
+# Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
+# apart.
 TOY = dataclasses.replace(
     SCALES["demo"],
     name="toy",
@@ -33,10 +34,10 @@ TOY = dataclasses.replace(
     classifier_width=16,
     dropout=0.0,
     epochs=2,
-    batch_size=16,
+    batch_size=15,
     warmup_steps=3,
     generated_draws=2000,
-    train_examples=81,
+    train_examples=76,
     dev_examples=30,
 )
 STEPS = 6  # an epoch

@@ -175,7 +175,7 @@ def guided(engine: str) -> dict[str, Tensor]:
     penalty = hw.Disagreement(heads, hw.Position() + 0.5 * hw.Output())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     roles = hw.Roles(hw.Window(3), hw.Separator())
-    words = ["one two . three four".split(), "five six seven , eight".split()] * 3
+    words = [["one", "two", ".", "three", "four"], ["five", "six", "seven", ",", "eight"]] * 3
     tables = [hw.WordTable(tuple(row)) for row in [*words, *words]]
     for step in range(STEPS):
         ids = torch.randint(20, (len(tables), TOKENS), generator=torch.Generator().manual_seed(step))

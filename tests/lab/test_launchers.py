@@ -168,7 +168,9 @@ def test_ray_runs_jobs_and_a_killed_one_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launchers, "do_one", do_work)
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}")
     began = time.monotonic()
-    failures = run_elsewhere(open_engine(Launcher("ray"), tmp_path), jobs(tmp_path, "fine", "die", "refuse"), 2, Watch())
+    failures = run_elsewhere(
+        open_engine(Launcher("ray"), tmp_path), jobs(tmp_path, "fine", "die", "refuse"), 2, Watch()
+    )
     assert_as_expected(failures)
     assert (tmp_path / "0" / "tries").read_text() == "1"
     assert time.monotonic() - began < 200

@@ -79,9 +79,7 @@ def compare(
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
-    launcher: Annotated[
-        str, typer.Option(help="Where runs are done: local, slurm (by submitit) or ray.")
-    ] = "local",
+    launcher: Annotated[str, typer.Option(help="Where runs are done: local, slurm (by submitit) or ray.")] = "local",
     launch: Annotated[
         list[str] | None,
         typer.Option("--launch", metavar="NAME=VALUE", help="An option of the launcher, as slurm_partition=gpu."),

@@ -23,7 +23,7 @@ from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
 from headwise.lab.head_drops import REDUNDANCY
-from headwise.lab.launchers import Launcher, open_engine
+from headwise.lab.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.pool import do_analyses, do_jobs
@@ -80,7 +80,7 @@ class Comparison:
     workers: int = 1
     cache: Path | None = None
     options: ScaleOptions | None = None
-    launcher: Launcher = Launcher()
+    launcher: Launcher = LOCAL
 
     def __post_init__(self) -> None:
         named_task(self.task)

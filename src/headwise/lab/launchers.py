@@ -177,7 +177,9 @@ class _Slurm:
         given = {"cluster": "slurm", **options}
         try:
             self._executor = submitit.AutoExecutor(folder=str(out / ".submitit"), cluster=given.pop("cluster"))
-            self._executor.update_parameters(**{"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60, **given})
+            self._executor.update_parameters(
+                **{"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60, **given}
+            )
         except (NameError, TypeError, ValueError, RuntimeError) as error:
             raise SettingError(f"launcher slurm: submitit says {error}") from None
 
