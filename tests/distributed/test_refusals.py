@@ -1,4 +1,4 @@
-"""Engines that leave no matrix of a head are refused in a sentence: FSDP1, DeepSpeed; what torch shards itself is not."""
+"""Engines that leave no matrix of a head are refused in a sentence: FSDP1 and DeepSpeed."""
 
 from __future__ import annotations
 

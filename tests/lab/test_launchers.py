@@ -1,4 +1,4 @@
-"""Runs handed to an engine elsewhere: the same folders and failures, and a worker that is killed loses its run alone."""
+"""Runs handed to an engine elsewhere: the same folders and failures; a worker that is killed loses its run alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProcessEngine:
     def __init__(self) -> None:
         self.threads, self.processes, self.closed = ThreadPoolExecutor(4), [], False
 
-    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Any:
+    def submit(self, _function: Callable[[Job], Failure | None], job: Job) -> Any:
         ours, theirs = get_context("spawn").Pipe()
         process = get_context("spawn").Process(target=_answer, args=(job, theirs), daemon=True)
         process.start()

@@ -50,7 +50,7 @@ class EightBit(Optimizer):
 
 
 class ScheduleFree(Optimizer):
-    """As schedulefree has it: parameters lie between the point of the gradient and an average, by `train` and `eval`."""
+    """As schedulefree has it: parameters are moved to an average and back, by `eval` and `train`."""
 
     def __init__(self, params, lr: float) -> None:
         super().__init__(params, {"lr": lr, "train_mode": False, "k": 0})
@@ -148,8 +148,8 @@ def test_optimizers_of_other_libraries_step_on_the_rules_gradients(kind, with_cl
 
 
 def test_a_wrapper_that_is_no_optimizer_is_refused_and_its_base_repelled_by_hand():
+    model = SeparateAttention()
     with pytest.raises(hw.SettingError, match=r"Around; expected .*wraps a SGD.*optimizer\.base.*when=\"manual\""):
-        model = SeparateAttention()
         hw.repel(Around(SGD(model.parameters(), lr=RATE)), hw.find_heads(model), RULE)
     results = []
     for how in ("by hand", "repelled"):
@@ -195,7 +195,7 @@ def lightning_optimizer(optimizer: Optimizer) -> Any:
             return optimizer
 
         def step(self, closure, **given: Any) -> Any:
-            return optimizer.step(closure=partial(lambda model, own: own(), "the model", closure), **given)
+            return optimizer.step(closure=partial(lambda _model, own: own(), "the model", closure), **given)
 
     made = type(f"Lightning{type(optimizer).__name__}", (LightningOptimizer, type(optimizer)), {})
     return made()
@@ -226,7 +226,7 @@ def test_a_step_that_was_compiled_before_is_repelled_afterwards():
     def loop(model, repel, edit):
         torch.compiler.reset()
         optimizer = SGD(model.parameters(), lr=RATE, momentum=0.9)
-        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        compiled = torch.compile(optimizer.step, backend="eager")
         for step in range(STEPS):
             optimizer.zero_grad()
             loss_of(model, step).backward()

@@ -18,7 +18,7 @@ from headwise.checks import SettingError, require_choice
 from headwise.lab.jobs import do_job
 from headwise.lab.workers import Failure, Job, Watch, attempt
 
-__all__ = ["LAUNCHERS", "Engine", "Launcher", "Submitted", "open_engine", "run_elsewhere"]
+__all__ = ["LAUNCHERS", "LOCAL", "Engine", "Launcher", "Submitted", "open_engine", "run_elsewhere"]
 
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2
@@ -47,6 +47,9 @@ class Launcher:
         require_choice("launcher", self.name, LAUNCHERS)
         if self.name == "local" and self.options:
             raise SettingError(f"launcher local takes no options; got {', '.join(self.options)}.")
+
+
+LOCAL = Launcher()
 
 
 class Submitted(Protocol):
@@ -92,7 +95,7 @@ def open_engine(launcher: Launcher, out: Path) -> Engine:
     Raises:
         SettingError: Its library is not installed, or refuses an option.
     """
-    return {"slurm": _Slurm, "ray": _Ray}[launcher.name](launcher.options, out)
+    return _Slurm(launcher.options, out) if launcher.name == "slurm" else _Ray(launcher.options)
 
 
 def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watch) -> list[Failure]:
@@ -153,10 +156,10 @@ def _outcome(job: Job, submitted: Submitted) -> Failure | None:
 
 def _anywhere(job: Job) -> Job:
     """Return a job whose paths mean the same in another working directory."""
-    names = {one.name for one in dataclasses.fields(job.settings)} if dataclasses.is_dataclass(job.settings) else set()
-    places = {name: getattr(job.settings, name) for name in ("data", "cache") if name in names}
+    settings: Any = job.settings
+    places = {name: getattr(settings, name, None) for name in ("data", "cache")}
     absolute = {name: place.resolve() for name, place in places.items() if isinstance(place, Path)}
-    settings = dataclasses.replace(job.settings, **absolute) if absolute else job.settings
+    settings = dataclasses.replace(settings, **absolute) if absolute else settings
     return dataclasses.replace(job, folder=job.folder.resolve(), settings=settings)
 
 
@@ -177,9 +180,8 @@ class _Slurm:
         given = {"cluster": "slurm", **options}
         try:
             self._executor = submitit.AutoExecutor(folder=str(out / ".submitit"), cluster=given.pop("cluster"))
-            self._executor.update_parameters(
-                **{"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60, **given}
-            )
+            usual = {"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60}
+            self._executor.update_parameters(**{**usual, **given})
         except (NameError, TypeError, ValueError, RuntimeError) as error:
             raise SettingError(f"launcher slurm: submitit says {error}") from None
 
@@ -194,7 +196,7 @@ class _Slurm:
 class _Ray:
     """A Ray cluster: the one at `address`, or one started on this machine."""
 
-    def __init__(self, options: Mapping[str, Any], out: Path) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._ray = _library("ray", "ray")
         given = dict(options)
         address = given.pop("address", None)

@@ -87,7 +87,7 @@ def by_first(function: Callable[[], T]) -> T:
     """
     if count() == 1:
         return function()
-    answer: tuple[Any, HeadwiseError | None] = (None, None)
+    answer: Any = (None, None)
     if rank() == 0:
         try:
             answer = (function(), None)
