@@ -1,0 +1,8 @@
+"""`python -m headwise` is the `headwise` command: what torchrun and `accelerate launch` start."""
+
+from headwise.lab.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    main()
