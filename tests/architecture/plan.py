@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "particles.py",
             "disagreement.py",
             "metrics.py",
+            "calibration.py",
             "masks.py",
             "votes.py",
             "simple_routing.py",
@@ -85,7 +86,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "ablation.py",
         ),
     ),
-    ("F4 reports", ("page.py", "testing.py")),
+    ("F4 reports", ("page.py", "plots/drawing.py", "plots/trust.py", "plots/__init__.py", "testing.py")),
     (
         "bridges",
         (

@@ -12,23 +12,11 @@ from pathlib import Path
 from statistics import fmean
 
 from headwise.lab.cells import MINUS
-from headwise.lab.drawing import (
-    GRAY_DASHED,
-    draw_counts,
-    draw_differences,
-    draw_line,
-    draw_means,
-    draw_range,
-    draw_reference,
-    drawing,
-    name_ends,
-    styles,
-    to_png,
-    whole_numbers,
-)
+from headwise.lab.drawing import draw_differences, draw_line, draw_means, draw_reference, name_ends, styles
 from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
+from headwise.plots.drawing import GRAY_DASHED, draw_counts, draw_range, drawing, to_png, whole_numbers
 
 __all__ = [
     "OF_HEADS",

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.lab.arms import folder_of
-from headwise.lab.drawing import drawing, styles, to_png
+from headwise.lab.drawing import styles
 from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture
 from headwise.lab.runs import analysis_file, read_json
 from headwise.lab.table import Table
+from headwise.plots.drawing import drawing, to_png
 
 __all__ = ["curve", "head_map"]
 
