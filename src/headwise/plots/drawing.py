@@ -7,7 +7,7 @@ imported inside, and nothing of the user's own settings of it is changed.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -163,7 +163,7 @@ def to_png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def require_curves(name: str, curves: Mapping[str, Sequence[object]]) -> None:
+def require_curves(name: str, curves: Mapping[str, Sized]) -> None:
     """Raise `SettingError` unless there is a curve, and each has something to draw."""
     empty = [curve for curve, runs in curves.items() if not len(runs)]
     if not curves or empty:
