@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from headwise.checks import DataError, SettingError
 from headwise.intervals import Interval
 from headwise.report_layers import LayerReport, Matrix
-from headwise.report_tables import comparison_rows, head_rows, layer_rows, number, plain_table, rich_table
+from headwise.report_tables import comparison_rows, head_rows, layer_rows, number, plain_table, rich_table, stacked
 from headwise.whole_files import write_whole
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 __all__ = ["Comparison", "Report", "load_report"]
@@ -87,8 +88,8 @@ class Report:
     def __str__(self) -> str:
         return "\n".join([self.summary, plain_table(*layer_rows(self.layers)), *self.notes])
 
-    def __rich__(self) -> Table:
-        return rich_table(*layer_rows(self.layers), title=self.summary, notes=self.notes)
+    def __rich__(self) -> Group:
+        return stacked(*layer_rows(self.layers), title=self.summary, notes=self.notes)
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class Comparison:
     def __str__(self) -> str:
         return f"{self.summary}\n{plain_table(*comparison_rows(self.before.layers, self.after.layers))}"
 
-    def __rich__(self) -> Table:
-        return rich_table(*comparison_rows(self.before.layers, self.after.layers), title=self.summary)
+    def __rich__(self) -> Group:
+        return stacked(*comparison_rows(self.before.layers, self.after.layers), title=self.summary)
 
 
 def load_report(path: str | Path) -> Report:

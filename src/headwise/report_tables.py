@@ -9,21 +9,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headwise.intervals import Interval
-from headwise.report_layers import LayerReport
+from headwise.report_layers import TERMS, LayerReport
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
-__all__ = ["comparison_rows", "head_rows", "layer_name", "layer_rows", "number", "plain_table", "rich_table", "signed"]
+__all__ = [
+    "comparison_rows",
+    "head_rows",
+    "layer_name",
+    "layer_rows",
+    "number",
+    "plain_table",
+    "rich_table",
+    "signed",
+    "stacked",
+]
 
 MINUS = "\N{MINUS SIGN}"
+# Columns of numbers that stand beside one another in a terminal of 80 letters.
+ABREAST = 7
 # Columns of the table of layers: header and measure.
 COLUMNS = {
     "output cosine": "output_cosine",
     "CKA": "output_cka",
-    "output distance": "output_distance",
-    "value cosine": "value_cosine",
     "attention JS": "attention_js",
+    "value cosine": "value_cosine",
+    "output distance": "output_distance",
     "query cosine": "query_cosine",
     "key cosine": "key_cosine",
     "V cosine": "value_parameter_cosine",
@@ -58,13 +71,13 @@ def layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]
     """Return header and rows of the table with a row a layer; columns that nothing was measured for are left out."""
     columns: dict[str, list[str]] = {"layer": [layer_name(layer) for layer in layers]}
     columns["heads"] = [str(layer.heads) for layer in layers]
-    for header, measure in COLUMNS.items():
-        columns[header] = [number(layer.mean(measure)) for layer in layers]
-    columns["entropy"] = [number(_mean(layer.entropy)) for layer in layers]
-    for term in ("output", "subspace", "position"):
-        columns[f"{term} term"] = [number(layer.terms.get(term)) for layer in layers]
     columns["mean drop"] = [signed(layer.drop) for layer in layers]
     columns["largest drop"] = [_largest(layer.drops) for layer in layers]
+    columns["entropy"] = [number(_mean(layer.entropy)) for layer in layers]
+    for header, measure in COLUMNS.items():
+        columns[header] = [number(layer.mean(measure)) for layer in layers]
+    for term in TERMS:
+        columns[f"{term} term"] = [number(layer.terms.get(term)) for layer in layers]
     kept = {header: cells for header, cells in columns.items() if any(cells)}
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
@@ -108,17 +121,45 @@ def comparison_rows(before: Sequence[LayerReport], after: Sequence[LayerReport])
 
 def rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()) -> Table:
     """Return header and rows for rich, with a title above and notes below."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     # what a user named is text, never markup
-    table = Table(title=Text(title), title_justify="left", caption=Text("\n".join(notes)) if notes else None)
-    table.caption_justify = "left"
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        caption=Text("\n".join(notes)) if notes else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for place, name in enumerate(header):
         table.add_column(Text(name), justify="right" if place else "left")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell, no_wrap=True) for cell in row))
     return table
+
+
+def stacked(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()) -> Group:
+    """Return header and rows for rich in tables below one another, each with the first column and no more than fits."""
+    from rich.console import Group
+
+    parts = [range(start, min(start + ABREAST, len(header))) for start in range(1, len(header), ABREAST)]
+    tables = []
+    for number, part in enumerate(parts):
+        columns = [0, *part]
+        own = [[row[column] for column in columns] for row in rows]
+        last = number == len(parts) - 1
+        tables.append(
+            rich_table(
+                [header[column] for column in columns],
+                own,
+                title=title if not number else "",
+                notes=notes if last else (),
+            )
+        )
+    return Group(*tables)
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
