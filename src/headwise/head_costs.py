@@ -74,6 +74,8 @@ def head_costs(
             if not whole and not reason:
                 reason = _difference(heads, recording, batch, run, score)
             whole.append(values)
+            if advance is not None:
+                advance(1)
             for site in heads.sites:
                 one = replace(heads, sites=(site,))
                 for head in range(site.num_heads):

@@ -123,7 +123,6 @@
     const place = (value) => 100 * (value - low) / ((high - low) || 1);
     rows.forEach((row) => {
       const line = make(row.head === undefined ? "div" : "button");
-      line.style.display = "contents";
       if (row.head !== undefined) {
         line.type = "button";
         line.dataset.head = row.head;

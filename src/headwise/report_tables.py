@@ -72,7 +72,7 @@ def layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]
     columns: dict[str, list[str]] = {"layer": [layer_name(layer) for layer in layers]}
     columns["heads"] = [str(layer.heads) for layer in layers]
     columns["mean drop"] = [signed(layer.drop) for layer in layers]
-    columns["largest drop"] = [_largest(layer.drops) for layer in layers]
+    columns["largest drop (head)"] = [_largest(layer.drops) for layer in layers]
     columns["entropy"] = [number(_mean(layer.entropy)) for layer in layers]
     for header, measure in COLUMNS.items():
         columns[header] = [number(layer.mean(measure)) for layer in layers]
@@ -178,7 +178,7 @@ def _largest(drops: Sequence[Interval]) -> str:
     if not drops:
         return ""
     head = max(range(len(drops)), key=lambda place: drops[place].value)
-    return f"{signed(drops[head].value)} (head {head})"
+    return f"{signed(drops[head].value)} ({head})"
 
 
 def _role(layer: LayerReport, role: int, head: int) -> str:

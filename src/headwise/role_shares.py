@@ -86,9 +86,9 @@ def role_shares(weights: Tensor, roles: Tensor, keep: Tensor | None = None) -> R
     if keep is not None:
         told = told & keep[:, None, :]
     mass = torch.einsum("bhqk,brqk->bhrq", weights, allowed.to(weights.dtype))
-    chance = counts / attended.sum(-1).clamp_min(1)
+    chance = counts.double() / attended.sum(-1).clamp_min(1)
     return RoleShares(
         (mass * told[:, None]).double().sum((0, 3)),
-        (chance * told).double().sum((0, 2)),
+        (chance * told).sum((0, 2)),
         told.sum((0, 2)),
     )
