@@ -8,6 +8,7 @@
 #   make bench       overhead of every method against plain torch
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
 #   make bench-roles   cost of role masks: making them, and a guided step
+#   make bench-measure  cost of measure with every head removed against separate evaluations
 #   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
 #   make clean       remove .venv and what the tools cached
 
@@ -20,7 +21,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +61,9 @@ bench-minilm: $(VENV)/.dev
 
 bench-roles: $(VENV)/.dev
 	$(BIN)/python benchmarks/roles.py $(ARGS)
+
+bench-measure: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/measure.py $(ARGS)
 
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py

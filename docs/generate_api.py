@@ -23,6 +23,8 @@ MODULES = (
     "headwise.gates",
     "headwise.roles",
     "headwise.metrics",
+    "headwise.calibration",
+    "headwise.plots",
     "headwise.nn",
 )
 # What has no docstring of its own.

@@ -25,8 +25,11 @@ from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
 from headwise.masks import HeadMask
+from headwise.measurement import measure
 from headwise.particles import SGLD, SPOS, SVGD, Relative
 from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
+from headwise.report import Comparison, Report, load_report
+from headwise.report_layers import LayerReport
 from headwise.repulsion import Repulsion, repel
 from headwise.role_masks import Roles
 from headwise.roles import Dependency, Major, Rare, Role, Separator, Window
@@ -53,6 +56,7 @@ __all__ = [
     "Alignment",
     "Capture",
     "Chunks",
+    "Comparison",
     "Cosine",
     "CosinePenalty",
     "CosineRepulsion",
@@ -71,6 +75,7 @@ __all__ = [
     "Heads",
     "HeadwiseError",
     "Importance",
+    "LayerReport",
     "Layout",
     "LayoutError",
     "Major",
@@ -85,6 +90,7 @@ __all__ = [
     "Rare",
     "Relative",
     "ReleasedMedian",
+    "Report",
     "Repulsion",
     "Residual",
     "Role",
@@ -115,6 +121,8 @@ __all__ = [
     "importance",
     "jitter",
     "load",
+    "load_report",
+    "measure",
     "nn",
     "read_conllu",
     "repel",

@@ -1,12 +1,15 @@
-"""The one writer of self-contained HTML pages: everything escaped, images inside, no scripts, nothing fetched.
+"""The one writer of self-contained HTML pages: everything escaped, images inside, nothing fetched.
 
 Owns the markup and its style. Must not know what a page is about. A page is one file that can be mailed, opened
-from disk and printed; a content policy in its head forbids the browser to load anything.
+from disk and printed; a content policy in its head forbids the browser to load anything, and to run any script but
+those of the page's own views, which it knows by their digests.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -36,6 +39,8 @@ class Page:
     def __init__(self, title: str) -> None:
         self.title = title
         self._parts: list[str] = []
+        self._scripts: dict[str, str] = {}
+        self._styles: dict[str, str] = {}
 
     def heading(self, text: str, *, level: int = 2) -> None:
         """Add a heading; level 1 is the title's."""
@@ -111,18 +116,53 @@ class Page:
             f"</div><figcaption>{_text(caption)}</figcaption></figure>"
         )
 
+    def view(self, name: str, data: object, *, script: str, style: str = "") -> None:
+        """Add a view that a reader can act on: an empty element that a script fills from data.
+
+        The data is a block of JSON in which no text can end the block or begin another; the script must put texts
+        from it on the page as text, never as markup.
+
+        Args:
+            name: The id of the element; the data is in the element of that id with "-data" after it.
+            data: What `json.dumps` takes.
+            script: Source of the script: headwise's own, never a user's text.
+            style: Style sheet of the view.
+
+        Raises:
+            SettingError: The data is no JSON, or the script would end its own element.
+        """
+        if "</" in script or "<!--" in script or "</" in style:
+            raise SettingError(f"the script or style of {name} holds '</' or '<!--', which ends an element of HTML.")
+        try:
+            text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"the data of {name} cannot be written as JSON ({error}).") from None
+        for sign in "<>&":
+            text = text.replace(sign, f"\\u{ord(sign):04x}")
+        self._scripts[name], self._styles[name] = script, style
+        label = _text(name)
+        self._parts.append(
+            f'<section id="{label}"><noscript><p class="note">This view needs JavaScript.</p></noscript></section>\n'
+            f'<script type="application/json" id="{label}-data">{text}</script>'
+        )
+
     def render(self) -> str:
         """Return the page as HTML."""
         title = _text(self.title)
+        digests = (hashlib.sha256(script.encode()).digest() for script in self._scripts.values())
+        allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+        scripts = f"; script-src {allowed}" if allowed else ""
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n'
             '<meta http-equiv="Content-Security-Policy" '
-            "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">\n"
-            f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
+            f"content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'{scripts}\">\n"
+            f"<title>{title}</title>\n<style>{STYLE}{''.join(self._styles.values())}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
             + "\n".join(self._parts)
-            + "\n</main>\n</body>\n</html>\n"
+            + "\n</main>\n"
+            + "".join(f"<script>{script}</script>\n" for script in self._scripts.values())
+            + "</body>\n</html>\n"
         )
 
     def write(self, path: Path) -> None:

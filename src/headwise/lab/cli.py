@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from headwise.lab import translation_commands
+from headwise.lab import inspection_commands, translation_commands
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
@@ -246,6 +246,7 @@ def roles(
         show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
 
 
+app.command()(inspection_commands.inspect)
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headwise.bridges.spacy import Parser
 
-__all__ = ["show"]
+__all__ = ["parser_of", "show"]
 
 
 def show(
@@ -50,7 +50,7 @@ def show(
         raise SettingError("--corpus and --idf were both given; expected one of them.")
     if not sentence.strip():
         raise DataError("the sentence is empty; expected some words.")
-    parse = _parser(pipeline)
+    parse = parser_of(pipeline)
     (table,) = parse([sentence])
     rarities = None if counts is None else IDF.load(counts)
     if corpus is not None:
@@ -59,7 +59,12 @@ def show(
     show_roles(table, roles_for(table, rarities, released=released), folder, console, command=command)
 
 
-def _parser(pipeline: str) -> Parser:
+def parser_of(pipeline: str) -> Parser:
+    """Return what parses texts with a pipeline of spaCy.
+
+    Raises:
+        DataError: spaCy or the pipeline is missing.
+    """
     try:
         from headwise.bridges.spacy import Parser
     except ModuleNotFoundError as error:

@@ -1,0 +1,94 @@
+"""What `measure` with every head of MiniLM removed costs, against as many separate evaluations without a head.
+
+Both run on the same sentences in turn, round after round; the median of the ratios within a round is compared. The
+other side only runs the model and the score once for each head removed: it reads nothing of the heads. Run by
+`make bench-measure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from minilm import pretrained
+from overhead import console, machine, write
+
+TARGET = 0.6
+LENGTH = 40
+
+
+def fidelity(whole: dict[int, Tensor]):
+    def score(output, batch: dict[str, Tensor]) -> Tensor:
+        states = output.last_hidden_state[:, 0]
+        return nn.functional.cosine_similarity(states, whole.setdefault(id(batch), states), dim=-1)
+
+    return score
+
+
+def separate(model: nn.Module, heads: hw.Heads, batches: list[dict[str, Tensor]]) -> None:
+    """Evaluate the model once without each head."""
+    score = fidelity({})
+    with torch.no_grad():
+        for site in heads:
+            for head in range(site.num_heads):
+                with hw.ablate(replace(heads, sites=(site,)), head):
+                    for batch in batches:
+                        score(model(**batch), batch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sentences", type=int, default=96)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = pretrained().to(device).eval()
+    heads = hw.find_heads(model)
+    torch.manual_seed(0)
+    batches = [
+        {
+            "input_ids": torch.randint(1000, 20_000, (min(arguments.batch, arguments.sentences - start), LENGTH)).to(
+                device
+            ),
+            "attention_mask": torch.ones(min(arguments.batch, arguments.sentences - start), LENGTH).long().to(device),
+        }
+        for start in range(0, arguments.sentences, arguments.batch)
+    ]
+    report = hw.measure(model, heads, batches[:1], score=fidelity({}))
+    if not report.replayed:
+        raise SystemExit(f"every forward was whole: {report.notes}")
+    seconds: dict[str, list[float]] = {"measure": [], "separate evaluations": []}
+    for number in range(arguments.rounds):
+        begun = time.perf_counter()
+        hw.measure(model, heads, batches, score=fidelity({}))
+        between = time.perf_counter()
+        separate(model, heads, batches)
+        seconds["measure"].append(between - begun)
+        seconds["separate evaluations"].append(time.perf_counter() - between)
+        console.print(
+            f"round {number + 1}: {seconds['measure'][-1]:.1f} s against {seconds['separate evaluations'][-1]:.1f} s"
+        )
+    ratio = median(a / b for a, b in zip(*seconds.values(), strict=True))
+    heads_removed = sum(site.num_heads for site in heads)
+    record: dict = {"benchmark": "measure", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    record |= {"sentences": arguments.sentences, "batch": arguments.batch, "length": LENGTH, "rounds": arguments.rounds}
+    record |= {"heads": heads_removed, "ratio": ratio, "target": TARGET, "seconds": seconds}
+    record["machine"]["load after"] = os.getloadavg()[0]
+    console.print(
+        f"measure with {heads_removed} heads removed, over {heads_removed} evaluations: {ratio:.3f} (target {TARGET})"
+    )
+    write(record, device, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

