@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.checks import SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.heads import PROJECTIONS
 from headwise.kernels import NormalizedRBF
 from headwise.lab.guided import PARSED, ROLES, Guided
 from headwise.particles import SGLD, SPOS, SVGD, Relative, Rule
-from headwise.penalty import Output, Position, Similarity, Subspace, Sum
+from headwise.penalty import Frobenius, Output, Position, Similarity, Subspace, Sum
 from headwise.routing import EMRouting, SimpleRouting, Trunk
 
 __all__ = ["Aggregation", "Arm", "combine", "control_of", "folder_of", "named_arms"]
@@ -128,6 +129,9 @@ def named_arms() -> dict[str, Arm]:
         Arm("subspace", term=Subspace()),
         Arm("position", term=Position()),
         Arm("output", term=Output()),
+        Arm("frobenius", term=Frobenius()),
+        Arm("cosine-penalty", rule=CosinePenalty()),
+        Arm("cosine-repulsion", rule=CosineRepulsion()),
         Arm("trunk", aggregation=Trunk()),
         Arm("simple", aggregation=SimpleRouting()),
         Arm("em", aggregation=EMRouting()),
