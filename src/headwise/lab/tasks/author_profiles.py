@@ -10,7 +10,7 @@ import html
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
@@ -77,8 +77,8 @@ def _ages(path: Path) -> dict[str, str]:
 
 def _tweets(path: Path, author: str, age: str) -> list[Profile]:
     try:
-        root = ElementTree.parse(path).getroot()
-    except (ElementTree.ParseError, OSError) as error:
+        root = ET.parse(path).getroot()
+    except (ET.ParseError, OSError) as error:
         raise DataError(f"{path}: no XML ({error}); fetch the file again.") from None
     texts = [" ".join(html.unescape(TAG.sub(" ", one.text or "")).split()) for one in root.iter("document")]
     return [Profile(author, age, text, number, path) for number, text in enumerate(texts, start=1) if text]
