@@ -87,7 +87,19 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "ablation.py",
         ),
     ),
-    ("F4 reports", ("page.py", "testing.py")),
+    (
+        "F4 reports",
+        (
+            "page.py",
+            "plots/drawing.py",
+            "plots/trust.py",
+            "plots/sweeps.py",
+            "plots/heads.py",
+            "plots/sentences.py",
+            "plots/__init__.py",
+            "testing.py",
+        ),
+    ),
     (
         "bridges",
         (

@@ -1,108 +1,41 @@
-"""How a comparison is drawn: one color, marker and dash an arm, lines with bands, means with names beside them.
+"""How a comparison is drawn: estimates with their intervals, and means with names beside them.
 
-Owns the look of every figure of the laboratory. Must not know what is plotted against what; that is `figures`'.
-matplotlib is imported inside, and nothing of the user's own settings of it is changed.
+Owns what only an estimate or a table has; the look is that of `headwise.plots.drawing`. Must not know what is plotted
+against what; that is `figures`'.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwise.lab.labels import Box, place_labels
 from headwise.lab.statistics import Estimate
 from headwise.lab.table import PLAIN, Table
+from headwise.plots.drawing import DPI, GRAY, Style, draw_range, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
-    "GRAY_DASHED",
-    "Style",
-    "draw_counts",
     "draw_differences",
     "draw_line",
     "draw_means",
-    "draw_range",
     "draw_reference",
-    "drawing",
     "name_ends",
     "styles",
-    "to_png",
-    "whole_numbers",
 ]
 
-# Okabe and Ito's colors, told apart under every common color blindness, without black (plain) and yellow (too pale);
-# then two of Paul Tol's for the same purpose.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
-GRAY = "#6b7078"
-DPI = 160
 # In points: the height of a line of text, and how far from its dot a name is led to it by a line.
 LINE, LEADER = 12.0, 14.0
 
 
-@dataclass(frozen=True)
-class Style:
-    """How an arm is drawn."""
-
-    color: str
-    marker: str
-    dash: Any
-
-
-GRAY_DASHED = Style(GRAY, "", DASHES[1])
-
-
 def styles(table: Table) -> dict[str, Style]:
     """Return how each arm is drawn: plain black, the others by their place in the table."""
-    found = {PLAIN: Style("#000000", "o", "-")}
-    others = [row.arm for row in table.arms if row.arm != PLAIN]
-    for place, arm in enumerate(others):
-        turn = place // len(COLORS)
-        found[arm] = Style(
-            COLORS[place % len(COLORS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)]
-        )
-    return found
-
-
-@contextmanager
-def drawing(width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure of a size in inches under headwise's look; names are text, never mathematics."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    look: dict[Any, Any] = {
-        "axes.axisbelow": True,
-        "axes.edgecolor": GRAY,
-        "axes.grid": True,
-        "axes.labelcolor": "#1c1d1f",
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "figure.facecolor": "white",
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "grid.color": "#e6e7e9",
-        "grid.linewidth": 0.8,
-        "legend.fontsize": 9.5,
-        "lines.solid_capstyle": "round",
-        "savefig.facecolor": "white",
-        "text.parse_math": False,
-        "text.usetex": False,
-        "xtick.color": GRAY,
-        "xtick.labelcolor": "#1c1d1f",
-        "ytick.color": GRAY,
-        "ytick.labelcolor": "#1c1d1f",
-    }
-    with mpl.rc_context(look):
-        yield Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return styles_of([row.arm for row in table.arms], reference=PLAIN)
 
 
 def draw_line(
@@ -119,31 +52,6 @@ def draw_line(
         label=label,
         width=width,
     )
-
-
-def draw_range(
-    axes: Axes,
-    places: Sequence[int],
-    low: Sequence[float],
-    middle: Sequence[float],
-    high: Sequence[float],
-    style: Style,
-    *,
-    label: str = "",
-    width: float = 1.8,
-) -> None:
-    """Draw values as a line with a band from low to high."""
-    axes.plot(
-        places,
-        middle,
-        color=style.color,
-        linestyle=style.dash,
-        marker=style.marker or None,
-        markersize=5,
-        linewidth=width,
-        label=label or None,
-    )
-    axes.fill_between(places, low, high, color=style.color, alpha=0.10, linewidth=0)
 
 
 def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estimate], style: Style) -> None:
@@ -164,13 +72,6 @@ def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estima
     )
 
 
-def whole_numbers(axes: Axes) -> None:
-    """Label the horizontal axis at whole numbers alone."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
     """Write names to the right of the last bin at their values, moved apart where they would touch."""
     figure.draw_without_rendering()
@@ -188,26 +89,6 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
             va="center",
             fontsize=9,
         )
-
-
-def draw_counts(
-    axes: Axes, values: Sequence[float], edges: Sequence[float], models: int, style: Style, *, filled: bool, label: str
-) -> None:
-    """Draw how many of one model's values lie between two edges, the mean over models; what lies beyond is at the ends.
-
-    Args:
-        axes: Where.
-        values: The values of all models.
-        edges: Edges of the bars, rising.
-        models: How many models they are of.
-        style: Its color and dash are used.
-        filled: Whether bars are filled, or only their outline is drawn.
-        label: Its name in the legend.
-    """
-    inside = [min(max(value, edges[0]), edges[-1]) for value in values]
-    look = {"histtype": "stepfilled", "alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.6}
-    weights = [1 / models] * len(values)
-    axes.hist(inside, bins=list(edges), weights=weights, color=style.color, linestyle=style.dash, label=label, **look)
 
 
 def draw_means(
@@ -261,13 +142,6 @@ def draw_reference(axes: Axes, plain: Estimate) -> None:
         fontweight="bold",
         fontsize=9.5,
     )
-
-
-def to_png(figure: Figure) -> bytes:
-    """Return the bytes of the figure as a PNG file; equal figures have equal bytes."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
-    return content.getvalue()
 
 
 def _in_points(axes: Axes, dot: tuple[float, float]) -> tuple[float, float]:

@@ -6,29 +6,17 @@ Owns what is plotted against what, and the words beside it; how it looks is `dra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from headwise.lab.cells import MINUS
-from headwise.lab.drawing import (
-    GRAY_DASHED,
-    draw_counts,
-    draw_differences,
-    draw_line,
-    draw_means,
-    draw_range,
-    draw_reference,
-    drawing,
-    name_ends,
-    styles,
-    to_png,
-    whole_numbers,
-)
+from headwise.lab.drawing import draw_differences, draw_line, draw_means, draw_reference, name_ends, styles
 from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
+from headwise.plots.drawing import GRAY_DASHED, draw_range, drawing, to_png, whole_numbers
+from headwise.plots.heads import draw_ablations
 
 __all__ = [
     "OF_HEADS",
@@ -48,8 +36,6 @@ OF_HEADS = "heads-by-"
 EPOCHS = 3
 # More points than this would touch.
 MARKED = 15
-# Bars of a histogram, about.
-BARS = 16
 
 
 @dataclass(frozen=True)
@@ -171,24 +157,11 @@ def costs_of_heads(table: Table) -> tuple[Picture, ...]:
 def _costs(table: Table, score: str) -> Picture:
     what, unit, factor = ("rise in loss", "nats", 1.0) if score == LOSS else (f"fall in {score}", "points", 100.0)
     models = {row.arm: found for row in table.arms if (found := row.head_drops.get(score))}
-    costs = {arm: [factor * drop.value for model in found for drop in model.drops] for arm, found in models.items()}
-    edges = _edges([value for values in costs.values() for value in values])
+    costs = {arm: [[factor * drop.value for drop in model.drops] for model in found] for arm, found in models.items()}
     judged = [(row.arm, row.control) for row in table.arms if row.arm in costs and row.control in costs]
     panels = judged or [(arm, None) for arm in costs]
-    style, rows = styles(table), math.ceil(len(panels) / 2)
-    with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * rows) as figure:
-        grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
-        for axes, (arm, control) in zip(grid.flat, panels, strict=False):
-            draw_counts(axes, costs[arm], edges, len(models[arm]), style[arm], filled=True, label=arm)
-            if control is not None:
-                look = style[control]
-                draw_counts(axes, costs[control], edges, len(models[control]), look, filled=False, label=control)
-            axes.axvline(0, color=style[PLAIN].color, linewidth=0.8)
-            axes.legend(loc="upper right", frameon=False)
-        for axes in list(grid.flat)[len(panels) :]:
-            axes.set_visible(False)
-        figure.supxlabel(f"{what} without one head, {unit}", fontsize=10)
-        figure.supylabel("heads of a model", fontsize=10)
+    with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * math.ceil(len(panels) / 2)) as figure:
+        draw_ablations(figure, costs, panels, styles(table), f"{what} without one head, {unit}")
         png = to_png(figure)
     caption = (
         f"How many heads of a model cost how much when one is removed, by {what} on the test set, the mean over seeds. "
@@ -196,17 +169,10 @@ def _costs(table: Table, score: str) -> Picture:
         "outermost bars hold all that lies beyond."
     )
     alt = f"Heads by {what}: " + "; ".join(
-        f"{arm} {fmean(values):.2g} on average, {min(values):.2g} to {max(values):.2g}" for arm, values in costs.items()
+        f"{arm} {fmean(values):.2g} on average, {min(values):.2g} to {max(values):.2g}"
+        for arm, values in ((arm, [value for model in found for value in model]) for arm, found in costs.items())
     )
     return Picture(f"{OF_HEADS}{score.lower()}", png, caption, alt)
-
-
-def _edges(values: Sequence[float]) -> list[float]:
-    """Return edges of bars of one width from the lowest value or 0 to beyond 19 of 20 values, with one at 0."""
-    ordered = sorted(values)
-    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
-    width = (high - low) / BARS or 1.0
-    return [width * step for step in range(math.floor(low / width), math.ceil(high / width) + 1)]
 
 
 def score_by_similarity(table: Table) -> Picture | None:

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.checks import DataError
-from headwise.lab.drawing import drawing, to_png
 from headwise.page import Page
+from headwise.plots.drawing import drawing, to_png
 from headwise.role_masks import Roles
 from headwise.roles import Rare
 from headwise.whole_files import write_whole

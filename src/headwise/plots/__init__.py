@@ -1,0 +1,18 @@
+"""Figures from data: numbers in, a matplotlib figure out; no function here takes a model."""
+
+from headwise.plots.drawing import to_png
+from headwise.plots.heads import ablation_histogram, head_embedding, head_similarity
+from headwise.plots.sentences import sentence_heatmap
+from headwise.plots.sweeps import sweep
+from headwise.plots.trust import entropy_cdf, reliability_diagram
+
+__all__ = [
+    "ablation_histogram",
+    "entropy_cdf",
+    "head_embedding",
+    "head_similarity",
+    "reliability_diagram",
+    "sentence_heatmap",
+    "sweep",
+    "to_png",
+]

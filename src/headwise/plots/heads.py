@@ -1,0 +1,247 @@
+"""Figures of single heads: how alike they are, what the removal of each costs, and a map of what they put out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headwise.checks import SettingError
+from headwise.metrics import output_cosine
+from headwise.plots.drawing import GRAY, draw_counts, drawing, require_curves, styles_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwise.plots.drawing import Style
+
+__all__ = ["ablation_histogram", "draw_ablations", "head_embedding", "head_similarity"]
+
+# Bars of a histogram, about.
+BARS = 16
+# t-SNE's own default expects hundreds of points.
+PERPLEXITY = 5.0
+# More heads than this have no room for numbers in their cells; fewer where numbers have a sign.
+NUMBERED, SIGNED = 12, 8
+
+
+def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float = 0.0) -> Figure:
+    """Return the similarity of each two heads as squares of one color scale.
+
+    Args:
+        matrices: For each name a symmetric matrix [H, H], such as `OutputMoments.linear_cka_matrix()`.
+        measure: What the numbers are, for example "linear CKA".
+        low: The lowest value there could be, 0 or -1; the highest is 1.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There is nothing to draw, or a matrix is not square with values in [low, 1].
+
+    Example:
+        >>> figure = head_similarity({"layer 0": torch.eye(4)}, measure="linear CKA")
+        >>> figure.axes[0].get_title(loc="left")
+        'layer 0'
+    """
+    require_curves("matrices", matrices)
+    for name, matrix in matrices.items():
+        square = matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]
+        if not square or not ((matrix >= low - 1e-6) & (matrix <= 1 + 1e-6)).all():
+            raise SettingError(
+                f"the matrix of {name} has shape {tuple(matrix.shape)} and values from {float(matrix.min()):g} to "
+                f"{float(matrix.max()):g}; expected [H, H] with values in [{low:g}, 1]."
+            )
+    columns = min(4, len(matrices))
+    rows = math.ceil(len(matrices) / columns)
+    with drawing(0.9 + 2.7 * columns, 0.3 + 2.7 * rows) as figure:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        image = None
+        for axes, (name, matrix) in zip(grid.flat, matrices.items(), strict=False):
+            values = matrix.detach().cpu().double().tolist()
+            image = axes.imshow(values, cmap="RdBu_r" if low < 0 else "Blues", vmin=low, vmax=1.0)
+            axes.grid(visible=False)
+            axes.set_title(name, fontsize=10, loc="left")
+            places = range(len(values))
+            step = max(1, len(values) // 8)
+            axes.set_xticks(places[::step])
+            axes.set_yticks(places[::step])
+            axes.tick_params(length=0)
+            if len(values) <= (SIGNED if low < 0 else NUMBERED):
+                _number(axes, values, low)
+        for axes in list(grid.flat)[len(matrices) :]:
+            axes.set_axis_off()
+        figure.supxlabel("head", fontsize=10)
+        figure.supylabel("head", fontsize=10)
+        assert image is not None
+        figure.colorbar(image, ax=list(grid.flat), label=measure, shrink=0.8)
+    return figure
+
+
+def _number(axes: Axes, values: list[list[float]], low: float) -> None:
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            dark = value > 0.6 or (low < 0 and value < -0.6)
+            text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.0f}"
+            axes.text(
+                column,
+                row,
+                text.replace("-", "\N{MINUS SIGN}"),
+                ha="center",
+                va="center",
+                fontsize=5.5 + 14 / max(4, len(values)) ** 1.2,
+                color="white" if dark else "#33373d",
+            )
+
+
+def ablation_histogram(
+    costs: Mapping[str, Sequence[Sequence[float]]], *, axis: str, against: str = "", reference: str = ""
+) -> Figure:
+    """Return how many heads of a model cost how much when one is removed (An et al. 2020, Figure 2).
+
+    Args:
+        costs: For each name the costs of all heads of one model a sequence; bars are means over models.
+        axis: What a cost is and its unit, for example "fall in accuracy without one head, points".
+        against: The name that every other one is drawn over, as an outline; "" for none.
+        reference: The name drawn in black.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There is nothing to draw, a cost is not finite, or `against` is not among the names.
+
+    Example:
+        >>> figure = ablation_histogram({"MA": [[0.0, 0.1]], "RMA": [[0.2, 0.4]]}, axis="fall, points", against="MA")
+        >>> len(figure.axes)
+        1
+    """
+    require_curves("costs", costs)
+    if against and against not in costs:
+        raise SettingError(f"against is {against!r}; expected one of {', '.join(costs)}.")
+    panels = [(name, against or None) for name in costs if name != against] or [(name, None) for name in costs]
+    with drawing(*_size(len(panels))) as figure:
+        draw_ablations(figure, costs, panels, styles_of(list(costs), reference=reference), axis)
+    return figure
+
+
+def _size(panels: int) -> tuple[float, float]:
+    return 7.6 if panels > 1 else 5.2, 0.5 + 2.6 * math.ceil(panels / 2)
+
+
+def draw_ablations(
+    figure: Figure,
+    costs: Mapping[str, Sequence[Sequence[float]]],
+    panels: Sequence[tuple[str, str | None]],
+    style: Mapping[str, Style],
+    axis: str,
+) -> None:
+    """Draw a panel for each two names: the first filled, the second as an outline.
+
+    Args:
+        figure: An empty figure.
+        costs: For each name the costs of all heads of one model a sequence.
+        panels: The names of each panel; None where nothing is drawn over.
+        style: How each name is drawn.
+        axis: What a cost is, and its unit.
+    """
+    pooled = {name: [value for model in models for value in model] for name, models in costs.items()}
+    edges = _edges([value for values in pooled.values() for value in values])
+    rows = math.ceil(len(panels) / 2)
+    grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
+    for axes, (name, outline) in zip(grid.flat, panels, strict=False):
+        draw_counts(axes, pooled[name], edges, len(costs[name]), style[name], filled=True, label=name)
+        if outline is not None:
+            draw_counts(axes, pooled[outline], edges, len(costs[outline]), style[outline], filled=False, label=outline)
+        axes.axvline(0, color="#000000", linewidth=0.8)
+        axes.legend(loc="upper right", frameon=False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(axis, fontsize=10)
+    figure.supylabel("heads of a model", fontsize=10)
+
+
+def _edges(values: Sequence[float]) -> list[float]:
+    """Return edges of bars of one width from the lowest value or 0 to beyond 19 of 20 values, with one at 0."""
+    if not all(map(math.isfinite, values)):
+        raise SettingError("a cost of a head is not a finite number; expected the scores of runs that finished.")
+    ordered = sorted(values)
+    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
+    width = (high - low) / BARS or 1.0
+    return [width * step for step in range(math.floor(low / width), math.ceil(high / width) + 1)]
+
+
+def head_embedding(
+    vectors: Mapping[str, Tensor],
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    reference: str = "",
+    style: Mapping[str, Style] | None = None,
+) -> Figure:
+    """Return t-SNE maps of the heads of all models in one embedding, and the mean cosine of each model's heads.
+
+    A map of so few points depends on its seed: what does not show under each of them is not there. Distances between
+    groups mean nothing; the cosine is what was measured.
+
+    Args:
+        vectors: For each model one vector a head, [H, e] with one e for all.
+        seeds: Seeds of t-SNE, a map each.
+        reference: The name drawn in black.
+        style: How each name is drawn; None for headwise's own order.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There are fewer than three vectors, or two of a model; widths differ; or no seed is given.
+
+    Example:
+        >>> figure = head_embedding({"MA": torch.randn(8, 4), "RMA": torch.randn(8, 4)}, seeds=(0, 1))
+        >>> len(figure.axes)
+        3
+    """
+    require_curves("vectors", vectors)
+    widths = {tuple(found.shape[1:]) for found in vectors.values()}
+    if len(widths) > 1 or any(found.dim() != 2 or len(found) < 2 for found in vectors.values()):
+        shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in vectors.items())
+        raise SettingError(f"vectors have shapes {shapes}; expected [H, e] with at least two heads and one e for all.")
+    points = torch.cat([found.detach().cpu().double() for found in vectors.values()])
+    if len(points) < 3 or not seeds:
+        raise SettingError(f"{len(points)} vectors and {len(seeds)} seeds were given; expected three and one, or more.")
+    look = style or styles_of(list(vectors), reference=reference)
+    with drawing(2.6 * len(seeds) + 2.4, 3.4) as figure:
+        *maps, beside = figure.subplots(1, len(seeds) + 1, squeeze=False)[0]
+        for axes, seed in zip(maps, seeds, strict=True):
+            placed = _placed(points, seed)
+            start = 0
+            for name, found in vectors.items():
+                dots = placed[start : start + len(found)]
+                start += len(found)
+                x, y = [dot[0] for dot in dots], [dot[1] for dot in dots]
+                axes.scatter(x, y, s=42, color=look[name].color, marker=look[name].marker, alpha=0.8)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_title(f"t-SNE, seed {seed}", fontsize=10, loc="left")
+        for place, (name, found) in enumerate(vectors.items()):
+            beside.bar(place, float(output_cosine(found.double())), width=0.7, color=look[name].color, alpha=0.6)
+            beside.scatter([], [], s=42, color=look[name].color, marker=look[name].marker, label=name)
+        beside.axhline(0, color=GRAY, linewidth=0.8)
+        beside.set_xticks([])
+        beside.set_title("mean cosine of two heads", fontsize=10, loc="left")
+        figure.legend(loc="outside lower left", ncols=4, frameon=False)
+    return figure
+
+
+def _placed(points: Tensor, seed: int) -> list[list[float]]:
+    # scikit-learn takes seconds to import
+    from sklearn.manifold import TSNE
+
+    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(points.numpy()).tolist()

@@ -1,0 +1,74 @@
+"""Figures of a number over a setting, such as accuracy over the number of heads: each run a dot, means a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from headwise.checks import SettingError, require_choice
+from headwise.plots.drawing import draw_range, drawing, require_curves, styles_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwise.plots.drawing import Style
+
+__all__ = ["draw_sweep", "sweep"]
+
+
+def sweep(
+    curves: Mapping[str, Mapping[float, Sequence[float]]],
+    *,
+    setting: str,
+    measure: str,
+    scale: str = "linear",
+    reference: str = "",
+) -> Figure:
+    """Return a number over a setting with a line through the means and a band from the lowest run to the highest.
+
+    Args:
+        curves: For each name the values of the runs at each place of the setting.
+        setting: What the horizontal axis is, for example "number of heads".
+        measure: What the vertical one is, for example "accuracy, %".
+        scale: "linear" or "log", of the horizontal axis.
+        reference: The name drawn in black.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There is nothing to draw, or a value is not finite.
+
+    Example:
+        >>> runs = {"MA": {1: [61.0, 62.0], 10: [66.0, 67.5], 40: [64.0, 65.0]}}
+        >>> sweep(runs, setting="number of heads", measure="accuracy, %").axes[0].get_xlabel()
+        'number of heads'
+    """
+    require_curves("curves", curves)
+    require_choice("scale", scale, ("linear", "log"))
+    for name, places in curves.items():
+        require_curves(f"the curve of {name}", {str(place): runs for place, runs in places.items()})
+        if not all(math.isfinite(value) for runs in places.values() for value in runs):
+            raise SettingError(f"a value of {name} is not a finite number; expected the scores of runs that finished.")
+    style = styles_of(list(curves), reference=reference)
+    with drawing(7.0, 4.4) as figure:
+        axes = figure.subplots()
+        for name, places in curves.items():
+            draw_sweep(axes, sorted(places.items()), style[name], label=name)
+        axes.set_xscale(scale)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel(setting)
+        axes.set_ylabel(measure)
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    return figure
+
+
+def draw_sweep(axes: Axes, curve: Sequence[tuple[float, Sequence[float]]], style: Style, *, label: str) -> None:
+    """Draw the runs at each place as dots, their means as a line and a band from the lowest run to the highest."""
+    for x, runs in curve:
+        axes.scatter([x] * len(runs), runs, s=16, color=style.color, marker=style.marker, alpha=0.4, linewidths=0)
+    places, values = [x for x, _ in curve], [runs for _, runs in curve]
+    draw_range(axes, places, [*map(min, values)], [*map(fmean, values)], [*map(max, values)], style, label=label)
