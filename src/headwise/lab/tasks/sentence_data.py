@@ -23,7 +23,7 @@ from headwise.lab.tasks.classification_splits import cut, without
 from headwise.lab.tasks.sentence_scales import SentenceScale
 from headwise.lab.tasks.sentence_words import Words, load_words
 
-__all__ = ["SPECIAL", "Encoded", "SentenceData", "Sentences", "collate", "encode", "load_sentences"]
+__all__ = ["SPECIAL", "UNKNOWN", "Encoded", "SentenceData", "Sentences", "collate", "encode", "load_sentences"]
 
 SPECIAL = ("<pad>", "<unk>")
 PADDING, UNKNOWN = range(len(SPECIAL))
