@@ -15,12 +15,21 @@ from headwise.scores import Attended, Bias, Observer, ScoreCall, added, without_
 __all__ = ["AdditiveAttention"]
 
 
+class _GlorotLinear(nn.Linear):
+    """Linear with the draw of Lin et al.'s code (Glorot and Bengio 2010); torch's own starts attention out flat."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        nn.init.xavier_uniform_(self.weight)
+
+
 class AdditiveAttention(nn.Module):
     """Multi-head additive attention over a sequence, one learned query a head.
 
     A = softmax(W_2 tanh(W_1 H^T)), M = A H (Lin et al. 2017, Eq. 6 and 7), with H [L, d] the states of a sequence, W_1
     [a, d] shared by all heads, and row h of W_2 [r, a] the query of head h: its particle under `repel`. Keys and values
-    are shared, so there is nothing else of a head to act on. Neither matrix has a bias: the paper's have none.
+    are shared, so there is nothing else of a head to act on. Neither matrix has a bias: the paper's have none. Both are
+    drawn as in Glorot and Bengio 2010.
 
     The heads, side by side, pass through the module `output`, which does nothing: there taps read them and `ablate`
     removes them. Observers and biases of `headwise.scores` are heard as in `headwise.nn.MultiheadAttention`.
@@ -49,8 +58,8 @@ class AdditiveAttention(nn.Module):
         for name, size in (("embed_dim", embed_dim), ("hidden_dim", hidden_dim), ("num_heads", num_heads)):
             require_integer(name, size, low=1)
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.hidden = nn.Linear(embed_dim, hidden_dim, bias=False)
-        self.score = nn.Linear(hidden_dim, num_heads, bias=False)
+        self.hidden = _GlorotLinear(embed_dim, hidden_dim, bias=False)
+        self.score = _GlorotLinear(hidden_dim, num_heads, bias=False)
         self.output = nn.Identity()
 
     def forward(self, states: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
