@@ -227,6 +227,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/records.py",
             "lab/tables/repulsive.py",
             "lab/tables/sentence_pictures.py",
+            "lab/tables/strength_pictures.py",
             "lab/tables/repulsive_sentences.py",
             "lab/tables/repulsive_figures.py",
             "lab/tables/diversify_ablations.py",

@@ -11,6 +11,7 @@ from headwise.lab.claims import Claim, Contrast
 from headwise.lab.shown import Numbers
 from headwise.lab.tables.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.tables.sizes import Size, Sizes
+from headwise.lab.tables.strength_pictures import strengths
 
 __all__ = ["SENTENCES", "SMOOTH", "on", "svgd"]
 
@@ -129,6 +130,49 @@ TABLE_1 = Reproduction(
             for row, arm, cells in zip(_NAMES, ("plain", "frobenius", svgd(name), spos(name)), rows, strict=True)
         ),
     ),
+    drawn=strengths,
+)
+
+RATIOS = (0.1, 1, 10)
+_TWO = ("Yelp", "SNLI")
+_PARAMETERS = tuple(f"svgd-relative:ratio={ratio},{STEP}" for ratio in RATIOS)
+_FUNCTIONS = tuple(f"svgd-function:ratio={ratio},{STEP}" for ratio in RATIOS)
+
+STRENGTH = Reproduction(
+    id="repulsive/strength",
+    title="How strong repulsion may be, between parameters and between what heads compute",
+    source="ours: the paper searches for its weight and shows one",
+    task="sentence",
+    parts=tuple(Part(("plain", _SCALED, SMOOTH, *_PARAMETERS, *_FUNCTIONS), on(name), name) for name in _TWO),
+    extra="everything: the repulsion is a tenth of the drive, as long as it, and ten times as long, at every step",
+    claims=(
+        Claim(
+            "A stronger repulsion makes heads compute more different things (ours).",
+            tuple(
+                Contrast(arms[0], arms[-1], part=name, measure="output_cka")
+                for name in _TWO
+                for arms in (_PARAMETERS, _FUNCTIONS)
+            ),
+        ),
+        Claim(
+            "At one strength repulsion of what heads compute reaches more of it than repulsion of parameters (ours).",
+            tuple(
+                Contrast(one, other, part=name, measure="output_cka")
+                for name in _TWO
+                for one, other in zip(_PARAMETERS, _FUNCTIONS, strict=True)
+            ),
+        ),
+        Claim(
+            "More different heads are more accurate heads (the idea of all of it).",
+            tuple(
+                Contrast(arm, against, part=name)
+                for name in _TWO
+                for arms, against in ((_PARAMETERS, SMOOTH), (_FUNCTIONS, _SCALED))
+                for arm in arms
+            ),
+        ),
+    ),
+    drawn=strengths,
 )
 
 _SGLD = f"sgld:{STEP}"
@@ -244,4 +288,4 @@ TABLE_9 = Reproduction(
     analysis=FORCE_DIRECTIONS,
 )
 
-SENTENCES = (TABLE_1, TABLE_6, TABLE_7, TABLE_9)
+SENTENCES = (TABLE_1, STRENGTH, TABLE_6, TABLE_7, TABLE_9)
