@@ -18,12 +18,21 @@ from headwise.checks import (
 from headwise.collate import RoleCollator
 from headwise.conllu import read_conllu
 from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.function_rules import FunctionSVGD
 from headwise.gates import Gate
 from headwise.guidance import Guidance, guide
 from headwise.head_bias import HeadBias, bias_heads
 from headwise.heads import Heads, Site
 from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
-from headwise.layouts import LAYOUTS, FusedLinear, Layout, SeparateLinears, TorchMultihead, find_heads
+from headwise.layouts import (
+    LAYOUTS,
+    AdditiveQueries,
+    FusedLinear,
+    Layout,
+    SeparateLinears,
+    TorchMultihead,
+    find_heads,
+)
 from headwise.masks import HeadMask
 from headwise.measurement import measure
 from headwise.particles import SGLD, SPOS, SVGD, Relative
@@ -52,6 +61,7 @@ __all__ = [
     "SPOS",
     "SVGD",
     "Ablation",
+    "AdditiveQueries",
     "Aggregation",
     "Alignment",
     "Capture",
@@ -67,6 +77,7 @@ __all__ = [
     "EMRouting",
     "Fixed",
     "Frobenius",
+    "FunctionSVGD",
     "FusedLinear",
     "Gate",
     "Guidance",

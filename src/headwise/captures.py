@@ -114,7 +114,9 @@ class Call:
                 f"{name} was called but computed its attention in another way than the one its weights are read in; "
                 "attach after any set_attn_implementation()."
             )
-        padding = self.queries if capture.site.kind == "cross" else Padding(capture.key_keep, self.queries.first)
+        # whose queries are no tokens of the keys' sequence has another padding, or none
+        foreign = capture.site.kind in ("cross", "pooling")
+        padding = self.queries if foreign else Padding(capture.key_keep, self.queries.first)
         capture.query_keep = padding.keep
         if capture.outputs is not None:
             capture.query_keep = padding.of_queries(capture.outputs.shape[1])

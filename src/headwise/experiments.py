@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.checks import LayoutError
 from headwise.replay import Replay, noise
 
-__all__ = ["Experiments"]
+__all__ = ["Experiments", "learned_queries"]
 
 # Where nothing may change, what is left in float64 is rounding; a change of the kind sought is far above it.
 UNCHANGED = 1e-9
@@ -154,3 +154,22 @@ def _shifted(features: Tensor) -> Tensor:
 
 def _listed(heads: list[int]) -> str:
     return ", ".join(map(str, heads[:6])) + (", ..." if len(heads) > 6 else "")
+
+
+def learned_queries(replay: Replay) -> None:
+    """Raise unless changing the rows of each head's learned query changes the output of that head and of no other.
+
+    Raises:
+        LayoutError: It does not; the message says which heads change.
+        NotFired: The module that plays W_O was not called.
+    """
+    (slab,) = replay.site.slabs
+    before = replay.outputs()
+    for head in range(slab.heads):
+        own = slab.view(slab.parameter.data)[head]
+        kept = own.clone()
+        own += 1.0
+        changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()
+        own.copy_(kept)
+        if changed != [head]:
+            replay.refuse(f"changing the query of head {head} changes the outputs of heads {changed}")

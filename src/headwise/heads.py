@@ -19,9 +19,10 @@ from headwise.scores import Scores
 from headwise.sharded import computes_part, gathered, is_sharded, own_slice, pieces, scaled
 from headwise.unsupported import flattened
 
-__all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
+__all__ = ["KINDS", "PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
 
 PROJECTIONS = ("query", "key", "value")
+KINDS = ("self", "decoder", "cross", "pooling")
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,14 +202,16 @@ class Site:
         model: The model it was found in.
         name: Dotted name of the module in the model; empty when the model is the attention module.
         module: The attention module.
-        kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder) or "cross".
+        kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder), "cross", or "pooling" (learned
+            queries, one for the whole sequence and head).
         layer: Index of the layer in its stack, from 0.
         stack: Dotted name of that stack, for example "encoder.layers".
         layout: Name of the layout row that found it.
         num_heads: Query heads H.
         key_value_heads: Key/value heads G; H unless queries are grouped.
         head_size: Width e of one head.
-        slabs: One slab a projection, in the order query, key, value.
+        slabs: One slab a projection, in the order query, key, value; that of the query alone where keys and values are
+            shared by all heads, in additive attention.
         output: The slab of W_O (columns are heads), or None where W_O was not found.
         seam: The place of the module that plays W_O, or None where it was not found.
         value_module: The module whose output holds the projected values, at `slabs[2].features(output)`; None where
@@ -392,11 +395,11 @@ class Heads:
         return replace(self, sites=wanted)
 
     def kind(self, *kinds: str) -> Heads:
-        """Return the heads of some kinds of attention: "self", "decoder", "cross"."""
+        """Return the heads of some kinds of attention: "self", "decoder", "cross", "pooling"."""
         if not kinds:
-            raise SettingError("kind() was given nothing; expected some of self, decoder, cross.")
+            raise SettingError(f"kind() was given nothing; expected some of {', '.join(KINDS)}.")
         for kind in kinds:
-            require_choice("kind", kind, ("self", "decoder", "cross"))
+            require_choice("kind", kind, KINDS)
         return self._selected(tuple(site for site in self.sites if site.kind in kinds), f"of kind {', '.join(kinds)}")
 
     def where(self, pattern: str) -> Heads:

@@ -18,16 +18,25 @@ from torch.nn.parallel import DistributedDataParallel
 from headwise.checks import LayoutError, SettingError
 from headwise.fused import FusedLinear
 from headwise.heads import Heads, Site, check_slab
-from headwise.rows import Layout, SeparateLinears, TorchMultihead
+from headwise.rows import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
 from headwise.sites import letters, projects
 
-__all__ = ["LAYOUTS", "FusedLinear", "Layout", "SeparateLinears", "TorchMultihead", "find_heads"]
+__all__ = [
+    "LAYOUTS",
+    "AdditiveQueries",
+    "FusedLinear",
+    "Layout",
+    "SeparateLinears",
+    "TorchMultihead",
+    "find_heads",
+]
 
 # Falcon and GPT-BigCode lay out the same attribute in several ways, and tell which by these flags.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
 
 LAYOUTS: tuple[Layout, ...] = (
     TorchMultihead(),
+    AdditiveQueries(),
     SeparateLinears(),
     FusedLinear("fused", ("qkv",), ("proj", "projection", "..output.dense")),
     FusedLinear("fused", ("Wqkv",), ("Wo", "out_proj")),

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.additive import AdditiveAttention
 from headwise.checks import LayoutError, ShapeError
 from headwise.recomputation import asked
 from headwise.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
 
-__all__ = ["MultiheadAttention", "adopt", "valid_keys"]
+__all__ = ["AdditiveAttention", "MultiheadAttention", "adopt", "valid_keys"]
 
 # People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
 VERY_NEGATIVE = -5e3

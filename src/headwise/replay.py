@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from headwise.captures import split_heads
 from headwise.checks import LayoutError, NotFired
 from headwise.heads import Site, Slab
 from headwise.hooks import first_argument
@@ -64,17 +65,8 @@ class Replay:
         Args:
             edits: For each projection to change, what changes its features [..., M, e] in place.
         """
-        seen: list[Tensor] = []
-
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(first_argument(module, args, kwargs).detach().clone())
-
         with self._in_hand(edits):
-            handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
-            try:
-                self.call.again()
-            finally:
-                handle.remove()
+            seen = self._outputs_seen()
         missing = [slab.projection for slab in self.site.slabs if slab.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
@@ -83,6 +75,30 @@ class Replay:
         if seen[0].shape[-1] != sizes[0] * sizes[1]:
             self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
         return seen[0].unflatten(-1, sizes).flatten(0, -3)
+
+    def outputs(self) -> Tensor:
+        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was.
+
+        Raises:
+            NotFired: The module in the place of W_O was not called.
+        """
+        seen = self._outputs_seen()
+        if not seen:
+            raise NotFired(f"{self.name}: the module found in the place of W_O was not called in a forward pass.")
+        return split_heads(seen[0], self.site)
+
+    def _outputs_seen(self) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(first_argument(module, args, kwargs).detach().clone())
+
+        handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            self.call.again()
+        finally:
+            handle.remove()
+        return seen
 
     @contextmanager
     def _in_hand(self, edits: Mapping[str, Edit]) -> Iterator[None]:

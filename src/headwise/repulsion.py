@@ -23,6 +23,8 @@ from headwise.checks import (
 )
 from headwise.divided import apply_rule_everywhere
 from headwise.ensembles import Ensemble, ForceNorms, ensembles_of, langevin_rate, noise_key
+from headwise.function_rules import FunctionSVGD
+from headwise.function_space import apply_function_rule, function_ensembles_of
 from headwise.given_heads import require_heads
 from headwise.heads import Heads
 from headwise.hooks import Handle
@@ -56,7 +58,8 @@ def repel(
     Args:
         optimizer: The optimizer that holds the heads' parameters, or several; wrappers (Accelerate) are unwrapped.
         heads: Which heads, for example `find_heads(model).layer(0)`; query, key and value separately.
-        rule: `SVGD(...)`, `SPOS(...)`, `SGLD(...)`, or one of the cosine family.
+        rule: `SVGD(...)`, `SPOS(...)`, `SGLD(...)`, one of the cosine family, or `FunctionSVGD(...)`, which acts on W_O
+            too.
         joint: Whether query, key and value of a site make one particle instead of three.
         when: "step" or "manual".
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
@@ -91,7 +94,9 @@ def repel(
     require_integer("seed", seed)
     optimizers = torch_optimizers(optimizer)
     require_heads(heads)
-    ensembles = ensembles_of(heads, joint=joint)
+    if isinstance(rule, FunctionSVGD) and joint:
+        raise SettingError("FunctionSVGD compares products of projections, which cannot be joined; leave joint out.")
+    ensembles = function_ensembles_of(heads) if isinstance(rule, FunctionSVGD) else ensembles_of(heads, joint=joint)
     for ensemble in ensembles:
         ensemble.check()
     if not acts_apart(rule):
@@ -265,7 +270,10 @@ class Repulsion(Handle):
         if any(ensemble.gradients() is None for ensemble in attachment.ensembles):
             # none comes to a layer that was wrapped or replaced
             require_heads(self.heads)
-        forces = apply_rule_everywhere(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
+        if isinstance(self.rule, FunctionSVGD):
+            forces = apply_function_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
+        else:
+            forces = apply_rule_everywhere(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(
                 f"none of the {len(attachment.ensembles)} ensembles has a gradient; call backward() before the step, "

@@ -1,4 +1,4 @@
-"""The layouts of torch's attention and of separate projections, and what a layout is.
+"""The layouts of torch's attention, of additive attention and of separate projections, and what a layout is.
 
 A row recognises a module by what it holds, never by its class name, and refuses numbers that do not fit.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from headwise import nn as headwise_nn
+from headwise.additive import AdditiveAttention
 from headwise.checks import LayoutError, require_names
 from headwise.heads import PROJECTIONS, Seam, Site, Slab
 from headwise.places import find_seam, joined, output_slab, place, projection_slab, seam_width
@@ -29,7 +30,7 @@ from headwise.sites import (
     refuse_others,
 )
 
-__all__ = ["Layout", "SeparateLinears", "TorchMultihead"]
+__all__ = ["AdditiveQueries", "Layout", "SeparateLinears", "TorchMultihead"]
 
 
 class Layout(Protocol):
@@ -92,6 +93,46 @@ class TorchMultihead:
             output=output_slab(joined(name, "out_proj"), seam, heads, size),
             seam=seam,
             prepare=headwise_nn.adopt,
+            scores=TorchScores,
+        )
+
+
+@dataclass(frozen=True)
+class AdditiveQueries:
+    """`headwise.nn.AdditiveAttention`: the rows of its score matrix, each the learned query of one head.
+
+    Keys and values are the same for all heads, so there is one key/value head and no slab of them.
+    """
+
+    name: str = "additive"
+
+    def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
+        """Return the site of an additive attention module."""
+        if not isinstance(module, AdditiveAttention):
+            return None
+        weight = joined(joined(name, "score"), "weight")
+        query = Slab(
+            "query",
+            weight,
+            module.score,
+            "weight",
+            module.num_heads,
+            1,
+            along=module.num_heads,
+            across=module.score.in_features,
+            obstacle=obstacle_to(module.score, "weight"),
+        )
+        return Site(
+            model=model,
+            name=name,
+            module=module,
+            **{**place(model, name), "kind": "pooling"},
+            layout=self.name,
+            num_heads=module.num_heads,
+            key_value_heads=1,
+            head_size=module.embed_dim,
+            slabs=(query,),
+            seam=Seam(module, "output"),
             scores=TorchScores,
         )
 

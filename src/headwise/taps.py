@@ -139,7 +139,10 @@ class Taps(Handle):
                 self._removers.append(site.reach_scores().listen(listener))
             if self.values and not inside:
                 if site.value_module is None:
-                    raise LayoutError(f"{site.name or 'the model'}: no module computes its projected values.")
+                    raise LayoutError(
+                        f"{site.name or 'the model'} ({type(site.module).__name__}): no module computes values of its "
+                        "heads; read their outputs or weights."
+                    )
                 hook = Hook(site.value_module, self._values_projected(site))
                 self._keep(site.value_module.register_forward_hook(hook))
 
@@ -190,6 +193,7 @@ class Taps(Handle):
             own = padding_of(module, named_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
+            queries = Padding() if site.kind == "pooling" else queries
             self._calls.append(
                 Call(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
             )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headwise.checks import HeadwiseError, LayoutError, NotFired, SettingError
-from headwise.experiments import Experiments
+from headwise.experiments import Experiments, learned_queries
 from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site, Slab, check_slab
 from headwise.replay import Call, Replay
@@ -52,6 +52,9 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
     its key the output at several. All four hold for every softmax attention, whatever positions, norms, biases or
     gates it has. Strided rows, half or twice the heads, random partitions, swapped queries and keys, and a fused weight
     read in another order each fail one of them.
+
+    Where heads are learned queries and share keys and values, changing the weight rows of a head changes its output and
+    no other.
 
     Args:
         heads: What `find_heads` returned.
@@ -106,7 +109,10 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
 
 def _run(site: Site, call: Call) -> None:
     try:
-        Experiments(Replay(site, call)).run()
+        if [slab.projection for slab in site.slabs] == ["query"]:
+            learned_queries(Replay(site, call))
+        else:
+            Experiments(Replay(site, call)).run()
     except HeadwiseError:
         raise
     except Exception as error:

@@ -17,9 +17,23 @@ from headwise.lab.head_drops import REDUNDANCY
 from headwise.lab.results import STEP_TIME
 from headwise.lab.settings import RunSettings
 
-__all__ = ["ANALYSES", "HEAD_VECTORS", "ONCE", "AnalysisSettings", "analyse"]
+__all__ = [
+    "ANALYSES",
+    "ATTENTION_MAPS",
+    "ENTROPY",
+    "FORCE_DIRECTIONS",
+    "HEAD_VECTORS",
+    "ONCE",
+    "RELIABILITY",
+    "AnalysisSettings",
+    "analyse",
+]
 
 HEAD_VECTORS = "head-vectors"
+RELIABILITY = "reliability"
+ENTROPY = "predictive-entropy"
+ATTENTION_MAPS = "attention-maps"
+FORCE_DIRECTIONS = "force-directions"
 
 
 def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
@@ -40,11 +54,39 @@ def _step_time(settings: RunSettings, folder: Path) -> dict[str, Any]:
     return measure_step_time(settings, folder)
 
 
+def _reliability(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.uncertainty import measure_reliability
+
+    return measure_reliability(settings, folder)
+
+
+def _entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.uncertainty import measure_entropy
+
+    return measure_entropy(settings, folder)
+
+
+def _attention_maps(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.attention_maps import measure_attention
+
+    return measure_attention(settings, folder)
+
+
+def _force_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    from headwise.lab.force_directions import measure_directions
+
+    return measure_directions(settings, folder)
+
+
 # Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
 ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
     HEAD_VECTORS: _head_vectors,
     REDUNDANCY: _redundancy,
     STEP_TIME: _step_time,
+    RELIABILITY: _reliability,
+    ENTROPY: _entropy,
+    ATTENTION_MAPS: _attention_maps,
+    FORCE_DIRECTIONS: _force_directions,
 }
 # What is the same for every seed is measured with the first alone.
 ONCE = (STEP_TIME,)

@@ -25,6 +25,7 @@ __all__ = [
     "DataFolder",
     "Embeddings",
     "Folds",
+    "OutOfDomain",
     "Pipeline",
     "ScaleName",
     "Sizes",
@@ -39,7 +40,7 @@ __all__ = [
     "stoppable",
 ]
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic, translation or classification.")]
+TaskName = Annotated[str, typer.Argument(help="The task: logic, translation, classification or sentence.")]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
@@ -48,7 +49,7 @@ DataFolder = Annotated[
     typer.Option(
         "--data",
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
-        "files: my.en,my.de. For classification also one file, with a label and a text in each line: my.tsv.",
+        "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv.",
     ),
 ]
 Pipeline = Annotated[
@@ -57,6 +58,12 @@ Pipeline = Annotated[
 ]
 Embeddings = Annotated[
     Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")
+]
+OutOfDomain = Annotated[
+    Path | None,
+    typer.Option(
+        "--out-of-domain", help="File of other texts, whose predictions the figures of uncertainty are about."
+    ),
 ]
 Folds = Annotated[
     int | None,

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.checks import SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.function_rules import FunctionSVGD
 from headwise.heads import PROJECTIONS
 from headwise.kernels import NormalizedRBF
 from headwise.lab.guided import PARSED, ROLES, Guided
 from headwise.particles import SGLD, SPOS, SVGD, Relative, Rule
-from headwise.penalty import Output, Position, Similarity, Subspace, Sum
+from headwise.penalty import Frobenius, Output, Position, Similarity, Subspace, Sum
 from headwise.routing import EMRouting, SimpleRouting, Trunk
 
 __all__ = ["Aggregation", "Arm", "combine", "control_of", "folder_of", "named_arms"]
@@ -122,12 +124,16 @@ def named_arms() -> dict[str, Arm]:
         Arm("svgd", rule=SVGD(alpha=0.01)),
         Arm("svgd-relative", rule=SVGD(alpha=Relative(0.1))),
         Arm("svgd-normalised", rule=SVGD(alpha=0.01, kernel=NormalizedRBF())),
+        Arm("svgd-function", rule=FunctionSVGD(alpha=Relative(0.1))),
         Arm("spos", rule=SPOS(inverse_temperature=1e9)),
         Arm("sgld", rule=SGLD(inverse_temperature=1e9, step_size=0.1)),
         Arm("drophead", drophead=0.1),
         Arm("subspace", term=Subspace()),
         Arm("position", term=Position()),
         Arm("output", term=Output()),
+        Arm("frobenius", term=Frobenius()),
+        Arm("cosine-penalty", rule=CosinePenalty()),
+        Arm("cosine-repulsion", rule=CosineRepulsion()),
         Arm("trunk", aggregation=Trunk()),
         Arm("simple", aggregation=SimpleRouting()),
         Arm("em", aggregation=EMRouting()),
@@ -185,7 +191,7 @@ def control_of(arm: Arm) -> str | None:
     the same votes with uniform weights, roles against random masks as sparse, roles of which some are replaced or have
     another parse against the roles as they are, everything else against plain.
     """
-    if isinstance(arm.rule, SGLD):
+    if isinstance(arm.rule, SGLD | FunctionSVGD):
         return "scaled"
     if isinstance(arm.rule, SVGD | SPOS):
         # alpha may be a Relative, which is never zero

@@ -21,6 +21,7 @@ from headwise.lab.arguments import (
     DataFolder,
     Embeddings,
     Folds,
+    OutOfDomain,
     Pipeline,
     ScaleName,
     Sizes,
@@ -178,6 +179,7 @@ def reproduce(
     data: DataFolder = None,
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
+    out_of_domain: OutOfDomain = None,
     folds: Folds = None,
     sizes: Sizes = None,
     out: Annotated[
@@ -204,7 +206,7 @@ def reproduce(
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = default_workers() if workers is None else workers
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain)
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )

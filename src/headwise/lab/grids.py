@@ -104,20 +104,21 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
 
 def cost_grid(table: Table) -> Grid:
     """Return what else the task shows of each arm's answers, and what the arm costs, one row an arm."""
+    measures = [one for one in table.shown if any(row.answered[one.key] is not None for row in table.rows)]
     rows = tuple(
         (
             row.arm,
             *(
                 NONE if (value := row.answered[measure.key]) is None else f"{value:.{measure.digits}f}"
-                for measure in table.shown
+                for measure in measures
             ),
             NONE if row.parameters is None else f"{row.parameters:,}",
             NONE if row.step_ratio is None else f"{row.step_ratio:.2f}",
         )
-        for row in (table.rows if table.shown else table.arms)
+        for row in (table.rows if measures else table.arms)
     )
-    header = ("arm", *(measure.title for measure in table.shown), "params", "step\ntime")
-    title = f"{'further scores and ' if table.shown else ''}the cost: means over seeds (step time: over plain)"
+    header = ("arm", *(measure.title for measure in measures), "params", "step\ntime")
+    title = f"{'further scores and ' if measures else ''}the cost: means over seeds (step time: over plain)"
     return Grid(title, header, rows, "l" + "r" * (len(header) - 1))
 
 

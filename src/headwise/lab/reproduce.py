@@ -6,7 +6,7 @@ done once; and a folder for each reproduction with its page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
+from headwise.lab.figures import Picture
 from headwise.lab.grids import terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.table import make_table
+from headwise.lab.table import Table, make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
 from headwise.lab.tables.guided import GUIDED
@@ -30,6 +31,8 @@ from headwise.lab.tables.pictures import curve, head_map
 from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.repulsive import REPULSIVE
+from headwise.lab.tables.repulsive_figures import SENTENCE_FIGURES
+from headwise.lab.tables.repulsive_sentences import SENTENCES
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.named import TASKS, named_task
 from headwise.lab.workers import Failure, Job
@@ -40,7 +43,7 @@ __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_a
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *DIVERSIFY, *GUIDED)
+    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *DIVERSIFY, *GUIDED)
     if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
 }
 # Prepared data, kept once for all comparisons below --out.
@@ -108,10 +111,10 @@ def make_plans(
         folder = data
         if data is not None and size.corpus is not None and len(corpora) > 1:
             folder = data / size.corpus
-            if not folder.is_dir():
+            if not folder.exists():
                 raise DataError(
-                    f"{folder} does not exist; at scale {scale} {reproduction.id} takes a folder of folders "
-                    f"{' and '.join(corpora)}."
+                    f"{folder} does not exist; at scale {scale} {reproduction.id} takes a folder that holds "
+                    f"{' and '.join(corpora)}. --part runs a part alone."
                 )
         model = sized(size, task.scales)
         if options is not None:
@@ -191,10 +194,7 @@ def report(
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = {part: make_table(found.results) for part, found in evidence.items()}
     places = {plan.part.name: plan.comparison.out for plan in plans}
-    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
-    if reproduction.analysis == HEAD_VECTORS:
-        drawn += [head_map(HEAD_VECTORS, places[part], found, tables[part]) for part, found in evidence.items()]
-    pictures = tuple(picture for picture in drawn if picture is not None)
+    pictures = _pictures(reproduction, places, evidence, tables)
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     for part, table in reproduced.tables.items():
@@ -209,6 +209,21 @@ def report(
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced
+
+
+def _pictures(
+    reproduction: Reproduction,
+    places: Mapping[str, Path],
+    evidence: Mapping[str, Evidence],
+    tables: Mapping[str, Table],
+) -> tuple[Picture, ...]:
+    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
+    for part, found in evidence.items():
+        if reproduction.analysis == HEAD_VECTORS:
+            drawn.append(head_map(HEAD_VECTORS, places[part], found, tables[part]))
+        if reproduction.drawn is not None:
+            drawn += reproduction.drawn(part, places[part], found, tables[part])
+    return tuple(picture for picture in drawn if picture is not None)
 
 
 def _evidence_of(plan: Plan, console: Console) -> Evidence | None:

@@ -21,7 +21,7 @@ __all__ = ["ScaleOptions", "with_options"]
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Chosen by an option of their own, or by nothing.
-APART = {"name", "pipeline", "embeddings", "folds", "fold"}
+APART = {"name", "pipeline", "embeddings", "out_of_domain", "folds", "fold"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ScaleOptions:
         embeddings: File of word vectors, for tasks that start from them.
         folds: Parts of a cross-validation, for tasks that do one.
         sizes: Other fields, as "layers=4".
+        out_of_domain: File of other texts, for tasks whose models are asked about such.
     """
 
     scale: str
@@ -41,6 +42,7 @@ class ScaleOptions:
     embeddings: Path | None = None
     folds: int | None = None
     sizes: tuple[str, ...] = ()
+    out_of_domain: Path | None = None
 
     def words(self, *, for_others: bool = False) -> list[str]:
         """Return the options as they are typed.
@@ -49,9 +51,9 @@ class ScaleOptions:
             for_others: Whether a place on disk is shown as its kind, since it has another name elsewhere.
         """
         found = ["--scale", self.scale]
-        for name, kind in (("pipeline", "DIR"), ("embeddings", "FILE")):
+        for name, kind in (("pipeline", "DIR"), ("embeddings", "FILE"), ("out_of_domain", "FILE")):
             place = getattr(self, name)
-            found += [] if place is None else [f"--{name}", kind if for_others else str(place)]
+            found += [] if place is None else [f"--{name.replace('_', '-')}", kind if for_others else str(place)]
         found += [] if self.folds is None else ["--folds", str(self.folds)]
         return found + [word for size in self.sizes for word in ("--set", size)]
 
@@ -73,12 +75,12 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     """
     hints = typing.get_type_hints(type(scale))
     changes: dict[str, Any] = {}
-    for name in ("pipeline", "embeddings", "folds"):
+    for name in ("pipeline", "embeddings", "out_of_domain", "folds"):
         value = getattr(options, name)
         if value is None:
             continue
         if name not in hints:
-            raise SettingError(f"task {task} takes no --{name}; leave it out.")
+            raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; leave it out.")
         changes[name] = value
     sizes: dict[str, Any] = {}
     known = [name for name, hint in hints.items() if name not in APART and _kind(hint) is not None]

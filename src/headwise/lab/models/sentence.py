@@ -1,10 +1,13 @@
 """Classifiers of sentences: a Transformer encoder, and the two models without attention it is compared with.
 
-Owns `SentenceTransformer`, `SentenceLSTM`, `SentenceCNN` and the word vectors they share. All three take the same batch
-and differ in what stands between the words' vectors and the vector of the sentence. Must not know the task's data.
+Owns `TextClassifier`, what every classifier of texts does with a batch, `SentenceTransformer`, `SentenceLSTM`,
+`SentenceCNN` and the word vectors they share. These three differ in what stands between the words' vectors and the
+vector of the sentence. Must not know the task's data.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,14 @@ from headwise.checks import ShapeError, require_integer
 from headwise.lab.models.encoder import Encoder
 from headwise.lab.tasks.classification_scales import ClassificationScale
 
-__all__ = ["SentenceCNN", "SentenceClassifier", "SentenceLSTM", "SentenceTransformer", "WordVectors"]
+__all__ = [
+    "SentenceCNN",
+    "SentenceClassifier",
+    "SentenceLSTM",
+    "SentenceTransformer",
+    "TextClassifier",
+    "WordVectors",
+]
 
 # Words a filter of the CNN sees at once (Kim 2014).
 FILTER_WIDTHS = (3, 4, 5)
@@ -55,28 +65,28 @@ class WordVectors(nn.Embedding):
         return F.dropout(super().forward(input), self.dropout, self.training)
 
 
-class SentenceClassifier(nn.Module):
-    """Returns the logits of a sentence's class: a vector of the sentence, dropout, one linear layer.
+class Sized(Protocol):
+    """The sizes that every classifier of this file needs."""
 
-    Subclasses own what makes that vector of the tokens.
+    @property
+    def width(self) -> int:
+        """Width of a word's vector."""
+        ...
 
-    Args:
-        words: Vectors of the tokens.
-        num_labels: Number of classes.
-        scale: Sizes of the model.
-    """
+    @property
+    def dropout(self) -> float:
+        """Dropout of words' vectors and of the pooled vector."""
+        ...
 
-    # Width of the sentence's vector, as a multiple of the model's.
-    vectors: int = 1
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:  # noqa: ARG002
-        super().__init__()
-        require_integer("num_labels", num_labels, low=2)
-        self.dropout = nn.Dropout(scale.dropout)
-        self.classifier = nn.Linear(self.vectors * scale.width, num_labels)
+class TextClassifier(nn.Module):
+    """Returns the logits of the class of a text or of two texts; subclasses own what makes them of the tokens."""
 
-    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        """Return the vector of each sentence, [B, pooled], of ids [B, L] with padding True at pads, bool [B, L]."""
+    # How many texts an example has.
+    texts: int = 1
+
+    def logits(self, tokens: Tensor, second: Tensor | None) -> Tensor:
+        """Return the logits [B, labels] of ids [B, L] and, where an example is two texts, of those of the second."""
         raise NotImplementedError
 
     def forward(
@@ -84,6 +94,7 @@ class SentenceClassifier(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         numbers: Tensor | None = None,  # noqa: ARG002  for whoever masks heads sentence by sentence
+        second: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return {"logits": [B, labels]}, and "loss", the mean cross entropy, when labels are given.
 
@@ -91,16 +102,57 @@ class SentenceClassifier(nn.Module):
             tokens: Token ids, int64 [B, L]; 0 is padding, which follows the tokens.
             labels: Class of each sentence, int64 [B].
             numbers: Which sentences of the data these are, int64 [B]; the model does not look.
+            second: Token ids of the second text of each pair, [B, L2]; None where an example is one text.
 
         Raises:
-            ShapeError: `tokens` is not two-dimensional, or a row holds nothing but padding.
+            ShapeError: Token ids are not two-dimensional, or a second text is missing or too many.
         """
-        if tokens.dim() != 2 or 0 in tokens.shape:
-            raise ShapeError(f"tokens has shape {tuple(tokens.shape)}; expected (B, L).")
-        logits = self.classifier(self.dropout(self.vector(tokens, tokens == 0)))
+        if (second is None) != (self.texts == 1):
+            given = "no second text" if second is None else "a second text"
+            raise ShapeError(f"{type(self).__name__} was made for {self.texts} text(s) an example and got {given}.")
+        for name, ids in (("tokens", tokens), ("second", second)):
+            if ids is not None and (ids.dim() != 2 or 0 in ids.shape):
+                raise ShapeError(f"{name} has shape {tuple(ids.shape)}; expected (B, L).")
+        logits = self.logits(tokens, second)
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class SentenceClassifier(TextClassifier):
+    """Returns the logits of a sentence's class: a vector of the sentence, dropout, one linear layer.
+
+    Of two texts the classifier reads the vectors u, v, |u - v| and u * v (Mou et al. 2016). Subclasses own what makes
+    the vector of the tokens.
+
+    Args:
+        words: Vectors of the tokens.
+        num_labels: Number of classes.
+        scale: Sizes of the model.
+        texts: 1, or 2 for pairs.
+    """
+
+    # Width of the sentence's vector, as a multiple of the model's.
+    vectors: int = 1
+
+    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:  # noqa: ARG002
+        super().__init__()
+        require_integer("num_labels", num_labels, low=2)
+        self.texts = texts
+        self.dropout = nn.Dropout(scale.dropout)
+        self.classifier = nn.Linear((1 if texts == 1 else 4) * self.vectors * scale.width, num_labels)
+
+    def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Return the vector of each sentence, [B, pooled], of ids [B, L] with padding True at pads, bool [B, L]."""
+        raise NotImplementedError
+
+    def logits(self, tokens: Tensor, second: Tensor | None) -> Tensor:
+        """Return the logits of each sentence or pair, [B, labels]."""
+        found = self.vector(tokens, tokens == 0)
+        if second is not None:
+            other = self.vector(second, second == 0)
+            found = torch.cat([found, other, (found - other).abs(), found * other], dim=1)
+        return self.classifier(self.dropout(found))
 
 
 class SentenceTransformer(SentenceClassifier):
@@ -133,8 +185,8 @@ class SentenceLSTM(SentenceClassifier):
 
     vectors = 2
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
-        super().__init__(words, num_labels, scale)
+    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:
+        super().__init__(words, num_labels, scale, texts=texts)
         self.words = words
         self.recurrent = nn.LSTM(scale.width, scale.width, batch_first=True, bidirectional=True)
 
@@ -153,8 +205,8 @@ class SentenceCNN(SentenceClassifier):
 
     vectors = len(FILTER_WIDTHS)
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
-        super().__init__(words, num_labels, scale)
+    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:
+        super().__init__(words, num_labels, scale, texts=texts)
         self.words = words
         self.filters = nn.ModuleList(
             nn.Conv1d(scale.width, scale.width, size, padding=size // 2) for size in FILTER_WIDTHS

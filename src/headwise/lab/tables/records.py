@@ -58,8 +58,10 @@ class Reproduced:
 
     @property
     def file(self) -> str:
-        """The name of its record: figure or table, scale and data."""
-        names = [self.reproduction.id.partition("/")[2], self.scale]
+        """The name of its record: version of the paper if there are several, figure or table, scale and data."""
+        paper, _, name = self.reproduction.id.partition("/")
+        version = paper.partition("-")[2]
+        names = [*([version] if version else []), name, self.scale]
         return "-".join(names + [name for name in dict.fromkeys(self.data.values()) if name]) + ".json"
 
     def picture_file(self, picture: Picture) -> str:
@@ -223,20 +225,23 @@ def _published_row(found: Reproduced, published: Published, row: PaperRow, *, se
     reproduction = found.reproduction
     there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
     canonical = reproduction.canonical(found.scale, named_task(reproduction.task).scales)
-    # a row that is quoted alone has no arm
-    arm = canonical(row.part, row.arm) if there and row.arm else ""
+    # a row that is quoted alone has no arm, and a baseline has a name as it is
+    baseline = row.arm in named_task(reproduction.task).baselines
+    arm = (row.arm if baseline else canonical(row.part, row.arm)) if there and row.arm else ""
     table = found.tables.get(row.part)
     cells = [row.name, *([row.part] if several else []), arm or NONE]
+    evidence = found.evidence.get(row.part)
     for place, (column, printed) in enumerate(zip(published.columns, row.cells, strict=True)):
         cells.append(_with_time(published, row, place) if column.per_second else printed or NONE)
         if _is_first(published, place):
-            cells.append(NONE if table is None else _ours(table, arm, column))
+            cells.append(NONE if table is None or evidence is None else _ours(table, evidence, arm, column))
     return tuple(cells)
 
 
 def _is_first(published: Published, place: int) -> bool:
     """Whether no column before this one has the same number of ours beside it."""
-    return published.columns[place].ours not in [column.ours for column in published.columns[:place]]
+    own = published.columns[place]
+    return (own.ours, own.measure) not in [(column.ours, column.measure) for column in published.columns[:place]]
 
 
 def _with_time(published: Published, row: PaperRow, place: int) -> str:
@@ -245,7 +250,9 @@ def _with_time(published: Published, row: PaperRow, place: int) -> str:
     return f"{row.cells[place]} (time {float(plain.cells[place]) / float(row.cells[place]):.2f})"
 
 
-def _ours(table: Table, arm: str, column: Column) -> str:
+def _ours(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
+    if column.ours == "measure":
+        return _mean_and_ends(evidence, arm, column.measure)
     row, plain = table.row(arm), table.row(PLAIN)
     if row is None:
         return NONE
@@ -260,6 +267,8 @@ def _ours(table: Table, arm: str, column: Column) -> str:
 
 
 def _titles(column: Column) -> str:
+    if column.ours == "measure":
+        return column.title
     return {"score": column.title, "step time": "step time over plain", "parameters": "parameters"}[column.ours]
 
 

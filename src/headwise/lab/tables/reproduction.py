@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from headwise.checks import SettingError, require_choice
 from headwise.lab.claims import Claim
+from headwise.lab.evidence import Evidence
+from headwise.lab.figures import Picture
+from headwise.lab.table import Table
 from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
-__all__ = ["Column", "PaperRow", "Part", "Published", "Reproduction"]
+__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction"]
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,16 @@ class Column:
 
     Attributes:
         title: What the paper calls it.
-        ours: What stands beside it: the score, the time of a step over plain's, or the number of parameters.
+        ours: What stands beside it: the score, the time of a step over plain's, the number of parameters, or a number
+            of each run.
         per_second: Whether the paper prints steps a second, of which the time over plain's follows.
+        measure: The number's name in a run's record, for a number of each run.
     """
 
     title: str
-    ours: Literal["score", "step time", "parameters"] = "score"
+    ours: Literal["score", "step time", "parameters", "measure"] = "score"
     per_second: bool = False
+    measure: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,21 @@ class Published:
     rows: tuple[PaperRow, ...]
 
 
+class Draws(Protocol):
+    """What makes figures of the runs of one part."""
+
+    def __call__(self, part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
+        """Return the figures.
+
+        Args:
+            part: Name of the part.
+            folder: Folder of its comparison.
+            evidence: Its runs.
+            table: Their table, whose arms keep their colors.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Reproduction:
     """What stands behind one table or figure of a paper.
@@ -94,6 +116,7 @@ class Reproduction:
         analysis: What is measured of each trained model afterwards, one of `analyses.ANALYSES`; "" for nothing.
         measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
             several parts, a figure.
+        drawn: Makes the figures of each part beside these; None for none.
     """
 
     id: str
@@ -106,6 +129,7 @@ class Reproduction:
     published: Published | None = None
     analysis: str = ""
     measures: tuple[str, ...] = ()
+    drawn: Draws | None = None
 
     @property
     def scales(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.lab.arm_text import parse_arm
+from headwise.lab.scale_options import ScaleOptions, with_options
 
 __all__ = ["Size", "Sizes", "arm_name", "arm_names", "base", "big", "big_few_heads", "logic", "sized", "small"]
 
@@ -30,6 +31,7 @@ class Size:
         corpus: Name of the corpus that the paper trained on, where the scale is the paper's; None elsewhere. Where a
             table has several sets of data at every scale, the name of the set's folder.
         folds: Parts of a cross-validation; None for the scale's own.
+        sets: Other fields of the scale, as "heads=15".
     """
 
     scale: str
@@ -37,6 +39,7 @@ class Size:
     heads: int | None = None
     corpus: str | None = None
     folds: int | None = None
+    sets: tuple[str, ...] = ()
 
 
 Sizes = Mapping[str, Size]
@@ -87,7 +90,8 @@ def sized(size: Size, scales: Mapping[str, Any]) -> Any:
     if size.folds not in (None, getattr(scale, "folds", None)):
         changes["folds"] = size.folds
         name += f"-{size.folds}-folds"
-    return dataclasses.replace(scale, name=name, **changes) if changes else scale
+    scale = dataclasses.replace(scale, name=name, **changes) if changes else scale
+    return with_options(scale, ScaleOptions(size.scale, sizes=size.sets), "the reproduction's") if size.sets else scale
 
 
 def arm_names(texts: Sequence[str], scale: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 
-__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled"]
+__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled", "read_rows"]
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
@@ -102,7 +102,7 @@ def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[L
         DataError: A line has another number of fields or an empty label, there are fewer than two labels, or no column
             holds labels. The message names the file, the line and the fault.
     """
-    files = {name: _File(path, list(_rows(path))) for name, path in paths.items()}
+    files = {name: _File(path, list(read_rows(path))) for name, path in paths.items()}
     train = files[layout.train]
     columns = train.header or _columns(train.path, [fields for _, fields in train.body])
     if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
@@ -142,7 +142,12 @@ class _File:
         return [LabelledText(fields[label].strip(), " ".join(fields[text].split()), n) for n, fields in self.body]
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number from 1, its fields) of a tab- or comma-separated file; empty lines are passed over.
+
+    Raises:
+        DataError: The file cannot be read, or its name does not say what separates its columns.
+    """
     suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
     if suffix not in DELIMITERS:
         raise DataError(f"{path} is no {', '.join(DELIMITERS)}; rename it after what separates its columns.")

@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification")
+TASKS = ("logic", "translation", "classification", "sentence")
 
 
 def named_task(name: str) -> Task:
@@ -28,6 +28,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.classification import ClassificationTask
 
         return ClassificationTask()
+    if name == "sentence":
+        from headwise.lab.tasks.sentence import SentenceTask
+
+        return SentenceTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

@@ -1,0 +1,84 @@
+"""The reader of PAN's author profiles: tweets of each author, and how old that author is.
+
+Owns the two formats of the corpora of 2013 to 2016: one XML file an author, with a document each tweet, and `truth.txt`
+with a line `author:::gender:::age` each. Must not know splits.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from headwise.checks import DataError
+from headwise.lab.data import numbered_lines
+
+__all__ = ["Profile", "read_profiles", "truth_of"]
+
+TRUTH = "truth.txt"
+BETWEEN = ":::"
+TAG = re.compile(r"<[^>]*>")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One tweet with its author and the author's age, as the corpus writes it; `number` counts an author's tweets."""
+
+    author: str
+    age: str
+    text: str
+    number: int
+    path: Path
+
+
+def truth_of(folder: Path) -> Path | None:
+    """Return the file of the authors' ages, or None where a folder holds no profiles."""
+    found = folder / TRUTH
+    return found if found.is_file() and any(folder.glob("*.xml")) else None
+
+
+def read_profiles(folder: Path) -> list[Profile]:
+    """Return every tweet of every author; markup is taken off, and tweets without a word are left out.
+
+    Raises:
+        DataError: A line of the truth does not fit, an author has no file or no age, or a file is no XML; the message
+            names it.
+    """
+    ages = _ages(folder / TRUTH)
+    found: list[Profile] = []
+    for path in sorted(folder.glob("*.xml")):
+        # later corpora write the author's language and more behind the name
+        author = next((name for name in (path.stem, path.stem.partition("_")[0]) if name in ages), None)
+        if author is None:
+            raise DataError(f"{path}: {folder / TRUTH} has no line for author {path.stem!r}; add it or take the file.")
+        found += _tweets(path, author, ages[author])
+    present = {profile.author for profile in found}
+    absent = next((author for author in ages if author not in present), None)
+    if absent is not None:
+        raise DataError(f"{folder / TRUTH} names author {absent!r}, of whom {folder} holds no tweet; add the file.")
+    return found
+
+
+def _ages(path: Path) -> dict[str, str]:
+    ages: dict[str, str] = {}
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        fields = [field.strip() for field in line.split(BETWEEN)]
+        if len(fields) < 3 or not fields[0] or not fields[2]:
+            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected author{BETWEEN}gender{BETWEEN}age.")
+        if fields[0] in ages:
+            raise DataError(f"{path}, line {number}: author {fields[0]!r} stands here a second time; keep one line.")
+        ages[fields[0]] = fields[2].lower()
+    return ages
+
+
+def _tweets(path: Path, author: str, age: str) -> list[Profile]:
+    try:
+        root = ET.parse(path).getroot()
+    except (ET.ParseError, OSError) as error:
+        raise DataError(f"{path}: no XML ({error}); fetch the file again.") from None
+    texts = [" ".join(html.unescape(TAG.sub(" ", one.text or "")).split()) for one in root.iter("document")]
+    return [Profile(author, age, text, number, path) for number, text in enumerate(texts, start=1) if text]

@@ -1,0 +1,91 @@
+"""How far a trained classifier of texts can be trusted: its reliability, and how sure it is of texts of another kind.
+
+Owns the two analyses of An et al. 2020, appendices C.4 and C.5. Their equations are `headwise.calibration`'s, the
+figures `headwise.plots`'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.calibration import Reliability, predictive_entropy, reliability_of
+from headwise.checks import DataError, SettingError
+from headwise.lab.data import Ragged
+from headwise.lab.evaluation import spread_evenly
+from headwise.lab.models.sentence import TextClassifier
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.sentence import SentenceTask, probabilities
+from headwise.lab.tasks.sentence_data import UNKNOWN, SentenceData, Sentences, encode
+from headwise.lab.tasks.sentence_scales import SentenceScale
+from headwise.lab.tasks.sentence_words import load_words
+from headwise.lab.trained import load_trained
+
+__all__ = ["measure_entropy", "measure_reliability", "read_reliability"]
+
+# Other texts that a model is asked about, at most.
+ASKED = 2_000
+
+
+def measure_reliability(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return ECE and OE on the test set, and the bins they follow from."""
+    model, data = _sentence(settings, folder)
+    test = data.test
+    with torch.no_grad():
+        found = torch.from_numpy(probabilities(model, test))
+    sure = reliability_of(found, torch.from_numpy(test.labels))
+    bins = {"counts": sure.counts, "right": sure.right, "confidences": sure.confidences}
+    return {"numbers": {"test_ECE": sure.ece, "test_OE": sure.oe}, "bins": bins}
+
+
+def read_reliability(analysis: dict[str, Any]) -> Reliability:
+    """Return the reliability in a record of `measure_reliability`."""
+    return Reliability(**{name: tuple(values) for name, values in analysis["bins"].items()})
+
+
+def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return the entropy of what a model predicts of texts of another kind, none of whose classes it was trained on.
+
+    The texts are those of `SentenceScale.out_of_domain`, cut and encoded like the model's own; their labels are not
+    looked at.
+
+    Raises:
+        SettingError: The scale names no such file.
+        DataError: It cannot be read.
+    """
+    model, data = _sentence(settings, folder)
+    scale = settings.scale
+    assert isinstance(scale, SentenceScale)
+    if scale.out_of_domain is None:
+        raise SettingError("the entropy of predictions is of other texts than the model's; name them: --out-of-domain.")
+    if data.pairs:
+        raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
+    others = load_words(scale.out_of_domain, replace(scale, embeddings=None), settings.cache)
+    numbers = spread_evenly(len(others.classes), ASKED)
+    ids = encode(others.types, data.vocabulary)
+    texts = Ragged.of([[ids[word] for word in others.texts[0][number]] for number in numbers.tolist()])
+    asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), numbers)
+    with torch.no_grad():
+        entropies = predictive_entropy(torch.from_numpy(probabilities(model, asked)))
+    classes = len(data.labels)
+    return {
+        "numbers": {
+            "other_entropy": float(entropies.mean()),
+            "other_words_unknown": float((texts.values == UNKNOWN).mean()),
+        },
+        "text": f"{len(texts):,} of {scale.out_of_domain.name}",
+        "classes": classes,
+        "entropies": entropies.tolist(),
+    }
+
+
+def _sentence(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:
+    if settings.task != SentenceTask.name:
+        raise SettingError(f"this analysis is of task {SentenceTask.name}; the run is of {settings.task}.")
+    trained = load_trained(settings, folder)
+    assert isinstance(trained.model, TextClassifier)
+    return trained.model, trained.data

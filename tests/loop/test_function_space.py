@@ -1,0 +1,189 @@
+"""Repulsion of what heads compute: the pull-back against autograd, and blindness to the basis a head happens to use."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.function_rules import FunctionSVGD, products, pulled_back
+from headwise.function_space import function_ensembles_of
+from headwise.gram import geometry
+
+HEADS, SIZE, WIDTH = 3, 4, 12
+
+
+def attention(seed: int = 0) -> hw.nn.MultiheadAttention:
+    torch.manual_seed(seed)
+    return hw.nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True).double()
+
+
+def stepped(model: nn.Module, rule: object, gradient: float = 0.0) -> dict[str, Tensor]:
+    """The gradients that a rule leaves of one that is `gradient` everywhere."""
+    heads = hw.find_heads(model)
+    repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, rule, when="manual")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    repulsion.apply()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("kernel", [hw.RBF(hw.Fixed(3.0)), hw.IMQ(hw.Fixed(2.0))])
+def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
+    torch.manual_seed(1)
+    first = torch.randn(HEADS, SIZE, 5, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(HEADS, SIZE, 7, dtype=torch.float64, requires_grad=True)
+    flat = products(first, second).flatten(1)
+    distances = (flat[:, None] - flat).square().sum(-1)
+    h = kernel.bandwidth.value
+    values = torch.exp(-distances / h) if isinstance(kernel, hw.RBF) else (1 + distances / h) ** -0.5
+    # R_i = -sum_j grad_i k(F_i, F_j); each pair stands in the sum twice
+    wanted = torch.autograd.grad(-values.sum() / 2, (first, second))
+    functions = products(first, second).detach()
+    mixing = FunctionSVGD(alpha=0.7, step_size=0.3, kernel=kernel).mixing(geometry(functions.flatten(1), inner=False))
+    force = torch.tensordot(mixing.repulsion, functions, dims=1)
+    found = pulled_back(force, first.detach(), second.detach())
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, 0.7 * 0.3 / HEADS * other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_is_the_gradient_of_the_whole_models_kernel():
+    model = attention()
+    found = stepped(model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.RBF(hw.Fixed(5.0))), gradient=0.25)
+    packed = model.in_proj_weight.detach().clone().requires_grad_(True)
+    output = model.out_proj.weight.detach().clone().requires_grad_(True)
+    query, key, value = (part.view(HEADS, SIZE, WIDTH) for part in packed.chunk(3))
+    out = output.view(WIDTH, HEADS, SIZE).permute(1, 0, 2)
+    energy = torch.zeros((), dtype=torch.float64)
+    for functions in (query.mT @ key, out @ value):
+        flat = functions.flatten(1)
+        energy = energy - torch.exp(-(flat[:, None] - flat).square().sum(-1) / 5.0).sum() / 2
+    pushes = torch.autograd.grad(energy, (packed, output))
+    drive = 0.3 / HEADS * 0.25
+    for name, push in zip(("in_proj_weight", "out_proj.weight"), pushes, strict=True):
+        assert torch.allclose(found[name], drive - 0.7 * 0.3 / HEADS * push, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_change_of_basis_inside_a_head_changes_no_output_and_no_kernel_and_turns_the_force_with_it():
+    model = attention()
+    twin = copy.deepcopy(model)
+    torch.manual_seed(2)
+    basis = torch.randn(SIZE, SIZE, dtype=torch.float64) + 2 * torch.eye(SIZE, dtype=torch.float64)
+    rows, columns = slice(SIZE, 2 * SIZE), slice(WIDTH + SIZE, WIDTH + 2 * SIZE)
+    values = slice(2 * WIDTH + SIZE, 2 * WIDTH + 2 * SIZE)
+    with torch.no_grad():
+        # head 1: W_Q -> A W_Q, W_K -> A^-T W_K, and the like for W_V and W_O
+        twin.in_proj_weight[rows] = basis @ model.in_proj_weight[rows]
+        twin.in_proj_weight[columns] = torch.linalg.inv(basis).T @ model.in_proj_weight[columns]
+        twin.in_proj_weight[values] = basis @ model.in_proj_weight[values]
+        twin.out_proj.weight[:, rows] = model.out_proj.weight[:, rows] @ torch.linalg.inv(basis)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    assert torch.allclose(model(x, x, x)[0], twin(x, x, x)[0])
+    rule = FunctionSVGD(alpha=0.7, step_size=0.3)
+    one, other = stepped(model, rule), stepped(twin, rule)
+    # heads 0 and 2 feel the same force; that on W_Q of head 1 turns with the basis, as a gradient does
+    for name in ("in_proj_weight", "out_proj.weight"):
+        axis = 0 if name == "in_proj_weight" else 1
+        kept = [place for place in range(one[name].shape[axis]) if not SIZE <= place % WIDTH < 2 * SIZE]
+        kept = torch.tensor(kept)
+        assert torch.allclose(one[name].index_select(axis, kept), other[name].index_select(axis, kept), rtol=1e-8)
+    turned = torch.linalg.inv(basis).T @ one["in_proj_weight"][rows]
+    assert torch.allclose(turned, other["in_proj_weight"][rows], rtol=1e-8)
+    assert not torch.allclose(one["in_proj_weight"][rows], other["in_proj_weight"][rows], rtol=1e-2)
+    # repulsion of parameters sees the change
+    plain = hw.SVGD(alpha=0.7, step_size=0.3)
+    a, b = stepped(model, plain)["in_proj_weight"][:SIZE], stepped(twin, plain)["in_proj_weight"][:SIZE]
+    assert not torch.allclose(a, b, rtol=1e-3)
+
+
+def test_additive_heads_are_repelled_by_their_scores_where_tanh_is_linear():
+    torch.manual_seed(3)
+    model = hw.nn.AdditiveAttention(6, 4, 3).double()
+    found = stepped(model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.RBF(hw.Fixed(0.5))), gradient=0.5)
+    score = model.score.weight.detach().clone().requires_grad_(True)
+    functions = score @ model.hidden.weight.detach()
+    distances = (functions[:, None] - functions).square().sum(-1)
+    (push,) = torch.autograd.grad(-torch.exp(-distances / 0.5).sum() / 2, (score,))
+    assert torch.allclose(found["score.weight"], 0.3 / 3 * 0.5 - 0.7 * 0.3 / 3 * push, rtol=1e-9)
+    # the matrix that the heads share is left to the loss
+    assert torch.equal(found["hidden.weight"], torch.full_like(found["hidden.weight"], 0.5))
+
+
+def test_a_relative_strength_holds_in_each_space_and_strength_scales_it():
+    model = attention()
+    heads = hw.find_heads(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    repulsion = hw.repel(optimizer, heads, FunctionSVGD(alpha=hw.Relative(0.4)), when="manual")
+    repulsion.strength = 0.5
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    model(x, x, x)[0].square().sum().backward()
+    repulsion.apply()
+    assert repulsion.last.names == ("query-key", "output-value")
+    assert torch.allclose(repulsion.last.force_ratio, torch.tensor([0.2, 0.2], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scaled_gradient_gives_the_same_step(dtype):
+    model = attention().to(dtype)
+    rule = FunctionSVGD(alpha=0.7, step_size=0.3)
+    wanted = stepped(copy.deepcopy(model), rule, gradient=0.25)["in_proj_weight"]
+    heads = hw.find_heads(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25 * 8)
+    from headwise.function_space import apply_function_rule
+
+    apply_function_rule(rule, function_ensembles_of(heads), strength=1.0, scale=torch.tensor(8.0))
+    assert model.in_proj_weight.grad is not None
+    assert torch.allclose(model.in_proj_weight.grad / 8, wanted, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_is_left_alone():
+    model = attention()
+    found = stepped(model, FunctionSVGD(alpha=0.7), gradient=float("inf"))
+    assert all(bool(gradient.isinf().all()) for gradient in found.values())
+
+
+def test_gpt2s_columns_give_the_force_of_rows():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=WIDTH, n_head=HEADS, n_layer=1, vocab_size=11, n_positions=8)
+    model = transformers.GPT2Model(config).double()
+    rows = attention()
+    with torch.no_grad():
+        rows.in_proj_weight.copy_(model.h[0].attn.c_attn.weight.T)
+        rows.out_proj.weight.copy_(model.h[0].attn.c_proj.weight.T)
+    rule = FunctionSVGD(alpha=0.7, step_size=0.3)
+    wanted, found = stepped(rows, rule), stepped(model, rule)
+    assert torch.allclose(wanted["in_proj_weight"].T, found["h.0.attn.c_attn.weight"])
+    assert torch.allclose(wanted["out_proj.weight"].T, found["h.0.attn.c_proj.weight"])
+
+
+def test_what_makes_no_product_is_refused():
+    model = attention()
+    heads = hw.find_heads(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hw.LayoutError, match="make no product; select query and key"):
+        hw.repel(optimizer, heads.projection("key"), FunctionSVGD())
+    with pytest.raises(hw.SettingError, match="leave joint out"):
+        hw.repel(optimizer, heads, FunctionSVGD(), joint=True)
+    with pytest.raises(hw.SettingError, match=r"alpha"):
+        FunctionSVGD(alpha=-1.0)
+    assert [one.name for one in function_ensembles_of(heads.projection("query", "key"))] == ["query-key"]
+    assert [one.name for one in function_ensembles_of(heads.projection("value"))] == ["output-value"]
+
+
+def test_grouped_queries_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=12,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=11,
+    )
+    model = transformers.LlamaModel(config)
+    with pytest.raises(hw.SettingError, match="4 query heads share 2 key/value heads"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), FunctionSVGD())
