@@ -52,7 +52,7 @@ def function_ensembles_of(heads: Heads) -> tuple[FunctionEnsemble, ...]:
 
     Raises:
         LayoutError: W_O of a site was not found, or the projections selected make no product.
-        SettingError: A site has fewer key/value heads than query heads.
+        SettingError: A site has fewer key/value heads than query heads, or its parameters are divided over processes.
     """
     found: list[FunctionEnsemble] = []
     for site in heads.sites:
@@ -70,6 +70,11 @@ def function_ensembles_of(heads: Heads) -> tuple[FunctionEnsemble, ...]:
         raise LayoutError(
             f"the projections {', '.join(heads.projections)} make no product; select query and key, value, or all."
         )
+    for ensemble in found:
+        if ensemble.sharded:
+            raise SettingError(
+                f"{ensemble.name} is divided over processes, and FunctionSVGD reads whole heads; take SVGD there."
+            )
     return tuple(found)
 
 

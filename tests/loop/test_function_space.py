@@ -187,3 +187,9 @@ def test_grouped_queries_are_refused():
     model = transformers.LlamaModel(config)
     with pytest.raises(hw.SettingError, match="4 query heads share 2 key/value heads"):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), FunctionSVGD())
+
+
+def test_heads_divided_over_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("headwise.ensembles.is_sharded", lambda tensor: tensor.dim() == 2)
+    with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*take SVGD there"):
+        function_ensembles_of(hw.find_heads(attention()))
