@@ -172,6 +172,8 @@ def test_an_output_that_was_changed_in_place_is_never_given_back():
     with torch.no_grad(), record(hw.find_heads(model)) as recording:
         model(tensors()[0])
     assert set(recording.changed) == {"layers.0", "layers.1", "layers.2"}
+    # what was not changed is given back still
+    assert head_costs(hw.find_heads(model), tensors(), run, spread).replayed
 
 
 def test_the_numbers_of_a_report_are_the_metrics():
