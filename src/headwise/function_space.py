@@ -112,7 +112,8 @@ def apply_function_rule(
         if gradients is None:
             skipped.append(ensemble.name)
         else:
-            records.append(_apply(rule, ensemble, gradients, strength, scale))
+            views = [slab.view(gradient) for slab, gradient in zip(ensemble.slabs, gradients, strict=True)]
+            records.append(_apply(rule, ensemble, views, strength, scale))
     if not records:
         return None
     forces = ForceNorms.joined(records)
