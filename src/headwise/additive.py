@@ -46,7 +46,7 @@ class AdditiveAttention(nn.Module):
         >>> attention = AdditiveAttention(6, 4, 3)
         >>> padding = torch.tensor([[False, False, False], [False, False, True]])
         >>> embedding, weights = attention(torch.randn(2, 3, 6), padding)
-        >>> embedding.shape, weights.shape, float(weights[1, :, 2].sum())
+        >>> embedding.shape, weights.shape, float(weights[1, :, 2].sum().detach())
         (torch.Size([2, 18]), torch.Size([2, 3, 3]), 0.0)
     """
 

@@ -202,7 +202,7 @@ def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
         SettingError: Something given is none, or cannot be hooked.
     """
     refuse_flat_optimizer(given)
-    if isinstance(given, Optimizer) or isinstance(getattr(given, "optimizer", None), Optimizer):
+    if isinstance(given, Optimizer) or getattr(given, "optimizer", None) is not None:
         return [_innermost(given)]
     if not isinstance(given, list | tuple) or not given:
         base = getattr(given, "base", None)

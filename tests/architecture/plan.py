@@ -288,9 +288,6 @@ LONG: dict[str, str] = {
     "lab/cli.py": "the commands and their options, one after another",
     "lab/train.py": "one run read from its data to its result",
     "metrics.py": "eight measures, each a few lines under its equation",
-    "penalty.py": "terms and the penalty made of them; half of it is docstrings",
-    "lab/cli.py": "the commands and their options, one after another",
-    "lab/train.py": "one run read from its data to its result",
     "lab/models/seq2seq.py": "one model, read from its configuration to its cache",
     "lab/table.py": "rows and verdicts of one table; half of it is docstrings",
 }

@@ -26,6 +26,7 @@ from headwise.lab.figures import (
 )
 from headwise.lab.labels import overlap, place_labels
 from headwise.lab.table import Table, read_table
+from headwise.plots import heads
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
     assert costs_of_heads(read_table(out)) == ()
     costs = {"plain": (0.0, 0.01, -0.02), "smooth": (0.01, 0.02, 0.03), "svgd": (0.02, 0.03, 0.9)}
     write_head_costs(out, costs)
-    drawn, draw = [], figures.draw_counts
+    drawn, draw = [], heads.draw_counts
 
     def watched(axes, values, edges, models, style, *, filled, label):
         drawn.append((label, sorted(values), edges, models, filled))
@@ -178,7 +179,7 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
         heights = [patch.get_path().vertices[:, 1].max() for patch in axes.patches[-1:]]
         assert max(heights) <= 3
 
-    monkeypatch.setattr(figures, "draw_counts", watched)
+    monkeypatch.setattr(heads, "draw_counts", watched)
     accuracy, loss = costs_of_heads(read_table(out))
     assert (accuracy.name, loss.name) == ("heads-by-accuracy", "heads-by-loss")
     # the control of smooth was not measured
@@ -197,10 +198,10 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
 
 
 def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
-    edges = figures._edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
+    edges = heads._edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
     assert edges[0] <= -0.4
     assert 3.7 <= edges[-1] < 5
     assert 0.0 in edges
     # heads that cost nothing at all still make a bar
-    assert figures._edges([0.0, 0.0]) == [0.0, 1.0]
-    assert figures._edges([-0.5, -0.1])[-1] > 0
+    assert heads._edges([0.0, 0.0]) == [0.0, 1.0]
+    assert heads._edges([-0.5, -0.1])[-1] > 0

@@ -182,7 +182,7 @@ def test_at_the_papers_scale_each_corpus_has_its_folder(tmp_path):
     assert names == ["translation-paper-iwslt14", "translation-paper-base-wmt14", "translation-paper-big-wmt14"]
     alone = plans_of("repulsive/table-8", tmp_path / "out", tmp_path / "iwslt14", scale="paper")
     assert alone[0].comparison.data == tmp_path / "iwslt14"
-    missing = r"wmt17 does not exist; at scale paper diversify/table-5 takes a folder of folders wmt14 and wmt17\."
+    missing = r"wmt17 does not exist; at scale paper diversify/table-5 takes a folder that holds wmt14 and wmt17\."
     with pytest.raises(DataError, match=missing):
         plans_of("diversify/table-5", tmp_path / "out", tmp_path, scale="paper")
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab import reproduce as reproducing
 from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
 from headwise.lab.scale_options import ScaleOptions
@@ -42,14 +42,14 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
             watch.ended(job, None)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 def done(identifier: str, data: Path, out: Path, other: Path | None = None, parts: tuple[str, ...] = ()) -> dict:
     """A reproduction at toy size; its record."""
-    found = REPRODUCTIONS[identifier]
+    found = REPRODUCTIONS[identifier].only(parts, "demo")
     options = ScaleOptions("demo", sizes=TINY, out_of_domain=other)
-    plans = make_plans(found, "demo", seeds=1, data=data, out=out / "runs", workers=1, options=options, parts=parts)
+    plans = make_plans(found, "demo", seeds=1, data=data, out=out / "runs", workers=1, options=options)
     console = Console(record=True, width=200)
     assert do_plans(found, plans, console) == []
     report(found, "demo", plans, out / "pages", out / "record", console, "headwise reproduce")

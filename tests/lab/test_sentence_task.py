@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from headwise.checks import DataError, SettingError, ShapeError
-from headwise.lab import compare as compare_module
+from headwise.lab import pool
 from headwise.lab.analyses import ANALYSES
 from headwise.lab.arm_text import parse_arm, parse_arms
 from headwise.lab.armed import armed
@@ -68,7 +68,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
             watch.ended(job, None)
         return []
 
-    monkeypatch.setattr(compare_module, "run_jobs", run)
+    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def make_plans(
         reproduction: What to run.
         scale: One of its scales.
         seeds: Runs an arm.
-        data: Folder of the data; at the paper's scale, where the paper has several corpora, of a folder for each.
+        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
         options: What the command said of the scale besides its name.
@@ -109,11 +109,13 @@ def make_plans(
     for part in reproduction.parts_at(scale):
         size = part.sizes[scale]
         folder = data
-        if data is not None and size.corpus is not None and len(corpora) > 1:
-            folder = data / size.corpus
-            if not folder.exists():
+        if data is not None and size.corpus is not None:
+            own = data / size.corpus
+            if own.exists():
+                folder = own
+            elif len(corpora) > 1:
                 raise DataError(
-                    f"{folder} does not exist; at scale {scale} {reproduction.id} takes a folder that holds "
+                    f"{own} does not exist; at scale {scale} {reproduction.id} takes a folder that holds "
                     f"{' and '.join(corpora)}. --part runs a part alone."
                 )
         model = sized(size, task.scales)

@@ -173,7 +173,7 @@ def _edges(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
     width = (high - low) / BARS or 1.0
-    return [width * step for step in range(math.floor(low / width), math.ceil(high / width) + 1)]
+    return [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
 
 
 def head_embedding(
