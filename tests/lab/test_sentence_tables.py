@@ -111,14 +111,13 @@ def test_table_1_on_pairs_with_distances_beside_the_papers(tmp_path):
     assert all((tmp_path / "record" / "results" / picture["file"]).exists() for picture in found["pictures"])
     # the runs of another table are shared
     plans = make_plans(
-        REPRODUCTIONS["repulsive/table-7"],
+        REPRODUCTIONS["repulsive/table-7"].only(("SNLI",), "demo"),
         "demo",
         seeds=1,
         data=tmp_path / "sets",
         out=tmp_path / "runs",
         workers=1,
         options=ScaleOptions("demo", sizes=TINY),
-        parts=("SNLI",),
     )
     assert len(plans[0].finished) == 2
 
