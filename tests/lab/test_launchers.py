@@ -65,7 +65,7 @@ class ProcessEngine:
 
     def close(self) -> None:
         self.closed = True
-        self.threads.shutdown()
+        self.threads.shutdown(wait=False)
 
 
 @pytest.fixture(autouse=True)
