@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.captures import split_heads
+from headwise.captures import require_joined
 from headwise.checks import NotFired, SettingError, require_integer
 from headwise.given_heads import require_heads
 from headwise.heads import Heads, Seam, Site
@@ -72,10 +72,11 @@ class Ablation(Handle):
                     "or gradients."
                 )
             self._reached.add(site.name)
-            outputs = split_heads(first_argument(module, args, kwargs), site)
-            keep = torch.ones(site.num_heads, 1, dtype=outputs.dtype, device=outputs.device)
+            outputs = first_argument(module, args, kwargs)
+            require_joined(outputs, site)
+            keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
             keep[list(self.indices)] = 0.0
-            return with_first_argument(args, kwargs, (outputs * keep).flatten(-2))
+            return with_first_argument(args, kwargs, site.scaled(outputs, keep))
 
         return zeroed
 

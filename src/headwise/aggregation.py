@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.aggregators import Aggregator, Residual, Setting, build, require_setting
 from headwise.checks import HeadwiseError, LayoutError
 from headwise.gates import Gate
 from headwise.given_heads import require_heads
-from headwise.heads import Heads, Seam
+from headwise.heads import Heads, Seam, Site
 from headwise.saving import SavePretrained, aggregators_of
+from headwise.sharded import is_sharded
 
 __all__ = ["Aggregation", "Replaced", "aggregate"]
 
@@ -75,7 +76,9 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
     """Put an aggregator in the place of the output projection of each site, and return the handle that undoes it.
 
     Each site gets weights of its own, with the device and dtype of the projection it replaces. Build the
-    optimizer afterwards: one built before does not hold the new parameters and would never train them.
+    optimizer afterwards: one built before does not hold the new parameters and would never train them. So it is with
+    DistributedDataParallel and `fully_shard`, which exchange gradients of the parameters they find. After
+    `parallelize_module`, of query, key and value alone, every process aggregates all heads.
 
     A model of transformers saves itself from then on in a folder for `headwise.load`, which plain transformers refuses:
     `save_pretrained` does what `headwise.save` does. That holds for `heads.model` and models inside it, so find the
@@ -90,8 +93,9 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
 
     Raises:
         SettingError: `heads` or `setting` is something else, or its capsules do not divide a site's width.
-        LayoutError: There is no site, a site's output projection was not found, it is an aggregator already, or
-            two sites share one. Nothing is replaced then.
+        LayoutError: There is no site, a site's output projection was not found, it is an aggregator already,
+            two sites share one, or an engine that would not train an aggregator holds the model. Nothing is replaced
+            then.
     """
     require_heads(heads)
     require_setting(setting)
@@ -114,8 +118,11 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
                 "are not shared, so select one of them."
             )
         places.add((id(seam.owner), seam.attribute))
+        _require_in_time(heads, site, old, keeps=isinstance(setting, Residual | Gate))
         projection = old if isinstance(setting, Residual | Gate) else None
         new = build(setting, site.num_heads, site.head_size, site.width, projection)
+        if site.divided:
+            new.register_forward_pre_hook(_AllHeads(site))
         replaced.append(Replaced(site.name, seam, old, _placed_like(new, old)))
     for place in replaced:
         setattr(place.seam.owner, place.seam.attribute, place.new)
@@ -124,6 +131,32 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
             # the stock method would write a folder that loads without the aggregators, and only warns
             vars(module)["save_pretrained"] = SavePretrained(module)
     return Aggregation(heads.model, setting, tuple(replaced))
+
+
+class _AllHeads:
+    """A forward pre-hook: the heads that tensor parallel computes elsewhere join those of this process."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def __call__(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (self.site.all_heads(args[0], -1, self.site.num_heads * self.site.head_size), *args[1:])
+
+
+def _require_in_time(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
+    """Raise `LayoutError` where the parameters of an aggregator would be trained apart in each process."""
+    name = site.name or "the model"
+    if heads.replicated or getattr(old, "_is_fsdp_managed_module", False):
+        engine = "DistributedDataParallel" if heads.replicated else "FSDP"
+        raise LayoutError(
+            f"{name}: the model is wrapped by {engine}, which exchanges no gradients of parameters that come later, so "
+            "that each process would train an aggregator of its own; call hw.aggregate first and wrap after it."
+        )
+    if keeps and any(is_sharded(parameter) for parameter in old.parameters()):
+        raise LayoutError(
+            f"{name}: its output projection is divided by tensor parallel, and this aggregator gives it all heads; "
+            "leave it out of the plan of parallelize_module."
+        )
 
 
 def _saved_by_itself(model: nn.Module) -> list[nn.Module]:

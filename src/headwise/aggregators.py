@@ -203,7 +203,8 @@ class ResidualAggregator(nn.Module):
     def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
         super().__init__()
         self.projection, self.aggregator = projection, aggregator
-        self.gamma = nn.Parameter(torch.zeros(()))
+        # one number in a vector: fully_shard takes no scalars
+        self.gamma = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:
         """Set gamma to 0 and draw the aggregator anew; the old projection stays."""

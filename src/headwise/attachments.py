@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.checks import LayoutError, SettingError, require_integer, require_range
 from headwise.ensembles import Ensemble, ForceNorms
+from headwise.unsupported import refuse_flat_optimizer
 
 __all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "require_state", "torch_optimizers"]
 
@@ -200,10 +201,20 @@ def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     Raises:
         SettingError: Something given is none, or cannot be hooked.
     """
-    if isinstance(given, Optimizer):
+    refuse_flat_optimizer(given)
+    if isinstance(given, Optimizer) or isinstance(getattr(given, "optimizer", None), Optimizer):
         return [_innermost(given)]
     if not isinstance(given, list | tuple) or not given:
-        raise SettingError(f"optimizer is {type(given).__name__}; expected a torch.optim.Optimizer or a list of them.")
+        base = getattr(given, "base", None)
+        inside = (
+            f" It wraps a {type(base).__name__}, and may step it with other numbers in the parameters: call "
+            'hw.repel(optimizer.base, ..., when="manual"), and apply() before each step.'
+            if isinstance(base, Optimizer)
+            else ""
+        )
+        raise SettingError(
+            f"optimizer is {type(given).__name__}; expected a torch.optim.Optimizer or a list of them.{inside}"
+        )
     return [_innermost(optimizer) for optimizer in given]
 
 
@@ -271,6 +282,7 @@ def _held(optimizer: Optimizer) -> set[int]:
 def _innermost(optimizer: object) -> Optimizer:
     inner = optimizer
     for _ in range(8):
+        refuse_flat_optimizer(inner)
         wrapped = getattr(inner, "optimizer", None) or getattr(inner, "original_optimizer", None)
         if wrapped is None:
             break

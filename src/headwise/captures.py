@@ -15,7 +15,7 @@ from headwise.checks import NotFired, ShapeError
 from headwise.heads import Site
 from headwise.padding import cached_length, given_padding
 
-__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "split_heads"]
+__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "require_joined", "split_heads"]
 
 
 @dataclass
@@ -153,14 +153,19 @@ def split_heads(joined: Tensor, site: Site) -> Tensor:
     Raises:
         ShapeError: The last axis is not H * e.
     """
+    require_joined(joined, site)
+    return site.all_heads(joined, -1, site.num_heads * site.head_size).unflatten(-1, (site.num_heads, site.head_size))
+
+
+def require_joined(joined: Tensor, site: Site) -> None:
+    """Raise `ShapeError` unless this is what W_O of a site gets: [..., H * e], or its part under tensor parallel."""
     width = site.num_heads * site.head_size
-    if joined.shape[-1:] != (width,):
+    if joined.dim() == 0 or site.features_of(joined.shape[-1]) != width:
         raise ShapeError(
             f"{site.name or 'the model'} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
             f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
             "find_heads, call it again."
         )
-    return joined.unflatten(-1, (site.num_heads, site.head_size))
 
 
 def _for_batch(keep: Tensor | None, batch: int) -> Tensor | None:

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from headwise.checks import LayoutError, SettingError
-from headwise.gram import collapsed, geometry_from_grams, plain_gram, require_nonzero, shifted_gram
+from headwise.gram import (
+    collapsed,
+    cross_gram,
+    geometry,
+    geometry_from_grams,
+    plain_gram,
+    require_nonzero,
+    shifted_gram,
+    squared_norms,
+)
 from headwise.heads import Heads, Slab
 from headwise.mixing import Mixing, repulsion_scale
 from headwise.particles import Rule
+from headwise.sharded import add_own_part, is_sharded, whole
+from headwise.sums import Sums, summed_over
+from headwise.unsupported import require_readable
 
 __all__ = ["Ensemble", "ForceNorms", "apply_rule", "ensembles_of", "langevin_rate", "noise_key"]
 
@@ -46,23 +59,27 @@ class Ensemble:
         """Parameter and first row of each slab, which say whose it is, and its name for messages."""
         return {(id(slab.parameter), slab.start): f"{slab.projection} heads of {slab.name}" for slab in self.slabs}
 
+    @property
+    def sharded(self) -> bool:
+        """Whether several processes hold some of its parameters together."""
+        return any(is_sharded(slab.parameter) for slab in self.slabs)
+
     def check(self) -> None:
-        """Raise `LayoutError` unless every parameter is whole on this process and trainable."""
+        """Raise `LayoutError` unless every parameter is a matrix of which heads can be read, and trainable."""
         for slab in self.slabs:
-            if hasattr(slab.parameter, "device_mesh"):
-                raise LayoutError(f"{slab.name} is sharded (DTensor); repulsion acts on whole parameters.")
+            require_readable(slab.name, slab.owner, slab.parameter)
             if not slab.parameter.requires_grad:
                 raise LayoutError(f"{slab.name} does not require a gradient; unfreeze it or select other heads.")
 
     def require_nonzero(self) -> None:
         """Raise `ShapeError` naming the heads that are zero, which have no direction."""
         with torch.no_grad():
-            flat = [slab.view(slab.parameter).flatten(1) for slab in self.slabs]
+            flat = [slab.view(whole(slab.parameter)).flatten(1) for slab in self.slabs]
             require_nonzero(torch.cat(flat, dim=1), f"{self.name}: heads")
 
     def gradients(self) -> list[Tensor] | None:
-        """Return the gradient's view of each slab, or None unless every slab has one and is trainable."""
-        views = []
+        """Return the gradient of each slab's parameter, or None unless every slab has one and is trainable."""
+        gradients = []
         for slab in self.slabs:
             gradient = slab.parameter.grad
             # a parameter frozen in mid-training may keep a gradient of zeros, which repulsion would move
@@ -70,20 +87,28 @@ class Ensemble:
                 return None
             if gradient.is_sparse:
                 raise LayoutError(f"{slab.name} has a sparse gradient; repulsion needs a dense one.")
-            views.append(slab.view(gradient))
-        return views
+            gradients.append(gradient)
+        return gradients
 
     def add_noise(self, deviation: float | Tensor, *, seed: int, step: int, scale: Tensor | None) -> None:
-        """Add N(0, deviation^2) to the gradients of the heads, the same for the same (seed, step, parameter)."""
-        views = self.gradients()
-        if views is None:
+        """Add N(0, deviation^2) to the gradients of the heads, the same for the same (seed, step, parameter).
+
+        A process that holds a part of a gradient adds the part that one process alone would have added there.
+        """
+        gradients = self.gradients()
+        if gradients is None:
             return
-        for slab, view in zip(self.slabs, views, strict=True):
+        for slab, gradient in zip(self.slabs, gradients, strict=True):
+            sharded = is_sharded(gradient)
+            every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device) if sharded else gradient
+            view = slab.view(every)
             generator = torch.Generator(view.device)
             generator.manual_seed(noise_key(seed, step, slab.name, slab.projection))
             noise = torch.randn(view.shape, generator=generator, device=view.device) * deviation
             with torch.no_grad():
                 view.add_((noise if scale is None else noise * scale).to(view.dtype))
+            if sharded:
+                add_own_part(gradient, every)
 
 
 @dataclass(frozen=True)
@@ -179,7 +204,7 @@ def ensembles_of(heads: Heads, *, joint: bool) -> tuple[Ensemble, ...]:
 
 @torch.no_grad()
 def apply_rule(
-    rule: Rule, ensembles: Sequence[Ensemble], *, strength: float, scale: Tensor | None
+    rule: Rule, ensembles: Sequence[Ensemble], *, strength: float, scale: Tensor | None, groups: Sequence[Any] = ()
 ) -> ForceNorms | None:
     """Replace the gradient of every ensemble by what the rule says, in place; None when none has a gradient.
 
@@ -188,6 +213,8 @@ def apply_rule(
         ensembles: Ensembles of any sizes; those without a gradient are skipped and named.
         strength: Multiplies the repulsion.
         scale: What the gradients are multiplied by (a GradScaler's scale), or None.
+        groups: Process groups over whose members the columns of these parameters are divided; none where they are
+            whole. The sums of all ensembles then go over the wire in one message.
     """
     batches: dict[tuple[int, torch.device], list[tuple[Ensemble, list[Tensor]]]] = defaultdict(list)
     skipped = []
@@ -196,10 +223,14 @@ def apply_rule(
         if gradients is None:
             skipped.append(ensemble.name)
         else:
-            batches[ensemble.particles, gradients[0].device].append((ensemble, gradients))
+            views = [slab.view(gradient) for slab, gradient in zip(ensemble.slabs, gradients, strict=True)]
+            batches[ensemble.particles, gradients[0].device].append((ensemble, views))
     if not batches:
         return None
-    records = [_apply_batch(rule, batch, strength, scale) for batch in batches.values()]
+    sums = summed_over(groups, [_sums(rule, batch, divided=bool(groups)) for batch in batches.values()])
+    records = [
+        _apply_batch(rule, batch, own, strength, scale) for batch, own in zip(batches.values(), sums, strict=True)
+    ]
     forces = ForceNorms.joined(records)
     return ForceNorms(**{**vars(forces), "skipped": tuple(skipped)})
 
@@ -229,21 +260,41 @@ def noise_key(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def _sums(rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], *, divided: bool) -> Sums:
+    """Return what a step needs to know of the particles of a batch, and of divided gradients, which have no norm."""
+    parameters = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in batch]
+
+    def grams(of: Callable[[Tensor], Tensor], every: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([_summed([of(view) for view in views]) for views in every])
+
+    shifted = grams(shifted_gram, parameters)
+    example = geometry(torch.eye(2, dtype=torch.float64), inner=rule.needs_inner)
+    prior = divided and rule.mixing(example).prior is not None
+    plain = grams(plain_gram, parameters) if rule.needs_inner or prior else None
+    if not divided:
+        return Sums(shifted, plain)
+    gradients = [views for _, views in batch]
+    pairs = [list(zip(*both, strict=True)) for both in zip(gradients, parameters, strict=True)]
+    return Sums(
+        shifted,
+        plain,
+        gradients=grams(plain_gram, gradients),
+        products=torch.stack([_summed([cross_gram(g, p) for g, p in own]) for own in pairs]) if prior else None,
+        squares=grams(squared_norms, parameters),
+    )
+
+
 def _apply_batch(
-    rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], strength: float, scale: Tensor | None
+    rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], sums: Sums, strength: float, scale: Tensor | None
 ) -> ForceNorms:
     parameters = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in batch]
-    shifted = torch.stack([_summed([shifted_gram(view) for view in views]) for views in parameters])
-    plain = (
-        torch.stack([_summed([plain_gram(view) for view in views]) for views in parameters])
-        if rule.needs_inner
-        else None
-    )
-    geometry = geometry_from_grams(shifted, plain)
-    mixing = rule.mixing(geometry)
-    repulsion_norms = _repulsion_norms(mixing, shifted if plain is None else plain)
+    plain = sums.plain if rule.needs_inner else None
+    distances = geometry_from_grams(sums.shifted, plain)
+    mixing = rule.mixing(distances)
+    repulsion_norms = _repulsion_norms(mixing, sums.shifted if plain is None else plain)
+    norms = sums.drive_norms(mixing, scale)
     # the particle nearest to all others: differences from it are the ones that round least
-    medoids = geometry.squared_distances.sum(-1).argmin(-1)
+    medoids = distances.squared_distances.sum(-1).argmin(-1)
     drive_norms, pushed, sound, workspace = [], [], [], _Workspace()
     for index, (views, (_, gradients)) in enumerate(zip(parameters, batch, strict=True)):
         drives = [workspace.like(slot, gradient) for slot, gradient in enumerate(gradients)]
@@ -251,7 +302,8 @@ def _apply_batch(
             _add_mixed(drive, mixing.drive[index], gradient, beta=0)
             if mixing.prior is not None:
                 _add_mixed(drive, mixing.prior[index] if scale is None else mixing.prior[index] * scale, view)
-        drive_norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
+        own = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
+        drive_norm = own if norms is None else norms[index].to(own.dtype)
         factor = _factor(mixing, drive_norm, repulsion_norms[index], strength, scale)
         push = factor * repulsion_norms[index]
         finite = drive_norm.isfinite() & push.isfinite()
@@ -268,9 +320,11 @@ def _apply_batch(
         tuple(ensemble.name for ensemble, _ in batch),
         torch.stack(drive_norms) * unscale,
         torch.stack(pushed).to(drive_norms[0].dtype) * unscale,
-        torch.stack([_mean_norm(views) for views in parameters]),
+        torch.stack([_mean_norm(views) for views in parameters])
+        if sums.squares is None
+        else sums.squares.sqrt().mean(-1).to(drive_norms[0].dtype),
         torch.stack(sound),
-        collapsed(geometry),
+        collapsed(distances),
         tuple(ensemble.particles for ensemble, _ in batch),
     )
 

@@ -18,11 +18,13 @@ from headwise.checks import ShapeError
 __all__ = [
     "Geometry",
     "collapsed",
+    "cross_gram",
     "geometry",
     "geometry_from_grams",
     "plain_gram",
     "require_nonzero",
     "shifted_gram",
+    "squared_norms",
 ]
 
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
@@ -118,6 +120,23 @@ def plain_gram(view: Tensor) -> Tensor:
     for columns in _columns(view):
         gram.addmm_(columns, columns.T)
     return gram
+
+
+def cross_gram(view: Tensor, other: Tensor) -> Tensor:
+    """The inner products of the entries of one view with those of another of its shape: float64 [M, M].
+
+    >>> cross_gram(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).tolist()
+    [[11.0]]
+    """
+    gram = _empty_gram(view)
+    for columns, others in zip(_columns(view), _columns(other), strict=True):
+        gram.addmm_(columns, others.T)
+    return gram
+
+
+def squared_norms(view: Tensor) -> Tensor:
+    """The squared norm of each particle of a [M, ...] view: float64 [M]."""
+    return sum((columns.square().sum(1) for columns in _columns(view)), _empty_gram(view).diagonal().clone())
 
 
 def collapsed(geometry: Geometry) -> Tensor:

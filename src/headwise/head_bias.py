@@ -77,6 +77,7 @@ class HeadBias(Handle):
         if call.cached and site.kind != "cross" and call.first + call.queries > call.keys:
             # a window of keys is cached: these are the newest
             call = replace(call, first_key=call.first + call.queries - call.keys)
+        computed, call = call.heads, replace(call, heads=site.heads_of(call.heads))
         if isinstance(self.bias, Tensor):
             found = _part(self.bias, call)
         else:
@@ -100,7 +101,7 @@ class HeadBias(Handle):
             self.calls[site.name] = 1
         elif not recomputing():
             self.calls[site.name] += 1
-        return found.to(call.device)
+        return site.own_heads(found, 1, computed).to(call.device)
 
 
 class _SiteBias:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from headwise.checks import LayoutError, SettingError, require_choice
 from headwise.scores import Scores
+from headwise.sharded import computes_part, gathered, is_sharded, own_slice, pieces, scaled
+from headwise.unsupported import flattened
 
 __all__ = ["PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
 
@@ -93,6 +95,9 @@ class Slab:
     @property
     def vanished(self) -> str:
         """The refusal of a parameter that was there when its heads were found."""
+        reason = flattened(self.owner, None)
+        if reason is not None:
+            return f"{self.name} {reason}."
         return (
             f"{self.name} is no longer a parameter of {type(self.owner).__name__}: something took its place after its "
             "heads were found (a parametrisation, pruning, sharding). Take that off, or call find_heads again, which "
@@ -117,6 +122,15 @@ class Slab:
                 f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as heads; "
                 f"the parameter has shape {tuple(self.parameter.shape)}."
             )
+        if is_sharded(tensor):
+            raise LayoutError(
+                f"{self.name} is sharded over processes (DTensor) and its heads lie on several of them; read them in "
+                "its full_tensor()."
+            )
+        return self.part(tensor)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the heads of some columns of the parameter (rows when `axis` is 1): as `view`, of what there is."""
         row, column = tensor.stride()
         if self.axis == 0:
             size = (self.heads, self.head_size, tensor.shape[1])
@@ -262,6 +276,49 @@ class Site:
         return self.scores(self.module)
 
     @property
+    def divided(self) -> bool:
+        """Whether tensor parallel has each process compute some of the heads."""
+        query = self.slabs[0]
+        return computes_part(query.owner, query.attribute, query.axis)
+
+    def all_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
+        """Return `tensor` for all heads, differentiably, where tensor parallel computes some of them in each process.
+
+        Args:
+            tensor: What a call computed of its heads; returned as it is when it is of all of them.
+            axis: The axis along which the heads are.
+            size: Its size for all heads.
+        """
+        query = self.slabs[0]
+        return gathered(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
+
+    def own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
+        """Return the part of `tensor`, given for all heads along an axis, of the `heads` this process computes with."""
+        query = self.slabs[0]
+        return own_slice(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
+
+    def scaled(self, joined: Tensor, factors: Tensor) -> Tensor:
+        """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
+        query = self.slabs[0]
+        every = factors.repeat_interleave(self.head_size)
+        return scaled(joined, every, query.owner._parameters.get(query.attribute), query.axis)
+
+    def heads_of(self, computed: int) -> int:
+        """Return how many heads there are in all processes together where this one computes some: H, or as given."""
+        return self._of_all(computed, self.num_heads)
+
+    def features_of(self, computed: int) -> int:
+        """Return the same of their features: H * e, or as given."""
+        return self._of_all(computed, self.num_heads * self.head_size)
+
+    def _of_all(self, computed: int, size: int) -> int:
+        if computed == size:
+            return size
+        query = self.slabs[0]
+        parts = pieces(query.owner._parameters.get(query.attribute), query.axis)
+        return size if computed * parts == size else computed
+
+    @property
     def width(self) -> int:
         """Width d of the site's output: the rows of W_O, or H * e where W_O is unknown."""
         if self.output is not None:
@@ -288,6 +345,7 @@ class Heads:
     sites: tuple[Site, ...]
     projections: tuple[str, ...] = PROJECTIONS
     found: tuple[Site, ...] = ()
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if not self.found:

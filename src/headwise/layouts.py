@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headwise.checks import LayoutError, SettingError
 from headwise.fused import FusedLinear
@@ -67,7 +68,8 @@ def find_heads(
 
     Every module is compared with the layouts in order; the first that fits gives its site. Nothing is guessed and
     nothing is half found: where no row fits, or where some modules fit and others that project queries, keys and
-    values do not, they are listed. A module shared between layers is one site.
+    values do not, they are listed. A module shared between layers is one site. Heads of a model that
+    DistributedDataParallel wraps are those of the model inside, under the names they have there.
 
     Args:
         model: Any module that holds attention modules, or is one.
@@ -91,6 +93,8 @@ def find_heads(
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
+    replicated = isinstance(model, DistributedDataParallel)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     layouts = _rows(layouts)
     modules = _included(model, _patterns(exclude))
     sites: list[Site] = []
@@ -109,7 +113,7 @@ def find_heads(
     placed = [
         replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites
     ]
-    return Heads(model, _with_scores(model, placed))
+    return Heads(model, _with_scores(model, placed), replicated=replicated)
 
 
 def _with_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:

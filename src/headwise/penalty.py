@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from headwise.disagreement import (
 from headwise.given_heads import require_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Handle
+from headwise.sharded import mean_over
 from headwise.taps import Capture, Taps
 
 __all__ = [
@@ -155,6 +156,9 @@ class Disagreement(Handle):
             of them.
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
+        across: The process group among which each batch is divided, where lengths differ and their gradients are then
+            averaged (DistributedDataParallel, FSDP2): the mean is over the tokens of all of them, so that the penalty
+            averaged over processes is that of the whole batch. None averages over this process's tokens.
 
     A site with one head (of values: one key/value head) has nobody to disagree with: its similarity does not tell heads
     apart. Beside others it counts in the mean as it is, and printing the penalty says so.
@@ -173,8 +177,16 @@ class Disagreement(Handle):
         >>> loss.backward()
     """
 
-    def __init__(self, heads: Heads, term: Similarity | Sum, *, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        term: Similarity | Sum,
+        *,
+        weights: Mapping[str, float] | None = None,
+        across: Any = None,
+    ) -> None:
         super().__init__()
+        self.across = across
         require_heads(heads)
         self._parts = _parts(term)
         for _, similarity in self._parts:
@@ -209,15 +221,22 @@ class Disagreement(Handle):
         model = self.heads.model
         if model.training and torch.is_grad_enabled():
             _require_gradient(captures)
-        total = None
+        weights, sums, counts = [], [], []
         for kind, weight in self.weights.items():
             sites = [site for site in self.heads.sites if site.kind == kind]
             for scale, similarity in self._parts:
                 for site in sites:
                     calls = [_sum_and_count(similarity, c, keep) for c in captures if c.site is site]
-                    sums, counts = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
-                    value = sums / counts.clamp_min(1) * (weight * scale / len(sites))
-                    total = value if total is None else total + value.to(total.device)
+                    own, number = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
+                    weights.append(weight * scale / len(sites))
+                    sums.append(own)
+                    counts.append(number)
+        if self.across is not None:
+            counts = mean_over(self.across, counts)
+        total = None
+        for weight, own, number in zip(weights, sums, counts, strict=True):
+            value = own / number.clamp_min(torch.finfo(own.dtype).tiny if self.across else 1) * weight
+            total = value if total is None else total + value.to(total.device)
         assert total is not None  # every kind has a site and every term a part
         self.last = total.detach()
         return total

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headwise.unsupported import flattened
+
 __all__ = ["Projection", "obstacle_to", "read_projection"]
 
 # Wrappers that keep the layer they wrap under one of these names: LoRA of peft, clipped and flexible Linears.
@@ -90,6 +92,9 @@ def obstacle_to(owner: nn.Module, attribute: str) -> str | None:
             "is computed anew before each forward by a hook of torch.nn.utils (weight norm, spectral norm or pruning), "
             "so that what is written to it is lost; take it off before"
         )
+    reason = flattened(owner, weight)
+    if reason is not None:
+        return reason
     if weight is None:
         return f"is not a parameter of {type(owner).__name__}, which is how quantised layers are; use the full weights"
     if not torch.is_floating_point(weight):

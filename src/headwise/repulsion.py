@@ -21,7 +21,8 @@ from headwise.checks import (
     require_integer,
     require_range,
 )
-from headwise.ensembles import Ensemble, ForceNorms, apply_rule, ensembles_of, langevin_rate, noise_key
+from headwise.divided import apply_rule_everywhere
+from headwise.ensembles import Ensemble, ForceNorms, ensembles_of, langevin_rate, noise_key
 from headwise.given_heads import require_heads
 from headwise.heads import Heads
 from headwise.hooks import Handle
@@ -264,7 +265,7 @@ class Repulsion(Handle):
         if any(ensemble.gradients() is None for ensemble in attachment.ensembles):
             # none comes to a layer that was wrapped or replaced
             require_heads(self.heads)
-        forces = apply_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
+        forces = apply_rule_everywhere(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(
                 f"none of the {len(attachment.ensembles)} ensembles has a gradient; call backward() before the step, "

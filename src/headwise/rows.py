@@ -16,6 +16,7 @@ from headwise.heads import PROJECTIONS, Seam, Site, Slab
 from headwise.places import find_seam, joined, output_slab, place, projection_slab, seam_width
 from headwise.projections import obstacle_to, read_projection
 from headwise.scores import TorchScores
+from headwise.sharded import computes_part
 from headwise.sites import (
     BESIDE,
     HEAD_SIZE,
@@ -152,12 +153,19 @@ class SeparateLinears:
         refuse_others(self.name, name, module, {*paths.values()}, self.beside)
         found = {kind: read_child(module, path) for kind, path in paths.items()}
         rows = found["query"].rows
-        size = self._size(name, module, rows)
+        # a module under tensor parallel may count the heads that it computes itself
+        divided = computes_part(found["query"].owner, "weight", found["query"].axis)
+        size = self._size(name, module, rows, divided)
         seam, gated = find_seam(model, name, module, self.output, rows), 1
         if seam is None and rows % (2 * size) == 0:
             seam = find_seam(model, name, module, self.output, rows // 2)
             gated = 1 if seam is None else 2
-        elif seam is not None and seam_width(seam) is None and integer(module, self.num_heads) == rows / (2 * size):
+        elif (
+            seam is not None
+            and seam_width(seam) is None
+            and not divided
+            and integer(module, self.num_heads) == rows / (2 * size)
+        ):
             # another module in the place of W_O does not say how wide the heads are
             gated = 2
         counts = {
@@ -183,10 +191,16 @@ class SeparateLinears:
         layout = self.name if gated == 1 else f"{self.name} gated"
         return assembled(model, name, module, layout, slabs, seam)
 
-    def _size(self, name: str, module: nn.Module, rows: int) -> int:
+    def _size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
         size = integer(module, self.head_size)
         if size is not None:
             return size
+        if divided:
+            raise LayoutError(
+                f"{name or 'the model'} ({type(module).__name__}) is divided by tensor parallel and has none of "
+                f"{', '.join(self.head_size)}; its number of heads may be that of all processes or of this one. Call "
+                "find_heads before parallelize_module."
+            )
         heads = integer(module, self.num_heads)
         if heads is None:
             raise LayoutError(no_count(name, module, self.num_heads, self.head_size))

@@ -198,8 +198,8 @@ def without_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    if bias.dtype == dtype:
-        return bias
+    if torch.finfo(bias.dtype).max <= torch.finfo(dtype).max:
+        return bias.to(dtype)
     # a large finite bias must not become -inf in half precision, where it would forbid
     least, largest = torch.finfo(dtype).min, torch.finfo(dtype).max
     return torch.where(bias == -math.inf, -math.inf, bias.clamp(least, largest).to(dtype))

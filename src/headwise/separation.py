@@ -16,6 +16,7 @@ from headwise.given_heads import require_heads
 from headwise.gram import geometry, geometry_from_grams, shifted_gram
 from headwise.heads import PROJECTIONS, Heads, Slab
 from headwise.particles import Rule
+from headwise.sharded import is_sharded, whole, write_own_part
 
 __all__ = ["acts_apart", "jitter", "require_apart", "require_several", "spread"]
 
@@ -63,7 +64,7 @@ def require_apart(ensemble: Ensemble) -> None:
 def spread(ensemble: Ensemble) -> float:
     """Return the largest distance between two particles."""
     with torch.no_grad():
-        gram = sum((shifted_gram(slab.view(slab.parameter)) for slab in ensemble.slabs), torch.zeros(()))
+        gram = sum((shifted_gram(slab.view(whole(slab.parameter))) for slab in ensemble.slabs), torch.zeros(()))
         return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
 
 
@@ -94,18 +95,22 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
         _require_finite(slab)
     with torch.no_grad():
         for slab in heads.slabs():
-            view = slab.view(slab.parameter)
+            sharded = is_sharded(slab.parameter)
+            every = whole(slab.parameter)
+            view = slab.view(every)
             size = view.float().square().mean().sqrt()
             generator = torch.Generator(view.device).manual_seed(noise_key(seed, "jitter", slab.name, slab.projection))
             noise = torch.randn(view.shape, generator=generator, device=view.device)
             view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
+            if sharded:
+                write_own_part(slab.parameter, every)
 
 
 def _require_finite(slab: Slab) -> None:
     if slab.parameter.is_meta:
         raise LayoutError(f"{slab.name} is on the meta device and has no values; load the weights first.")
     with torch.no_grad():
-        sound = slab.view(slab.parameter).isfinite().flatten(1).all(1)
+        sound = slab.view(whole(slab.parameter)).isfinite().flatten(1).all(1)
     if not sound.all():
         raise HeadwiseError(
             f"{slab.name} holds NaN or infinity in {slab.projection} heads {(~sound).nonzero().flatten().tolist()} of "

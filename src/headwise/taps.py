@@ -230,7 +230,7 @@ class Taps(Handle):
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             capture = self._newest(site)
             if capture is not None:
-                capture.values = slab.features(output)
+                capture.values = slab.features(site.all_heads(output, -1, slab.along))
 
         return called
 
@@ -242,6 +242,7 @@ class Taps(Handle):
             if attended.values is not None:
                 capture.key_keep = attended.key_keep
                 capture.values = attended.values if self.values else None
-            capture.weights = attended.weights if self.weights else None
+            if self.weights and attended.weights is not None:
+                capture.weights = site.all_heads(attended.weights, 1, site.num_heads)
 
         return see

@@ -461,7 +461,7 @@ def test_a_copy_of_a_model_has_no_bias():
     assert same(plain, results(twin, inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_bias_in_another_dtype_is_added_in_the_models(dtype: torch.dtype):
     model = BY_NAME["Llama"].build().to(dtype)
     inputs = BY_NAME["Llama"].inputs(padded=True)

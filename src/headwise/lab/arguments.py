@@ -31,6 +31,7 @@ __all__ = [
     "Stopped",
     "TaskName",
     "Workers",
+    "launch_options",
     "require_known",
     "require_task",
     "scale_of",
@@ -99,6 +100,26 @@ def require_task(name: str) -> None:
     from headwise.lab.tasks.named import TASKS
 
     require_known("task", name, TASKS)
+
+
+def launch_options(given: Iterable[str]) -> dict[str, str | int | float]:
+    """Return the options of a launcher, numbers as numbers.
+
+    >>> launch_options(["slurm_partition=gpu", "timeout_min=90"])
+    {'slurm_partition': 'gpu', 'timeout_min': 90}
+    """
+    options: dict[str, str | int | float] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"--launch is {text!r}; expected NAME=VALUE, as slurm_partition=gpu.")
+        for kind in (int, float, str):
+            try:
+                options[name] = kind(value)
+                break
+            except ValueError:
+                continue
+    return options
 
 
 def scale_of(task: str, options: ScaleOptions | str) -> Scale:

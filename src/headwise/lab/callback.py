@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from headwise.checks import HeadwiseError
+from headwise.lab import processes
 from headwise.lab.averaging import keep_epoch_weights
 from headwise.lab.runs import EPOCHS, PROGRESS, write_json, write_lines
 from headwise.lab.settings import SAVE_SECONDS
@@ -95,7 +96,7 @@ class RunCallback(TrainerCallback):
             "records": self.records,
             "step_seconds": list(self.step_seconds),
             "train_seconds": self.train_seconds + now - self._began,
-            "loss": self._loss.cpu(),
+            "loss": processes.mean(self._loss).cpu(),
             "force": self._force.cpu(),
             "counted": self._counted,
             "forced": self._forced,
@@ -108,7 +109,8 @@ class RunCallback(TrainerCallback):
         self.train_seconds = state["train_seconds"]
         self._loss, self._force = state["loss"], state["force"]
         self._counted, self._forced = state["counted"], state["forced"]
-        write_lines(self.folder / EPOCHS, self.records)
+        if processes.rank() == 0:
+            write_lines(self.folder / EPOCHS, self.records)
 
     @override
     def on_train_begin(
@@ -116,7 +118,8 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """Start the clocks, and the random numbers of a new run."""
         if state.global_step == 0:
-            torch.manual_seed(self.dropout_seed)
+            # several processes drop other entries; the first one those that one process alone would
+            torch.manual_seed(self.dropout_seed + processes.rank())
         self._began = self._saved = time.monotonic()
         self._show(state)
 
@@ -144,8 +147,9 @@ class RunCallback(TrainerCallback):
             return
         if now - self._shown > SHOW_SECONDS:
             self._show(state)
-        self.stopped = self.heartbeat()
-        if self.stopped or now - self._saved > self.save_seconds:
+        # clocks differ, and all processes save or none does
+        self.stopped, due = processes.agreed((self.heartbeat(), now - self._saved > self.save_seconds))
+        if self.stopped or due:
             control.should_save = True
             self._saved = now
         if self.stopped:
@@ -158,24 +162,25 @@ class RunCallback(TrainerCallback):
         """Write the epoch's record and save."""
         if self.stopped:
             return
-        train_loss = float(self._loss / max(self._counted, 1))
+        train_loss = float(processes.mean(self._loss) / max(self._counted, 1))
         epoch = state.global_step // self.steps_per_epoch
         if train_loss != train_loss or abs(train_loss) == float("inf"):
             raise HeadwiseError(
                 f"the training loss is {train_loss} in epoch {epoch}; lower the learning rate or the strength."
             )
         force_ratio = float(self._force / self._forced) if self._forced else None
-        record = {"epoch": epoch, "train_loss": train_loss, **self.evaluate(), "force_ratio": force_ratio}
-        self.records.append(record)
-        write_lines(self.folder / EPOCHS, self.records)
-        if self.averaged > 1:
+        record = {"epoch": epoch, "train_loss": train_loss, **processes.by_first(self.evaluate)}
+        self.records.append(record | {"force_ratio": force_ratio})
+        if processes.rank() == 0:
+            write_lines(self.folder / EPOCHS, self.records)
+        if self.averaged > 1 and processes.rank() == 0:
             keep_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
         self._loss, self._force = torch.zeros_like(self._loss), torch.zeros_like(self._force)
         self._counted = self._forced = 0
         control.should_save = True
         self._saved = time.monotonic()
         self._show(state)
-        if state.global_step < state.max_steps and self.heartbeat():
+        if state.global_step < state.max_steps and processes.agreed(self.heartbeat()):
             self.stopped = control.should_training_stop = True
 
     @override
@@ -189,6 +194,8 @@ class RunCallback(TrainerCallback):
 
     def _show(self, state: TrainerState) -> None:
         self._shown = time.monotonic()
+        if processes.rank() > 0:
+            return
         note = ""
         if self.records:
             note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"

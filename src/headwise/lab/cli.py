@@ -6,6 +6,7 @@ gone. Everything slow is imported inside the commands, so that help comes at onc
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from headwise.lab.arguments import (
     Stopped,
     TaskName,
     Workers,
+    launch_options,
     require_known,
     require_task,
     scale_of,
@@ -77,6 +79,13 @@ def compare(
         Path | None, typer.Option(help="Folder for runs, table and report; runs/TASK-SCALE by default.")
     ] = None,
     workers: Workers = None,
+    launcher: Annotated[
+        str, typer.Option(help="Where runs are done: local, slurm (by submitit) or ray.")
+    ] = "local",
+    launch: Annotated[
+        list[str] | None,
+        typer.Option("--launch", metavar="NAME=VALUE", help="An option of the launcher, as slurm_partition=gpu."),
+    ] = None,
     redundancy: Annotated[
         bool, typer.Option("--redundancy", help="Then remove each head alone and score the test set without it.")
     ] = False,
@@ -86,6 +95,7 @@ def compare(
     from headwise.lab.arm_text import parse_arms
     from headwise.lab.compare import Comparison
     from headwise.lab.compare import compare as run
+    from headwise.lab.launchers import Launcher
     from headwise.lab.pool import default_workers
 
     if seeds < 1:
@@ -101,6 +111,7 @@ def compare(
         data,
         default_workers() if workers is None else workers,
         options=options,
+        launcher=Launcher(launcher, launch_options(launch or ())),
     )
     with stoppable():
         failures = run(comparison, standard_console(), redundancy=redundancy)
@@ -240,7 +251,22 @@ app.command()(translation_commands.translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; every refusal is one sentence on stderr and an exit code."""
+    """Run the command; every refusal is one sentence on stderr and an exit code.
+
+    Of several processes that torchrun or `accelerate launch` started, the first runs it and the others train with it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        from headwise.lab import together
+
+        if int(os.environ["RANK"]) > 0:
+            together.follow()
+            return
+        with together.leading():
+            _run(arguments)
+    _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
     try:
         code = app(args=arguments, standalone_mode=False)
     except Stopped as stopped:

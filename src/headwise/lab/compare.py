@@ -23,6 +23,7 @@ from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
 from headwise.lab.grids import terminal
 from headwise.lab.head_drops import REDUNDANCY
+from headwise.lab.launchers import Launcher, open_engine
 from headwise.lab.paired_tests import do_paired_tests
 from headwise.lab.parts import gather, part_jobs, run_of, scales_of
 from headwise.lab.pool import do_analyses, do_jobs
@@ -67,6 +68,7 @@ class Comparison:
         workers: Runs side by side, each on one thread.
         cache: Folder where prepared data is kept; None for one inside `out`.
         options: What the command said of the scale; None where it was named alone.
+        launcher: Where the runs are done; `workers` of them at once.
     """
 
     task: str
@@ -78,6 +80,7 @@ class Comparison:
     workers: int = 1
     cache: Path | None = None
     options: ScaleOptions | None = None
+    launcher: Launcher = Launcher()
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -114,7 +117,9 @@ def compare(comparison: Comparison, console: Console, *, redundancy: bool = Fals
             "--redundancy looks at the heads of one trained model, and with --folds a run is several; give one of them."
         )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
-    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console)
+    elsewhere = left and comparison.launcher.name != "local"
+    engine = open_engine(comparison.launcher, out) if elsewhere else None
+    failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console, engine=engine)
     if redundancy:
         failures += do_analyses(REDUNDANCY, jobs, comparison.workers, console)
     if any(runs.is_finished(run_of(job)) for job in jobs):

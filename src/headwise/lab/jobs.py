@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from headwise.lab import processes
 from headwise.lab.analyses import AnalysisSettings, analyse
 from headwise.lab.baseline import BaselineSettings, baseline_run
 from headwise.lab.parts import gather
@@ -32,4 +33,4 @@ def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: 
     from headwise.lab.train import train_run
 
     train_run(settings, folder, heartbeat)
-    gather(settings, folder)
+    processes.by_first(lambda: gather(settings, folder))

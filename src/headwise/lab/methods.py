@@ -18,6 +18,7 @@ from headwise.aggregation import aggregate
 from headwise.aggregators import Residual, Routing
 from headwise.guidance import Guidance, guide
 from headwise.heads import Heads
+from headwise.lab import processes
 from headwise.lab.arms import KINDS, Arm
 from headwise.lab.drophead import DropHead
 from headwise.lab.encoder_masks import mask_encoder
@@ -71,7 +72,7 @@ class Methods:
             weights = {
                 kind: weight for kind, weight in zip(KINDS, arm.kind_weights or (), strict=False) if kind in there
             }
-            self.penalty = Disagreement(chosen, arm.term, weights=weights)
+            self.penalty = Disagreement(chosen, arm.term, weights=weights, across=processes.group())
         if arm.drophead:
             self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
         if masks is not None:

@@ -11,21 +11,29 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from headwise.lab import runs
+from headwise.lab import processes, runs
 from headwise.lab.analyses import AnalysisSettings
 from headwise.lab.jobs import do_job
+from headwise.lab.launchers import Engine, run_elsewhere
 from headwise.lab.progress import watch_for
 from headwise.lab.settings import RunSettings
+from headwise.lab.together import run_together
 from headwise.lab.workers import Failure, Job, run_jobs
 
 __all__ = ["default_workers", "do_analyses", "do_jobs"]
 
 
-def do_jobs(jobs: Sequence[Job], finished: int, workers: int, console: Console) -> list[Failure]:
-    """Run jobs on a pool with progress on the console; `finished` others are counted as done."""
+def do_jobs(
+    jobs: Sequence[Job], finished: int, workers: int, console: Console, *, engine: Engine | None = None
+) -> list[Failure]:
+    """Run jobs on a pool, or an engine elsewhere, with progress on the console; `finished` others count as done."""
     if not jobs:
         return []
     with watch_for(console, jobs, finished) as watch:
+        if processes.launched():
+            return run_together(jobs, watch)
+        if engine is not None:
+            return run_elsewhere(engine, jobs, workers, watch)
         return run_jobs(do_job, jobs, workers, watch)
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
-from headwise.lab import runs
+from headwise.lab import processes, runs
 from headwise.lab.armed import armed
 from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
@@ -28,6 +29,7 @@ from headwise.lab.evaluation import diversity, scores_by_bin
 from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
+from headwise.lab.own_batches import OwnBatches, counted
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
@@ -59,22 +61,22 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         DataError: The data or the checkpoint cannot be read.
         HeadwiseError: The loss is no longer finite.
     """
-    runs.claim(folder, settings.record())
-    if runs.is_finished(folder):
+    processes.by_first(lambda: runs.claim(folder, settings.record()))
+    if processes.agreed(runs.is_finished(folder)):
         return
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
     model, methods = armed(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
-    checkpoint = runs.latest_checkpoint(folder)
+    checkpoint = processes.agreed(runs.latest_checkpoint(folder))
     if checkpoint is not None:
-        verify(checkpoint)
+        processes.by_first(lambda: verify(checkpoint))
     with warnings.catch_warnings():
         # torch's scheduler is stepped by the Trainer before it knows of a resumed optimizer
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.run.stopped:
-        _finish(settings, folder, task, model, methods, data, trainer)
+        processes.by_first(lambda: _finish(settings, folder, task, model, methods, data, trainer))
 
 
 class HeadTrainer(Trainer):
@@ -118,8 +120,14 @@ class HeadTrainer(Trainer):
     @override
     def get_train_dataloader(self) -> DataLoader:
         """Return the training split in the batches of the run."""
-        loader = DataLoader(self.split, batch_sampler=self.batches, collate_fn=self.collate)
-        return self.accelerator.prepare(loader)
+        if processes.count() == 1:
+            return self.accelerator.prepare(_loader(self.split, self.batches, self.collate))
+        # accelerate would give whole batches to the processes in turn, a larger batch than that of one process
+        own = OwnBatches(self.batches, processes.rank(), processes.count())
+        loader = _loader(self.split, own, self.collate)
+        return prepare_data_loader(
+            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
+        )
 
     @override
     def compute_loss(
@@ -131,7 +139,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Return the loss with the arm's penalty."""
         outputs = model(**inputs)
-        loss = self.methods.penalized(outputs["loss"])
+        loss = self.methods.penalized(counted(outputs["loss"], inputs))
         return (loss, outputs) if return_outputs else loss
 
     @override
@@ -147,9 +155,15 @@ class HeadTrainer(Trainer):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        state = {"run": self.run.state_dict(), "methods": self.methods.state_dict()}
+        # each process writes the state of its own random numbers
+        processes.wait()
+        processes.by_first(lambda: self._keep(state))
+
+    def _keep(self, state: dict[str, Any]) -> None:
         written = runs.latest_checkpoint(Path(str(self.args.output_dir)))
         assert written is not None
-        torch.save({"run": self.run.state_dict(), "methods": self.methods.state_dict()}, written / RUN)
+        torch.save(state, written / RUN)
         seal(written)
         runs.keep_checkpoint(written, self.folder)
 
@@ -168,6 +182,10 @@ class HeadTrainer(Trainer):
         self.methods.load_state_dict(state["methods"])
 
 
+def _loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
+    return DataLoader(split, batch_sampler=batches, collate_fn=collate)
+
+
 def _trainer(
     settings: RunSettings,
     folder: Path,
@@ -181,7 +199,7 @@ def _trainer(
     rate = settings.arm.learning_rate or recipe.learning_rate
     batches: Any = task.batches(data, settings.scale, key(seed, "order"))
     staging = folder / runs.UNFINISHED
-    shutil.rmtree(staging, ignore_errors=True)
+    processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
     args = TrainingArguments(
         output_dir=str(staging),
         num_train_epochs=recipe.epochs,
@@ -193,6 +211,8 @@ def _trainer(
         bf16=recipe.bfloat16 and torch.cuda.is_available(),
         seed=seed,
         use_cpu=not torch.cuda.is_available(),
+        ddp_backend="gloo" if processes.count() > 1 and not torch.cuda.is_available() else None,
+        ddp_find_unused_parameters=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         disable_tqdm=True,

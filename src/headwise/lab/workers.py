@@ -24,7 +24,7 @@ from typing import Any
 from headwise.checks import HeadwiseError
 from headwise.lab.runs import LOG
 
-__all__ = ["Failure", "Heartbeat", "Job", "Target", "Watch", "run_jobs"]
+__all__ = ["Failure", "Heartbeat", "Job", "Target", "Watch", "attempt", "run_jobs"]
 
 Heartbeat = Callable[[], bool]
 Target = Callable[[Any, Path, Heartbeat], None]
@@ -168,7 +168,7 @@ def _serve(target: Target, connection: Connection, stop: Any) -> None:
     heartbeat = _heartbeat(stop)
     with suppress(EOFError, ConnectionError):
         while (job := connection.recv()) is not None and not stop.is_set():
-            failure = _attempt(target, job, heartbeat)
+            failure = attempt(target, job, heartbeat)
             connection.send(failure)
     # every file is closed by now, and taking down an interpreter that holds torch takes seconds
     os._exit(0)
@@ -190,7 +190,8 @@ def _heartbeat(stop: Any) -> Heartbeat:
     return heartbeat
 
 
-def _attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:
+def attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:
+    """Do a job in this process, what it prints in its log, and return its failure if it fails."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with _logged(job.folder / LOG):
         try:

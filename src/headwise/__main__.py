@@ -1,0 +1,6 @@
+"""`python -m headwise` is the `headwise` command: what torchrun and `accelerate launch` start."""
+
+from headwise.lab.cli import main
+
+if __name__ == "__main__":
+    main()

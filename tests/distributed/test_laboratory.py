@@ -1,0 +1,173 @@
+"""Runs of the laboratory that two processes train together: the numbers of one process, and a checkpoint for either."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distributed.processes import Processes
+from headwise.checks import SettingError
+from headwise.lab import processes
+from headwise.lab.arm_text import parse_arm
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.logic_scales import SCALES
+from headwise.lab.train import train_run
+
+ROOT = Path(__file__).parents[2]
+# The last batch has one example, less than there are processes; without dropout nothing is drawn apart.
+TOY = dataclasses.replace(
+    SCALES["demo"],
+    name="toy",
+    width=8,
+    heads=2,
+    classifier_width=16,
+    dropout=0.0,
+    epochs=2,
+    batch_size=16,
+    warmup_steps=3,
+    generated_draws=2000,
+    train_examples=81,
+    dev_examples=30,
+)
+STEPS = 6  # an epoch
+ARMS = ("plain", "spos+output:weight=0.7", "em:capsules=4", "svgd+position")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def settings(arm: str, cache: Path, **changes: Any) -> RunSettings:
+    return RunSettings("logic", TOY, parse_arm(arm), seed=3, cache=cache, **changes)
+
+
+def epochs(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    for found, one in zip(epochs(folder), epochs(expected), strict=True):
+        assert found["train_loss"] == pytest.approx(one["train_loss"], rel=1e-7)
+        assert found["dev"] == one["dev"]
+        assert found["force_ratio"] == (one["force_ratio"] and pytest.approx(one["force_ratio"], rel=1e-5))
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in load_file(expected / "model.safetensors").items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(weights[name], tensor, rtol=0.0, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
+    result, other = (json.loads((place / "result.json").read_text()) for place in (folder, expected))
+    assert result["score"]["pooled"] == other["score"]["pooled"]
+    assert not list(folder.glob("checkpoint-*"))
+    assert not (folder / ".writing").exists()
+
+
+def train(given: RunSettings, folder: Path, steps: int | None = None) -> None:
+    left = iter(range(10**6 if steps is None else steps - 1))
+    # so that Adam, which divides by the root of small squares, does not make differences of rounding large
+    torch.set_default_dtype(torch.float64)
+    try:
+        train_run(given, folder, lambda: next(left, None) is None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_two_processes_give_the_loss_curve_of_one(two: Processes, arm: str, cache: Path, tmp_path: Path):
+    given = settings(arm, cache)
+    train(given, tmp_path / "one")
+    two.run(train, given, tmp_path / "two")
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_a_checkpoint_of_one_process_serves_two_and_the_other_way_round(
+    two: Processes, first: str, cache: Path, tmp_path: Path
+):
+    given = settings("spos+output:weight=0.7", cache)
+    train(given, tmp_path / "whole")
+    moved = tmp_path / "moved"
+    # in the middle of the second epoch
+    stop = STEPS + 3
+    for turn in (first, "two" if first == "one" else "one"):
+        steps = stop if turn == first else None
+        if turn == "one":
+            train(given, moved, steps)
+        else:
+            two.run(train, given, moved, steps)
+        if turn == first:
+            assert [path.name for path in moved.glob("checkpoint-*")] == [f"checkpoint-{stop}"]
+            assert not (moved / "result.json").exists()
+    assert_same_run(moved, tmp_path / "whole")
+
+
+def test_a_refusal_is_the_same_in_every_process(two: Processes, cache: Path, tmp_path: Path):
+    given = settings("plain", cache)
+    train(given, tmp_path / "run")
+    two.run(assert_refused, dataclasses.replace(given, seed=4), tmp_path / "run")
+
+
+def assert_refused(given: RunSettings, folder: Path) -> None:
+    with pytest.raises(SettingError, match="has seed 3 but 4 is asked for"):
+        train_run(given, folder)
+    assert processes.agreed(processes.rank()) == 0
+
+
+COMMAND = """
+import dataclasses, sys
+
+if __name__ == "__main__":
+    from headwise.lab import cli
+    from headwise.lab.tasks.logic_scales import SCALES as scales
+
+    scales["demo"] = dataclasses.replace(
+        scales["demo"], width=8, heads=2, classifier_width=16, dropout=0.0, epochs=1, batch_size=16, warmup_steps=3,
+        generated_draws=2000, train_examples=81, dev_examples=30,
+    )
+    cli.main(sys.argv[1:])
+"""
+
+
+def launched(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_torchrun_runs_a_comparison(tmp_path: Path):
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    out = tmp_path / "runs"
+    given = ["compare", "logic", "--arms", "plain,output", "--seeds", "1", "--out", str(out)]
+    done = launched([*TORCHRUN, str(script)], *given)
+    assert done.returncode == 0, done.stderr
+    # the first process alone speaks
+    assert done.stdout.count("output seed 0 is done") == 1
+    assert (out / "report.html").exists()
+    for arm in ("plain", "output"):
+        assert np.isfinite(epochs(out / arm / "seed-0")[0]["train_loss"])
+
+
+@pytest.mark.slow
+def test_a_command_that_is_refused_ends_all_processes_and_says_so_once(tmp_path: Path):
+    refused = launched([*TORCHRUN, "-m", "headwise"], "compare", "logic", "--arms", "nonsense", "--out", str(tmp_path))
+    assert refused.returncode != 0
+    assert refused.stderr.count("headwise: ") == 1
+    assert "nonsense" in refused.stderr
