@@ -77,6 +77,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "forwards.py",
             "generation.py",
             "guidance.py",
+            "stacked.py",
             "ensembles.py",
             "divided.py",
             "separation.py",
