@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "cosine_rules.py",
             "particles.py",
             "disagreement.py",
+            "mean_weights.py",
             "metrics.py",
             "masks.py",
             "votes.py",
@@ -237,6 +238,8 @@ LONG: dict[str, str] = {
     "heads.py": "Slab, Site and Heads are one idea; half of it is docstrings",
     "masks.py": "a mask and its exports; half of it is docstrings",
     "metrics.py": "eight measures, each a few lines under its equation",
+    "nn.py": "one module, with torch's own rules for masks",
+    "penalty.py": "the terms and the penalty they are parts of; half of it is docstrings",
     "lab/models/seq2seq.py": "one model, read from its configuration to its cache",
     "lab/table.py": "rows and verdicts of one table; half of it is docstrings",
 }
