@@ -17,11 +17,13 @@ MODULES = (
     "headwise.particles",
     "headwise.cosine_rules",
     "headwise.disagreement",
+    "headwise.mean_weights",
     "headwise.votes",
     "headwise.routing",
     "headwise.aggregators",
     "headwise.gates",
     "headwise.roles",
+    "headwise.flex_masks",
     "headwise.metrics",
     "headwise.nn",
 )
