@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from headwise.checks import MaskError, ShapeError
+from headwise.checks import HeadwiseError, MaskError, ShapeError
 
 __all__ = ["mean_of", "mean_weights"]
 
@@ -81,8 +80,12 @@ class _MeanWeights(torch.autograd.Function):
         return mean.div_(heads)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise HeadwiseError(
+                "a gradient through the mean of attention weights was asked for with create_graph=True; it is "
+                "differentiable once. Take Position() without recompute."
+            )
         # dS = A (G - sum_k A G), a head at a time, with G/H the gradient of each head's weights
         queries, keys, mask = ctx.saved_tensors
         heads, share = queries.shape[1], queries.shape[1] // keys.shape[1]
@@ -102,7 +105,7 @@ class _MeanWeights(torch.autograd.Function):
                 scores = (scores * ctx.scale).to(queries.dtype)
                 to_queries[:, head] = scores @ keys[:, head // share]
                 to_keys[:, head // share] += scores.mT @ queries[:, head]
-        return to_queries, to_keys.to(keys.dtype), None if to_mask is None else to_mask.to(mask.dtype), None, None
+        return to_queries, to_keys.to(keys.dtype), to_mask, None, None
 
 
 def _weights(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, head: int) -> Tensor:

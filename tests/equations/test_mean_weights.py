@@ -125,3 +125,17 @@ def test_what_does_not_fit_is_refused(change, error, said):
     given = {"queries": torch.zeros(2, 6, 5, 4), "keys": torch.zeros(2, 3, 7, 4), "mask": None, **change}
     with pytest.raises(error, match=said):
         mean_weights(given["queries"], given["keys"], given["mask"])
+
+
+def test_a_second_derivative_is_refused():
+    queries, keys = (drawn(BATCH, HEADS, n, SIZE, seed=n).requires_grad_() for n in (QUERIES, KEYS))
+    with pytest.raises(hw.HeadwiseError, match="differentiable once"):
+        torch.autograd.grad(mean_weights(queries, keys).square().sum(), queries, create_graph=True)
+
+
+def test_the_gradient_of_an_additive_mask_in_half_precision_has_its_dtype():
+    queries, keys = (drawn(BATCH, HEADS, n, SIZE, seed=n).bfloat16() for n in (QUERIES, KEYS))
+    mask = drawn(HEADS, 1, KEYS, seed=6).bfloat16().requires_grad_()
+    mean_weights(queries, keys, mask).square().sum().backward()
+    assert mask.grad.dtype == torch.bfloat16
+    assert mask.grad.abs().max() > 0.01
