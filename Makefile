@@ -5,7 +5,7 @@
 #   make test-slow   the tests that take minutes
 #   make lint        ruff and pyright
 #   make translation-gpu DATA=FOLDER  eight arms of the translation task on one GPU; FOLDER from headwise prepare
-#   make bench       overhead of every method against plain torch
+#   make bench       overhead of every method against plain torch (on a GPU: ARGS="--device cuda")
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
 #   make bench-roles   cost of role masks: making them, and a guided step
 #   make bench-measure  cost of measure with every head removed against separate evaluations

@@ -2,6 +2,10 @@
 
 All variants of a table run interleaved, round after round; medians are compared, and the plain model stands twice in
 every round so that the A/A ratio shows what the machine's noise alone would look like. Run by `make bench`.
+
+On CUDA (`--device cuda`) the forward pass is in bf16, batches have 8,192 tokens, times are those of CUDA events,
+repulsion is measured in whole steps too, and the bytes a second that it moves stand beside what copying achieves on the
+same card.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +31,23 @@ import headwise as hw
 from headwise.aggregators import build
 from headwise.disagreement import output_similarity
 from headwise.ensembles import apply_rule, ensembles_of
+from headwise.particles import Rule
 
 VOCABULARY, WIDTH, HEADS, LAYERS, INNER = 10_000, 512, 8, 6, 2048
 RULE = hw.SVGD(alpha=0.01)
+# sentences x tokens
+SHAPES = {"cpu": "32x64,4x512", "cuda": "128x64,16x512"}
+# Numbers in what is copied to learn how fast a device copies, and how often in one timing: its launch must not show.
+COPIED = {"cpu": 2**24, "cuda": 2**28}
+REPEATS = 20
+MODULE_TOKENS = 2048
+# sentences, tokens and heads
+SCALING = [(32, 64, 8), (128, 64, 8), (8, 256, 8), (32, 64, 4), (32, 64, 16)]
+# Whether the forward pass is in bf16 on a CPU too; on CUDA it always is.
+HALF = False
+COMPILE = True
+# Whether whole steps with repulsion are timed on a CPU too.
+WHOLE_STEPS = False
 console = Console()
 
 
@@ -49,17 +67,25 @@ class Translation(nn.Module):
 
 
 class Variant:
-    """One way to train the same model: a step, and the seconds spent inside `repulsion.apply()`."""
+    """One way to train the same model: a step."""
 
-    def __init__(self, name: str, device: torch.device, attach: Callable[[Translation], Callable[[], Tensor]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        attach: Callable[[Translation], Callable[[], Tensor]],
+        rule: Rule | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self.name = name
         self.model = Translation().to(device)
         self.penalty = attach(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if rule is not None:
+            hw.repel(self.optimizer, hw.find_heads(self.model), rule)
 
     def step(self, source: Tensor, target: Tensor) -> None:
-        with torch.autocast(source.device.type, torch.bfloat16, enabled=source.is_cuda):
+        with torch.autocast(source.device.type, torch.bfloat16, enabled=HALF or source.is_cuda):
             loss = self.model(source, target) + self.penalty()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -77,7 +103,8 @@ def with_penalty(term: object) -> Callable[[Translation], Callable[[], Tensor]]:
 
 def with_em(layers: int) -> Callable[[Translation], Callable[[], Tensor]]:
     def attach(model: Translation) -> Callable[[], Tensor]:
-        chunks = hw.Chunks(compile=True)
+        # on CUDA the routing is one program of Triton, which nothing has to compile
+        chunks = hw.Chunks(compile=COMPILE and next(model.parameters()).device.type == "cpu")
         hw.aggregate(hw.find_heads(model).kind("self").layers(*range(layers)), hw.EMRouting(chunks=chunks))
         return no_penalty(model)
 
@@ -106,6 +133,13 @@ def synchronize(device: torch.device) -> None:
 
 def timed(device: torch.device, run: Callable[[], object]) -> float:
     synchronize(device)
+    if device.type == "cuda":
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
     start = time.perf_counter()
     run()
     synchronize(device)
@@ -156,7 +190,7 @@ def model_table(
     """Step-time ratios to plain, and the share of a step spent in `apply()`."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(VOCABULARY, (batch, length), generator=generator).to(device) for _ in range(2))
-    attachments = {
+    attachments: dict[str, Callable[[Translation], Callable[[], Tensor]]] = {
         "plain": no_penalty,
         "plain again": no_penalty,
         "output": with_penalty(hw.Output()),
@@ -164,11 +198,19 @@ def model_table(
         "em in 2 encoder layers": with_em(2),
         "em in 6 encoder layers": with_em(6),
     }
+    rules: dict[str, Rule] = {}
+    if device.type == "cuda" or WHOLE_STEPS:
+        # a step on a CPU takes so long that its noise hides the repulsion; there apply() is timed alone
+        attachments |= {
+            "svgd, all layers": no_penalty,
+            "position, recomputed": with_penalty(hw.Position(recompute=True)),
+        }
+        rules["svgd, all layers"] = RULE
     if naive:
         attachments["output by double loops"] = naive_output
     if only:
         attachments = {name: attach for name, attach in attachments.items() if "plain" in name or name in only}
-    variants = {name: Variant(name, device, attach) for name, attach in attachments.items()}
+    variants = {name: Variant(name, device, attach, rules.get(name)) for name, attach in attachments.items()}
     plain = variants["plain"]
     heads = hw.find_heads(plain.model)
     everything = ensembles_of(heads, joint=False)
@@ -197,9 +239,9 @@ def module_table(device: torch.device, tokens: int, rounds: int) -> dict[str, ob
     settings = {
         "trunk": hw.Trunk(),
         "trunk again": hw.Trunk(),
-        "em": hw.EMRouting(chunks=hw.Chunks(compile=True)),
+        "em": hw.EMRouting(chunks=hw.Chunks(compile=COMPILE)),
         "em, not compiled": hw.EMRouting(),
-        "simple": hw.SimpleRouting(chunks=hw.Chunks(compile=True)),
+        "simple": hw.SimpleRouting(chunks=hw.Chunks(compile=COMPILE)),
     }
     modules: dict[str, nn.Module] = {"output projection": nn.Linear(WIDTH, WIDTH).to(device)}
     for name, setting in settings.items():
@@ -229,10 +271,44 @@ def weigh(sizes: list[int], tensor: Tensor) -> Tensor:
     return tensor
 
 
+def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
+    """Bytes a second of the repulsion of the whole model, against what copying achieves here.
+
+    Counted is what any form must move: particles and gradients read once, gradients written once.
+    """
+    model = Translation().to(device)
+    ensembles = ensembles_of(hw.find_heads(model), joint=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    numbers = sum(slab.view(slab.parameter).numel() for ensemble in ensembles for slab in ensemble.slabs)
+    moved = 3 * 4 * numbers
+    source = torch.randn(COPIED[device.type], device=device)
+    target = torch.empty_like(source)
+
+    def repeat(run: Callable[[], object]) -> Callable[[], None]:
+        return lambda: [run() for _ in range(REPEATS)] and None
+
+    runs = {
+        "copy": repeat(lambda: target.copy_(source)),
+        "svgd": repeat(lambda: apply_rule(RULE, ensembles, strength=1.0, scale=None)),
+    }
+    seconds = interleaved(device, runs, rounds, "bytes a second")
+    copied = 2 * source.numel() * source.element_size() * REPEATS / statistics.median(seconds["copy"])
+    achieved = moved * REPEATS / statistics.median(seconds["svgd"])
+    return {
+        "ensembles": len(ensembles),
+        "bytes a step": moved,
+        "milliseconds a step": 1e3 * statistics.median(seconds["svgd"]) / REPEATS,
+        "bytes a second": achieved,
+        "bytes a second of copying": copied,
+        "share of copying": achieved / copied,
+    }
+
+
 def scaling_table(device: torch.device, rounds: int) -> list[dict[str, object]]:
     """SVGD's O(M^2 D) against the output penalty's O(B L M e): milliseconds over batch, length and heads."""
     rows = []
-    for batch, length, count in [(32, 64, 8), (128, 64, 8), (8, 256, 8), (32, 64, 4), (32, 64, 16)]:
+    for batch, length, count in SCALING:
         attention = hw.nn.MultiheadAttention(WIDTH, count, batch_first=True).to(device)
         optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
         heads = hw.find_heads(attention)
@@ -284,6 +360,12 @@ def show(record: dict) -> None:
         console.print("time / time of a plain step")
         for name, value in table["ratio to plain"].items():
             console.print(f"  {name:<42} {value:8.4f}")
+    if "traffic" in record:
+        table = record["traffic"]
+        console.print(
+            f"\n[bold]Repulsion of {table['ensembles']} ensembles[/bold]: {table['milliseconds a step']:.3f} ms, "
+            f"{table['bytes a second'] / 1e9:.1f} GB/s, {table['share of copying']:.1%} of copying"
+        )
     if "module" not in record:
         return
     table = record["module"]
@@ -297,22 +379,25 @@ def show(record: dict) -> None:
         console.print(f"  batch {row['batch']:>3} x {row['length']:>3}, {row['heads']:>2} heads   {cells}")
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", default="32x64,4x512", help="batches, for example 32x64")
+    parser.add_argument("--shapes", help=f"batches, for example 32x64; by default {SHAPES}")
     parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
     parser.add_argument("--only", action="append", default=[], help="a variant of the model beside plain; repeatable")
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda was asked for, and torch sees no GPU; take --device cpu.")
     record: dict = {"benchmark": "overhead", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
     if not arguments.only:
-        record["module"] = module_table(device, 2048, 3 * arguments.rounds)
+        record["module"] = module_table(device, MODULE_TOKENS, 3 * arguments.rounds)
         record["scaling"] = scaling_table(device, 5 * arguments.rounds)
+        record["traffic"] = traffic_table(device, arguments.rounds)
     record["models"] = []
-    for shape in arguments.shapes.split(","):
+    for shape in (arguments.shapes or SHAPES[device.type]).split(","):
         batch, length = map(int, shape.split("x"))
         naive = not arguments.skip_naive and not arguments.only
         record["models"].append(model_table(device, batch, length, arguments.rounds, naive, arguments.only))

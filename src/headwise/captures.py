@@ -29,6 +29,7 @@ class Capture:
         outputs: O_h of each head as W_O gets it, [B, Q, H, e]: 0 for a head that `ablate` has removed.
         values: V_g of each key/value head, [B, K, G, e].
         weights: Attention weights before dropout, [B, H, Q, K].
+        mean_weights: Their mean over heads, [B, Q, K].
         key_keep: True where a key is a real token, [B, K], cached keys included: one that the mask the call received
             lets some query attend to. None when it received none, as where nothing is padded.
         query_keep: The same for queries, [B, Q]; for cross-attention that of the decoder's own self-attention.
@@ -38,8 +39,14 @@ class Capture:
     outputs: Tensor | None = None
     values: Tensor | None = None
     weights: Tensor | None = None
+    mean_weights: Tensor | None = None
     key_keep: Tensor | None = None
     query_keep: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor | None, ...]:
+        """What was computed of the heads, None for what was not asked for."""
+        return self.outputs, self.values, self.weights, self.mean_weights
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Self:
         # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
@@ -89,13 +96,14 @@ class Call:
     queries: Padding
     forward: Forward | None
 
-    def finished(self, *, outputs: bool, values: bool, weights: bool) -> Capture:
+    def finished(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.
 
         Args:
             outputs: Whether outputs were asked for.
             values: Whether values were asked for.
             weights: Whether attention weights were asked for.
+            mean_weights: Whether their mean over heads was asked for.
 
         Raises:
             NotFired: Something asked for was not computed in the call where it is read.
@@ -109,7 +117,7 @@ class Call:
             )
         if values:
             self._require_values(name)
-        if weights and capture.weights is None:
+        if (weights and capture.weights is None) or (mean_weights and capture.mean_weights is None):
             raise NotFired(
                 f"{name} was called but computed its attention in another way than the one its weights are read in; "
                 "attach after any set_attn_implementation()."
@@ -122,14 +130,17 @@ class Call:
             capture.query_keep = padding.of_queries(capture.outputs.shape[1])
         elif capture.weights is not None:
             capture.query_keep = padding.of_queries(capture.weights.shape[2])
-        read = next((t for t in (capture.outputs, capture.values, capture.weights) if t is not None), None)
+        elif capture.mean_weights is not None:
+            capture.query_keep = padding.of_queries(capture.mean_weights.shape[1])
+        read = next((tensor for tensor in capture.read if tensor is not None), None)
         if read is not None:
             capture.key_keep = _for_batch(capture.key_keep, len(read))
             capture.query_keep = _for_batch(capture.query_keep, len(read))
         return capture
 
     def _require_values(self, name: str) -> None:
-        values, keep, weights = self.capture.values, self.capture.key_keep, self.capture.weights
+        values, keep = self.capture.values, self.capture.key_keep
+        weights = self.capture.mean_weights if self.capture.weights is None else self.capture.weights
         earlier = self.own.first if self.capture.site.kind != "cross" else 0
         keys = {tensor.shape[-1] for tensor in (keep, weights) if tensor is not None}
         if self.own.cached and (values is None or earlier or keys - {values.shape[1]}):

@@ -31,6 +31,7 @@ __all__ = [
     "output_similarity",
     "output_similarity_sum",
     "position_similarity",
+    "position_similarity_of_mean_sum",
     "position_similarity_sum",
     "position_squared_difference",
     "position_squared_difference_sum",
@@ -147,10 +148,21 @@ def position_similarity_sum(weights: Tensor, keep: Tensor | None = None) -> tupl
     (tensor(0.3450), tensor(1))
     """
     _require_weights(weights, keep)
-    mean = weights.mean(-3, dtype=accumulation_dtype(weights))
+    return position_similarity_of_mean_sum(weights.mean(-3, dtype=accumulation_dtype(weights)), keep)
+
+
+def position_similarity_of_mean_sum(mean: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`position_similarity_sum` from the mean of the weights over the heads, [..., Q, K]; see `mean_weights`.
+
+    >>> position_similarity_of_mean_sum(torch.tensor([[0.35, 0.4, 0.25]]))
+    (tensor(0.3450), tensor(1))
+    """
+    require_floating("mean", mean, 2, "[..., Q, K]")
     if keep is not None:
+        require_keep(keep, mean.shape[:-1])
         # Filled before the square: what follows neither sees a padded NaN nor sends a gradient to it.
         mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
+    mean = mean.to(accumulation_dtype(mean))
     return _sum_and_count(mean.square().sum(-1), keep)
 
 

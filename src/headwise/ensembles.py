@@ -1,7 +1,8 @@
 """Ensembles of particles inside a model's parameters, and one step of a rule on all of them.
 
-Owns the two passes: every Gram matrix into one small buffer, the rule's algebra on that buffer once, then the mixing of
-gradients and parameters on views of them. Nothing here copies a weight or waits for the device.
+Owns the two passes on a CPU: every Gram matrix into one small buffer, the rule's algebra on that buffer once, then the
+mixing of gradients and parameters on views of them, without a copy of a weight. On an accelerator they are `stacked`.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from headwise.gram import (
     squared_norms,
 )
 from headwise.heads import Heads, Slab
-from headwise.mixing import Mixing, repulsion_scale
+from headwise.mixing import repulsion_factor, repulsion_norms
 from headwise.particles import Rule
 from headwise.sharded import add_own_part, is_sharded, whole
+from headwise.stacked import alike, stacks_on, step_stacked
 from headwise.sums import Sums, summed_over
 from headwise.unsupported import require_readable
 
@@ -143,6 +145,8 @@ class ForceNorms:
     @staticmethod
     def joined(records: Sequence[ForceNorms]) -> ForceNorms:
         """Return the records of several optimizers, or of ensembles of several sizes, as one."""
+        if len(records) == 1:
+            return records[0]
         device = records[0].drive_norm.device
 
         def together(name: str) -> Tensor:
@@ -227,10 +231,13 @@ def apply_rule(
             batches[ensemble.particles, gradients[0].device].append((ensemble, views))
     if not batches:
         return None
-    sums = summed_over(groups, [_sums(rule, batch, divided=bool(groups)) for batch in batches.values()])
-    records = [
-        _apply_batch(rule, batch, own, strength, scale) for batch, own in zip(batches.values(), sums, strict=True)
-    ]
+    if groups or not any(stacks_on(device) for _, device in batches):
+        sums = summed_over(groups, [_sums(rule, batch, divided=bool(groups)) for batch in batches.values()])
+        pairs = zip(batches.values(), sums, strict=True)
+        records = [_apply_batch(rule, batch, own, strength, scale) for batch, own in pairs]
+    else:
+        every = [pair for batch in batches.values() for pair in batch]
+        records = _apply_stacked(rule, every, strength, scale)
     forces = ForceNorms.joined(records)
     return ForceNorms(**{**vars(forces), "skipped": tuple(skipped)})
 
@@ -291,7 +298,7 @@ def _apply_batch(
     plain = sums.plain if rule.needs_inner else None
     distances = geometry_from_grams(sums.shifted, plain)
     mixing = rule.mixing(distances)
-    repulsion_norms = _repulsion_norms(mixing, sums.shifted if plain is None else plain)
+    repulsions = repulsion_norms(mixing, sums.shifted if plain is None else plain)
     norms = sums.drive_norms(mixing, scale)
     # the particle nearest to all others: differences from it are the ones that round least
     medoids = distances.squared_distances.sum(-1).argmin(-1)
@@ -304,8 +311,8 @@ def _apply_batch(
                 _add_mixed(drive, mixing.prior[index] if scale is None else mixing.prior[index] * scale, view)
         own = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(drive) for drive in drives]))
         drive_norm = own if norms is None else norms[index].to(own.dtype)
-        factor = _factor(mixing, drive_norm, repulsion_norms[index], strength, scale)
-        push = factor * repulsion_norms[index]
+        factor = repulsion_factor(mixing, drive_norm, repulsions[index], strength, scale)
+        push = factor * repulsions[index]
         finite = drive_norm.isfinite() & push.isfinite()
         for drive, view, gradient in zip(drives, views, gradients, strict=True):
             rows = workspace.like(len(gradients), drive)
@@ -329,6 +336,21 @@ def _apply_batch(
     )
 
 
+def _apply_stacked(
+    rule: Rule, every: Sequence[tuple[Ensemble, list[Tensor]]], strength: float, scale: Tensor | None
+) -> list[ForceNorms]:
+    particles = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in every]
+    gradients = [views for _, views in every]
+    records = []
+    for stack in alike(particles, gradients):
+        own, given = ([views[index] for index in stack] for views in (particles, gradients))
+        norms = step_stacked(rule, own, given, strength=strength, scale=scale)
+        members = [every[index][0] for index in stack]
+        names, counts = tuple(e.name for e in members), tuple(e.particles for e in members)
+        records.append(ForceNorms(names, **vars(norms), particles=counts))
+    return records
+
+
 def _summed(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors)).sum(0)
 
@@ -337,19 +359,6 @@ def _mean_norm(views: Sequence[Tensor]) -> Tensor:
     dtypes = [torch.promote_types(view.dtype, torch.float32) for view in views]
     norms = [torch.linalg.vector_norm(v, dim=(1, 2), dtype=d) for v, d in zip(views, dtypes, strict=True)]
     return _summed([norm.square() for norm in norms]).sqrt().mean()
-
-
-def _repulsion_norms(mixing: Mixing, gram: Tensor) -> Tensor:
-    """Return the norm of `mixing.repulsion @ particles` of each group from their Gram matrices, [G]."""
-    squares = (mixing.repulsion @ gram * mixing.repulsion).sum((-2, -1))
-    return squares.clamp_min(0).sqrt()
-
-
-def _factor(mixing: Mixing, drive: Tensor, repulsion: Tensor, strength: float, scale: Tensor | None) -> Tensor:
-    """Return what the repulsion of one group is multiplied by: schedule, gradient scale, relative strength."""
-    factor = strength * repulsion_scale(mixing, drive, repulsion.to(drive.dtype))
-    # a relative strength follows the drive, which carries the gradient scale already
-    return factor if scale is None or mixing.relative is not None else factor * scale
 
 
 class _Workspace:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from headwise.checks import require_positive, require_range
 
-__all__ = ["Mixing", "Relative", "blend", "repulsion_scale", "require_alpha"]
+__all__ = [
+    "Mixing",
+    "Relative",
+    "blend",
+    "repulsion_factor",
+    "repulsion_norms",
+    "repulsion_scale",
+    "require_alpha",
+]
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,19 @@ def repulsion_scale(mixing: Mixing, drive_norm: Tensor, repulsion_norm: Tensor) 
     if mixing.relative is None:
         return torch.ones_like(repulsion_norm)
     return torch.where(repulsion_norm > 0, mixing.relative * drive_norm / repulsion_norm, 0.0)
+
+
+def repulsion_norms(mixing: Mixing, gram: Tensor) -> Tensor:
+    """Return the norm of `mixing.repulsion @ particles` of each group from their Gram matrices, [G]."""
+    squares = (mixing.repulsion @ gram * mixing.repulsion).sum((-2, -1))
+    return squares.clamp_min(0).sqrt()
+
+
+def repulsion_factor(mixing: Mixing, drive: Tensor, repulsion: Tensor, strength: float, scale: Tensor | None) -> Tensor:
+    """Return what the repulsion of one group is multiplied by: schedule, gradient scale, relative strength."""
+    factor = strength * repulsion_scale(mixing, drive, repulsion.to(drive.dtype))
+    # a relative strength follows the drive, which carries the gradient scale already
+    return factor if scale is None or mixing.relative is not None else factor * scale
 
 
 def require_alpha(owner: str, alpha: float | Relative) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from headwise.additive import AdditiveAttention
 from headwise.checks import LayoutError, ShapeError
+from headwise.mean_weights import mean_of, mean_weights
 from headwise.recomputation import asked
-from headwise.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
+from headwise.scores import Bias, Observer, ScoreCall, added, without_empty_rows
 
 __all__ = ["AdditiveAttention", "MultiheadAttention", "adopt", "valid_keys"]
 
@@ -99,9 +100,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
         extra, empty = asked(self, self.observers, self.biases, call), None
+        total = mask
         if extra.biases:
             biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
-            mask, empty = without_empty_rows(added(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype))
+            total = added(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
+            mask, empty = without_empty_rows(total)
             causal_hint = False
 
         dropout = self.dropout if self.training else 0.0
@@ -115,10 +118,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
             heads = heads if empty is None else heads.masked_fill(empty, 0.0)
             dropped = None
-        if self.observers:
-            keep = valid_keys(key_padding_mask)
-            for observer in self.observers:
-                observer.see(Attended(observed_values, weights if observer.weights else None, keep))
+        mean = _mean(q, k, total, causal_hint, weights) if extra.mean_weights else None
+        for observer in self.observers:
+            observer.shown(observed_values, weights, valid_keys(key_padding_mask), mean)
 
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         returned = dropped if need_weights else None
@@ -285,6 +287,10 @@ def _merged_mask(
         mask = padding if mask is None else mask + padding
     appended = int(module.bias_k is not None) + int(module.add_zero_attn)
     return mask if mask is None or appended == 0 else F.pad(mask, (0, appended))
+
+
+def _mean(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, weights: Tensor | None) -> Tensor:
+    return mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
 
 
 def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

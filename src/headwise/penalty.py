@@ -13,10 +13,19 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.checks import LayoutError, NotFired, SettingError, ShapeError, require_choice, require_range
+from headwise.checks import (
+    LayoutError,
+    NotFired,
+    SettingError,
+    ShapeError,
+    require_boolean,
+    require_choice,
+    require_range,
+)
 from headwise.disagreement import (
     frobenius_penalty_sum,
     output_similarity_sum,
+    position_similarity_of_mean_sum,
     position_similarity_sum,
     position_squared_difference_sum,
     subspace_similarity_sum,
@@ -40,7 +49,7 @@ __all__ = [
 
 
 # The fields of a capture a similarity may be of.
-READ = ("outputs", "values", "weights")
+READ = ("outputs", "values", "weights", "mean_weights")
 
 
 @runtime_checkable
@@ -48,10 +57,13 @@ class Similarity(Protocol):
     """A single similarity of heads; anything with these two attributes can be added to the built-in ones.
 
     Attributes:
-        reads: What it is computed from: "outputs", "values" or "weights" of a capture.
+        reads: What it is computed from: "outputs", "values", "weights" or "mean_weights" of a capture.
     """
 
-    reads: ClassVar[str]
+    @property
+    def reads(self) -> str:
+        """What it is computed from."""
+        ...
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sum over valid tokens and their number, for the capture's field named by `reads`."""
@@ -103,18 +115,39 @@ class Subspace(_Arithmetic):
         return subspace_similarity_sum(tensor, keep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Position(_Arithmetic):
     """Overlap of attended positions: (1/H^2) sum_ij sum_k A_ik A_jk, minus Eq. 6 of Li et al. 2021; per query.
 
     Its minimum is not diversity but collapse to uniform attention; look at a normalized similarity beside it.
+
+    Args:
+        recompute: False computes attention explicitly and keeps the weights of all heads for the backward pass. True
+            leaves attention to the fused kernel and makes the weights a second time, one head after another, in both
+            passes: for long sequences, of which H Q K numbers do not fit. The value is the same. It is never chosen by
+            size or device, since a fused kernel draws the dropout of its weights otherwise and a seed would mean
+            another run.
     """
 
-    reads: ClassVar[str] = "weights"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        require_boolean("Position.recompute", self.recompute)
+
+    @property
+    def reads(self) -> str:
+        """The weights, or their mean over heads."""
+        return "mean_weights" if self.recompute else "weights"
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid queries."""
-        return position_similarity_sum(tensor, keep)
+        return (
+            position_similarity_of_mean_sum(tensor, keep) if self.recompute else position_similarity_sum(tensor, keep)
+        )
+
+    def __repr__(self) -> str:
+        # as records of runs have it that were made before there was a choice
+        return "Position(recompute=True)" if self.recompute else "Position()"
 
 
 @dataclass(frozen=True)
@@ -201,7 +234,13 @@ class Disagreement(Handle):
         self.heads, self.term = heads, term
         self.weights = {kind: float((weights or {}).get(kind, 1.0)) for kind in kinds}
         needed = {similarity.reads for _, similarity in self._parts}
-        self.taps = Taps(heads, outputs="outputs" in needed, values="values" in needed, weights="weights" in needed)
+        self.taps = Taps(
+            heads,
+            outputs="outputs" in needed,
+            values="values" in needed,
+            weights="weights" in needed,
+            mean_weights="mean_weights" in needed,
+        )
         self._removers.append(self.taps.remove)
         self.last: Tensor | None = None
 
@@ -300,7 +339,7 @@ def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None
 
 def _require_gradient(captures: list[Capture]) -> None:
     for capture in captures:
-        read = [t for t in (capture.outputs, capture.values, capture.weights) if t is not None]
+        read = [tensor for tensor in capture.read if tensor is not None]
         if read and not any(tensor.requires_grad for tensor in read):
             raise NotFired(
                 f"{capture.site.name or 'the model'}: what its heads computed carries no gradient although the model "

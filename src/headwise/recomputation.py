@@ -32,10 +32,12 @@ class Asked:
     Attributes:
         biases: Added to its scores, each broadcastable to [B, H, Q, K].
         weights: Whether the attention weights are computed explicitly.
+        mean_weights: Whether their mean over heads is computed.
     """
 
     biases: tuple[Tensor, ...] = ()
     weights: bool = False
+    mean_weights: bool = False
 
 
 class _Forward:
@@ -103,7 +105,8 @@ def asked(
                 "use_reentrant=False, not nested in another checkpoint."
             )
     weights = any(observer.weights for observer in observers)
-    if not biases and not weights:
+    mean = any(observer.mean_weights for observer in observers)
+    if not biases and not weights and not mean:
         return Asked()
     compiling = torch.compiler.is_compiling()
     if biases and not compiling and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
@@ -111,7 +114,7 @@ def asked(
             f"a bias on the heads of {type(module).__name__} cannot be kept for the recomputation of a reentrant "
             "activation checkpoint; use use_reentrant=False."
         )
-    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights)
+    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean)
     frame = None if compiling or again else _checkpoint_frame()[0]
     if frame is not None:
         if frame not in _forwards:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -287,6 +288,11 @@ class Repulsion(Handle):
         deviation = self.rule.noise_scale()
         if deviation == 0.0:
             return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                f"{self.rule} draws noise that depends on the step, and a CUDA graph would add that of one step again "
+                "and again; leave optimizer.step() out of the graph, or take a rule without noise such as hw.SVGD()."
+            )
         seed = self.seed if attachment.turn == 0 else noise_key(self.seed, "turn", attachment.turn)
         for ensemble in attachment.ensembles:
             rate = langevin_rate(attachment.optimizer, ensemble)

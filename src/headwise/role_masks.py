@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwise.align import AlignedRow, Alignment, Sentence, align, tokens_as_words
 from headwise.checks import DataError, SettingError
+from headwise.flex_masks import FlexMask
 from headwise.masks import HeadMask
 from headwise.roles import Dependency, Found, Major, Rare, Role, RoleSetting, Separator, Window
 from headwise.word_rarity import IDF
@@ -106,20 +107,7 @@ class Roles:
             SettingError: A sentence is longer than `length`, or a role found words that are not there.
             MaskError: The heads do not fit.
         """
-        batch = [tables] if isinstance(tables, WordTable) else list(tables)
-        if not batch:
-            raise DataError("Roles was called with no sentence; expected at least one word table.")
-        if isinstance(encoding, Alignment):
-            aligned = encoding
-            if len(aligned.tables) != len(batch):
-                raise DataError(f"{len(aligned.tables)} aligned rows were given for {len(batch)} word tables.")
-        elif encoding is not None:
-            aligned = align(batch, encoding, length=length)
-        else:
-            aligned = tokens_as_words(batch, before=before, after=after, length=length)
-        for index, row in enumerate(aligned.rows):
-            if row.units == 0:
-                raise DataError(f"sentence {index} has neither words nor special tokens; leave it out of the batch.")
+        aligned = _aligned(tables, encoding, before, after, length)
         units, windows = self._units(aligned)
         for number, reach in windows.items():
             near = torch.arange(units.shape[-1])
@@ -127,8 +115,73 @@ class Roles:
         roles, keep = _tokens(units, aligned)
         return HeadMask(roles, keep, num_heads, tuple(heads), self.names, empty)
 
+    def for_flex(
+        self,
+        tables: WordTable | Sequence[Sentence],
+        num_heads: int,
+        *,
+        encoding: Any = None,
+        before: int = 0,
+        after: int = 0,
+        length: int | None = None,
+        heads: Sequence[int] = (),
+        empty: str = "regular",
+        causal: bool = False,
+    ) -> FlexMask:
+        """Return the mask of a batch for flex attention, without a mask of pairs of tokens for roles that need none.
+
+        Windows, and roles that allow columns (separators, rare and major words), are tables of O(n) numbers; a role of
+        pairs, as the dependencies, has its boolean mask. What may attend to what is the same as in the `HeadMask`.
+        Arguments and refusals are those of the call, and `causal` is of the mask.
+
+        Example:
+            >>> mask = Roles(Separator(), Window(3)).for_flex(WordTable.split("Good film."), num_heads=3)
+            >>> block_mask = mask.block_mask()  # flex_attention(q, k, v, block_mask=block_mask)
+        """
+        aligned = _aligned(tables, encoding, before, after, length)
+        columns, pairs, windows, most = self._cells(aligned)
+        batch, count = len(aligned.rows), len(self.roles)
+        places = tuple(heads) or tuple(range(count))
+        first, last, keep = _words(aligned)
+        everywhere = torch.zeros(batch * count * most, dtype=torch.bool)
+        everywhere[torch.tensor(columns, dtype=torch.long)] = True
+        # how many of the columns lie before a word: a token has one where the count grows over its words
+        below = F.pad(everywhere.view(batch, count, most).cumsum(-1), (1, 0))
+        ends, starts = ((t[:, None] + add).expand(-1, count, -1) for t, add in ((last, 1), (first, 0)))
+        table = (below.gather(2, ends) > below.gather(2, starts)) & keep[:, None]
+        paired = sorted({pair // (most * most) % count for pair in pairs})
+        dense = {}
+        if paired:
+            within = Roles(*(self.roles[number] for number in paired), idf=self.idf)
+            dense = {places[number]: within._dense(aligned)[:, i] for i, number in enumerate(paired)}
+        plain = [number for number in range(count) if number not in paired and number not in windows]
+        return FlexMask.from_tables(
+            keep,
+            first,
+            last,
+            num_heads=num_heads,
+            columns={places[number]: table[:, number] for number in plain},
+            windows={places[number]: reach for number, reach in windows.items()},
+            pairs=dense,
+            empty=empty,
+            causal=causal,
+        )
+
+    def _dense(self, aligned: Alignment) -> Tensor:
+        return _tokens(self._units(aligned)[0], aligned)[0]
+
     def _units(self, aligned: Alignment) -> tuple[Tensor, dict[int, int]]:
         """Return what each role but the windows allows between units, [B, R, U, U], and the reach of each window."""
+        columns, pairs, windows, most = self._cells(aligned)
+        batch, count = len(aligned.rows), len(self.roles)
+        units = torch.zeros(batch * count * most * most, dtype=torch.bool)
+        units[torch.tensor(pairs, dtype=torch.long)] = True
+        everywhere = torch.zeros(batch * count * most, dtype=torch.bool)
+        everywhere[torch.tensor(columns, dtype=torch.long)] = True
+        return units.view(batch, count, most, most) | everywhere.view(batch, count, 1, most), windows
+
+    def _cells(self, aligned: Alignment) -> tuple[list[int], list[int], dict[int, int], int]:
+        """Return columns and pairs of units that roles allow, by flat index, the reach of each window, and U."""
         count, most = len(self.roles), max(row.units for row in aligned.rows)
         windows = {number: role.reach for number, role in enumerate(self.roles) if isinstance(role, Window)}
         columns: list[int] = []
@@ -152,12 +205,27 @@ class Roles:
                     columns += [start + unit for unit in row.special]
                 elif paired:
                     pairs += [(start + unit) * most + unit for unit in row.special]
-        batch = len(aligned.rows)
-        units = torch.zeros(batch * count * most * most, dtype=torch.bool)
-        units[torch.tensor(pairs, dtype=torch.long)] = True
-        everywhere = torch.zeros(batch * count * most, dtype=torch.bool)
-        everywhere[torch.tensor(columns, dtype=torch.long)] = True
-        return units.view(batch, count, most, most) | everywhere.view(batch, count, 1, most), windows
+        return columns, pairs, windows, most
+
+
+def _aligned(
+    tables: WordTable | Sequence[Sentence], encoding: Any, before: int, after: int, length: int | None
+) -> Alignment:
+    batch = [tables] if isinstance(tables, WordTable) else list(tables)
+    if not batch:
+        raise DataError("Roles was called with no sentence; expected at least one word table.")
+    if isinstance(encoding, Alignment):
+        aligned = encoding
+        if len(aligned.tables) != len(batch):
+            raise DataError(f"{len(aligned.tables)} aligned rows were given for {len(batch)} word tables.")
+    elif encoding is not None:
+        aligned = align(batch, encoding, length=length)
+    else:
+        aligned = tokens_as_words(batch, before=before, after=after, length=length)
+    for index, row in enumerate(aligned.rows):
+        if row.units == 0:
+            raise DataError(f"sentence {index} has neither words nor special tokens; leave it out of the batch.")
+    return aligned
 
 
 def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
@@ -206,6 +274,20 @@ def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:
         columns = index[:, None, None, :].expand(-1, units.shape[1], size, -1)
         tokens = units.gather(2, rows).gather(3, columns)
     return tokens & (keep[:, None, None, :] & keep[:, None, :, None]), keep
+
+
+def _words(aligned: Alignment) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first and the last unit of each token, [B, n], and which tokens are real."""
+    size = aligned.tokens
+    ends = []
+    for row in aligned.rows:
+        first, last = list(row.first), list(row.last)
+        ends.append((first + [-1] * (size - len(first)), last + [-1] * (size - len(last))))
+    first, last = torch.tensor(ends).unbind(1)
+    keep = first >= 0
+    units = torch.tensor([[row.units] for row in aligned.rows])
+    keep = keep & (first < units)
+    return first.clamp_min(0), last.clamp_min(0), keep
 
 
 def _with_wide_tokens(units: Tensor, rows: Sequence[AlignedRow]) -> tuple[Tensor, Tensor]:

@@ -37,19 +37,26 @@ class Attended:
         values: Projected values, [B, K, H, e]; None where the observer reads them elsewhere.
         weights: Attention weights before dropout, [B, H, Q, K]; None unless an observer wants them.
         key_keep: True where a key is a real token, [B, K]; None when the call received no padding mask.
+        mean_weights: Mean of the attention weights over heads, [B, Q, K]; None unless an observer wants it.
     """
 
     values: Tensor | None
     weights: Tensor | None
     key_keep: Tensor | None
+    mean_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Observer:
-    """A function called with `Attended` at each forward, and whether it needs the attention weights."""
+    """A function called with `Attended` at each forward, and whether it needs the attention weights or their mean."""
 
     see: Callable[[Attended], None]
     weights: bool = False
+    mean_weights: bool = False
+
+    def shown(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
+        """Call the function with what it asked for of one call."""
+        self.see(Attended(values, weights if self.weights else None, keep, mean if self.mean_weights else None))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ class Taps(Handle):
         weights: Whether to read attention weights; they are computed explicitly, as torch does with need_weights, and
             only while this is attached. A model of transformers may run sdpa or eager then.
 
+        mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
+            over the sdpa of transformers it is computed one head at a time, beside fused attention, and the weights of
+            the heads are not kept.
+
     Raises:
         SettingError: Nothing was asked for.
         LayoutError: A site cannot be read that way.
@@ -60,13 +64,23 @@ class Taps(Handle):
         torch.Size([3, 5, 2, 4])
     """
 
-    def __init__(self, heads: Heads, *, outputs: bool = False, values: bool = False, weights: bool = False) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        *,
+        outputs: bool = False,
+        values: bool = False,
+        weights: bool = False,
+        mean_weights: bool = False,
+    ) -> None:
         require_heads(heads)
-        if not (outputs or values or weights):
-            raise SettingError("Taps was asked to read nothing; expected some of outputs, values, weights.")
+        if not (outputs or values or weights or mean_weights):
+            raise SettingError(
+                "Taps was asked to read nothing; expected some of outputs, values, weights, mean_weights."
+            )
         super().__init__()
         self.heads = heads
-        self.outputs, self.values, self.weights = outputs, values, weights
+        self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
         self._calls: list[Call] = []
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
@@ -101,7 +115,8 @@ class Taps(Handle):
                 "not tapped (find_heads in the copy), torch.compile goes around what is attached later (attach before "
                 "the first forward), and what ran without gradients is dropped when the model trains on."
             )
-        return [call.finished(outputs=self.outputs, values=self.values, weights=self.weights) for call in calls]
+        asked = {"outputs": self.outputs, "values": self.values, "weights": self.weights}
+        return [call.finished(**asked, mean_weights=self.mean_weights) for call in calls]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -134,8 +149,13 @@ class Taps(Handle):
             if self.outputs and seam is not None:
                 self._before(seam.module, self._outputs_given(site))
             inside = isinstance(site.module, nn.MultiheadAttention)
-            if self.weights or (self.values and inside):
-                listener = Observer(self._see(site), weights=self.weights)
+            if self.mean_weights and site.divided:
+                raise LayoutError(
+                    f"{site.name or 'the model'}: under tensor parallel no process computes the weights of all heads, "
+                    "so their mean is out of reach; read weights=True, or take Position() without recompute."
+                )
+            if self.weights or self.mean_weights or (self.values and inside):
+                listener = Observer(self._see(site), weights=self.weights, mean_weights=self.mean_weights)
                 self._removers.append(site.reach_scores().listen(listener))
             if self.values and not inside:
                 if site.value_module is None:
@@ -248,5 +268,7 @@ class Taps(Handle):
                 capture.values = attended.values if self.values else None
             if self.weights and attended.weights is not None:
                 capture.weights = site.all_heads(attended.weights, 1, site.num_heads)
+            if self.mean_weights:
+                capture.mean_weights = attended.mean_weights
 
         return see

@@ -10,6 +10,7 @@ Imported by `find_heads` alone, and only for models whose modules come from tran
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +27,10 @@ from headwise.bridges.configurations import UNDERNEATH, lend
 from headwise.checks import LayoutError, NotFired
 from headwise.heads import Site
 from headwise.hooks import Hook
+from headwise.mean_weights import mean_of, mean_weights
 from headwise.padding import cached_length
 from headwise.recomputation import Asked, asked, recomputing
 from headwise.scores import (
-    Attended,
     Bias,
     Listeners,
     Observer,
@@ -115,12 +116,18 @@ def _attend_over_sdpa(
 ) -> tuple[Tensor, Tensor | None]:
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
     answer = _asked(module, query, key)
-    if not answer.biases and not answer.weights:
-        return stock(module, query, key, value, attention_mask, **settings)
-    if answer.weights:
+    capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
+    if answer.weights or (answer.mean_weights and capped):
         output, _ = _explicit(module, query, key, value, attention_mask, answer, **settings)
         return output, None
+    if not answer.biases and not answer.mean_weights:
+        return stock(module, query, key, value, attention_mask, **settings)
     mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    if answer.mean_weights:
+        everything = mask if mask is None or empty is None else mask.masked_fill(empty, -math.inf)
+        _show(module, None, mean_weights(query, key, everything, scale=settings.get("scaling")))
+    if not answer.biases:
+        return stock(module, query, key, value, attention_mask, **settings)
     assert mask is not None  # a bias is always a mask
     assert empty is not None
     mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -133,7 +140,7 @@ def _attend_over_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     answer = _asked(module, query, key)
-    if not answer.biases and not answer.weights:
+    if not answer.biases and not answer.weights and not answer.mean_weights:
         stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
         return stock(module, query, key, value, attention_mask, **settings)
     return _explicit(module, query, key, value, attention_mask, answer, **settings)
@@ -216,12 +223,16 @@ def _explicit(
     weights = torch.softmax(scores, dim=-1, dtype=None if exact else torch.float32).to(value.dtype)
     if empty is not None:
         weights = weights.masked_fill(empty, 0.0)
+    _show(module, weights, mean_of(weights) if answer.mean_weights else None)
+    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return (dropped @ value).transpose(1, 2).contiguous(), dropped
+
+
+def _show(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:
     listeners: Listeners | None = module.__dict__.get(LISTENERS)
     if listeners is not None and not recomputing():
         for observer in listeners.observers:
-            observer.see(Attended(None, weights if observer.weights else None, None))
-    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return (dropped @ value).transpose(1, 2).contiguous(), dropped
+            observer.shown(None, weights, None, mean)
 
 
 AttentionInterface.register("headwise", _attend_over_sdpa)

@@ -1,0 +1,67 @@
+"""The benchmark of overhead, tiny: what it measures on a GPU, run on a CPU, and that it writes what it measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark as it runs on CUDA, of a model that takes no time and without a compiler."""
+    spec = importlib.util.spec_from_file_location("overhead_benchmark", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tiny = {"VOCABULARY": 20, "WIDTH": 16, "HEADS": 4, "LAYERS": 6, "INNER": 8, "MODULE_TOKENS": 6, "REPEATS": 2}
+    others = {"SCALING": [(2, 3, 4)], "COPIED": {"cpu": 64}, "COMPILE": False, "HALF": True, "WHOLE_STEPS": True}
+    for name, value in (tiny | others).items():
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
+def test_a_tiny_run_measures_every_method_and_writes_a_record(benchmark, tmp_path):
+    out = tmp_path / "record.json"
+    benchmark.main(["--device", "cpu", "--rounds", "2", "--shapes", "2x5", "--out", str(out)])
+    record = json.loads(out.read_text())
+    (table,) = record["models"]
+    ratios = table["ratio to plain"]
+    wanted = ("plain again", "svgd, all layers", "output", "position", "position, recomputed", "em in 2 encoder layers")
+    assert set(wanted) <= set(ratios)
+    assert all(math.isfinite(value) and value > 0 for value in ratios.values())
+    traffic = record["traffic"]
+    # 3 projections of 18 attentions; read, read and written in float32
+    assert traffic["ensembles"] == 54
+    assert traffic["bytes a step"] == 54 * 16 * 16 * 4 * 3
+    assert traffic["share of copying"] == pytest.approx(
+        traffic["bytes a second"] / traffic["bytes a second of copying"]
+    )
+
+
+def test_a_step_with_repulsion_differs_and_one_in_bf16_too(benchmark):
+    source, target = torch.randint(20, (2, 2, 5), generator=torch.Generator().manual_seed(0))
+    device, weights = torch.device("cpu"), []
+    for rule, half in ((None, False), (benchmark.RULE, False), (None, True)):
+        benchmark.HALF = half
+        variant = benchmark.Variant("one", device, benchmark.no_penalty, rule)
+        for _ in range(2):
+            variant.step(source, target)
+        weights.append(variant.model.transformer.encoder.layers[0].self_attn.in_proj_weight.detach().clone())
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--device", "cuda"])
+    assert "torch sees no GPU; take --device cpu" in capsys.readouterr().err
