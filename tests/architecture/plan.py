@@ -292,7 +292,6 @@ LONG: dict[str, str] = {
     "lab/train.py": "one run read from its data to its result",
     "metrics.py": "eight measures, each a few lines under its equation",
     "nn.py": "one module, with torch's own rules for masks",
-    "penalty.py": "the terms and the penalty they are parts of; half of it is docstrings",
     "role_masks.py": "roles in, a mask out in two forms, read beside each other",
     "lab/models/seq2seq.py": "one model, read from its configuration to its cache",
     "lab/table.py": "rows and verdicts of one table; half of it is docstrings",
