@@ -131,7 +131,8 @@ def _table(path: Path, sentence: _Sentence) -> WordTable:
         raise DataError(f"{path}:{without[0]}: the head is missing, and other words of the sentence have one.")
     if without:
         return WordTable(sentence.words, text=text, spans=spans)
-    return WordTable(sentence.words, heads, sentence.relations, text=text, spans=spans)  # pyright: ignore[reportArgumentType]
+    known = [head for head in heads if head is not None]
+    return WordTable(sentence.words, known, sentence.relations, text=text, spans=spans)
 
 
 def _spelled(sentence: _Sentence) -> tuple[str, list[tuple[int, int]]]:

@@ -18,17 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["launch_backward", "launch_forward", "tile"]
+__all__ = ["launch_backward", "launch_forward"]
 
 NATS_PER_DIMENSION = tl.constexpr(0.5 * (1.0 + math.log(2.0 * math.pi)))
 # Each program walks over some tokens, so that it adds up the gradients of the betas itself.
 MOST_PROGRAMS = 1024
-
-
-def tile(votes: Tensor) -> tuple[int, int, int]:
-    """Return heads, capsules and numbers of a capsule of votes [T, H, N, c], each rounded up to a power of two."""
-    heads, capsules, size = (triton.next_power_of_2(length) for length in votes.shape[1:])
-    return heads, capsules, size
 
 
 def launch_forward(
@@ -57,13 +51,8 @@ def launch_backward(
 ) -> tuple[Tensor, ...]:
     """Write the gradient of the votes into `into` [T, H, N, c] and return those of the betas.
 
-    Args:
-        votes: V; each head's N * c numbers side by side.
-        grad: Gradient of the capsules, [T, N, c], contiguous.
-        betas: beta_A and beta_mu, each [N], or nothing.
-        schedule: Inverse temperature of each iteration, linear.
-        floor: Least variance and least sum_h C_hn.
-        into: Written; laid out as `votes` may be.
+    `grad` is that of the capsules, [T, N, c], contiguous; `into` is laid out as votes may be; the rest is as for
+    `launch_forward`.
     """
     grid, arguments, constants = _launch(votes, betas, schedule, floor)
     # one row of sums a program, added up afterwards: the same order and so the same bits in every run
@@ -76,7 +65,7 @@ def _launch(
     votes: Tensor, betas: tuple[Tensor, ...], schedule: tuple[float, ...], floor: float
 ) -> tuple[tuple[int], tuple[object, ...], dict[str, object]]:
     tokens, heads, capsules, size = votes.shape
-    padded_heads, padded_capsules, padded_size = tile(votes)
+    padded_heads, padded_capsules, padded_size = (triton.next_power_of_2(length) for length in votes.shape[1:])
     beta_a, beta_mu = betas or (votes, votes)
     step = (schedule[-1] - schedule[0]) / max(len(schedule) - 1, 1)
     strides = votes.stride(0), votes.stride(1)
@@ -153,6 +142,27 @@ def _iterated(
 
 
 @triton.jit
+def _places(heads, capsules, size, HEADS: tl.constexpr, CAPSULES: tl.constexpr, SIZE: tl.constexpr):
+    """Return which [H, N], [N, c] and [H, N, c] are no padding of the tile, and the place of each number, [N, c]."""
+    head, capsule, number = tl.arange(0, HEADS), tl.arange(0, CAPSULES), tl.arange(0, SIZE)
+    present = (head < heads)[:, None] & (capsule < capsules)[None, :]
+    real = (capsule < capsules)[:, None] & (number < size)[None, :]
+    places = capsule[:, None] * size + number[None, :]
+    mask = (head < heads)[:, None, None] & real[None, :, :]
+    return present, real, places, mask
+
+
+@triton.jit
+def _beta(at, capsules, ACTIVE: tl.constexpr, DTYPE: tl.constexpr, CAPSULES: tl.constexpr):
+    """Return a beta [N], zero without activations."""
+    beta = tl.zeros([CAPSULES], dtype=DTYPE)
+    if ACTIVE:
+        capsule = tl.arange(0, CAPSULES)
+        beta = tl.load(at + capsule, mask=capsule < capsules, other=0.0).to(DTYPE)
+    return beta
+
+
+@triton.jit
 def _forward(
     votes_at,
     token_stride,
@@ -174,17 +184,11 @@ def _forward(
     CAPSULES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    head, capsule, number = tl.arange(0, HEADS), tl.arange(0, CAPSULES), tl.arange(0, SIZE)
-    present = (head < heads)[:, None] & (capsule < capsules)[None, :]
-    real = (capsule < capsules)[:, None] & (number < size)[None, :]
-    places = capsule[:, None] * size + number[None, :]
+    head = tl.arange(0, HEADS)
+    present, real, places, mask = _places(heads, capsules, size, HEADS, CAPSULES, SIZE)
     offsets = head[:, None, None] * head_stride + places[None, :, :]
-    mask = (head < heads)[:, None, None] & real[None, :, :]
-    beta_a = tl.zeros([CAPSULES], dtype=DTYPE)
-    beta_mu = tl.zeros([CAPSULES], dtype=DTYPE)
-    if ACTIVE:
-        beta_a = tl.load(beta_a_at + capsule, mask=capsule < capsules, other=0.0).to(DTYPE)
-        beta_mu = tl.load(beta_mu_at + capsule, mask=capsule < capsules, other=0.0).to(DTYPE)
+    beta_a = _beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_mu = _beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = tl.zeros([], dtype=tl.int64) + token
         votes = tl.load(votes_at + row * token_stride + offsets, mask=mask, other=0.0).to(DTYPE)
@@ -223,17 +227,11 @@ def _backward(
     CAPSULES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    head, capsule, number = tl.arange(0, HEADS), tl.arange(0, CAPSULES), tl.arange(0, SIZE)
-    present = (head < heads)[:, None] & (capsule < capsules)[None, :]
-    real = (capsule < capsules)[:, None] & (number < size)[None, :]
-    places = capsule[:, None] * size + number[None, :]
+    head, capsule = tl.arange(0, HEADS), tl.arange(0, CAPSULES)
+    present, real, places, mask = _places(heads, capsules, size, HEADS, CAPSULES, SIZE)
     offsets = head[:, None, None] * head_stride + places[None, :, :]
-    mask = (head < heads)[:, None, None] & real[None, :, :]
-    beta_a = tl.zeros([CAPSULES], dtype=DTYPE)
-    beta_mu = tl.zeros([CAPSULES], dtype=DTYPE)
-    if ACTIVE:
-        beta_a = tl.load(beta_a_at + capsule, mask=capsule < capsules, other=0.0).to(DTYPE)
-        beta_mu = tl.load(beta_mu_at + capsule, mask=capsule < capsules, other=0.0).to(DTYPE)
+    beta_a = _beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_mu = _beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
     d_beta_a = tl.zeros([CAPSULES], dtype=DTYPE)
     d_beta_mu = tl.zeros([CAPSULES], dtype=DTYPE)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):

@@ -16,11 +16,12 @@ from headwise.lab.arm_text import parse_arm, parse_arms, settings_of
 from headwise.lab.arms import Arm, combine, named_arms
 from headwise.lab.drophead import DropHead
 from headwise.lab.guided import ROLES
+from headwise.lab.runs import as_record
 from headwise.layouts import find_heads
 from headwise.nn import MultiheadAttention
 from headwise.particles import SPOS, SVGD, Relative
 from headwise.penalty import Output, Subspace, Sum
-from headwise.routing import EMRouting, Trunk
+from headwise.routing import Chunks, EMRouting, Trunk
 
 
 def test_the_named_arms_hold_the_papers_settings():
@@ -295,3 +296,9 @@ def test_an_arm_is_a_frozen_value():
         arms_module.named_arms()["plain"].name = "other"
     with pytest.raises(SettingError, match="drophead is 1"):
         Arm("x", drophead=1.0)
+
+
+def test_the_choice_of_kernel_is_no_part_of_an_arms_record():
+    chunks = Chunks(tokens=256, fused=False)
+    assert as_record(chunks) == {"kind": "Chunks", "tokens": 256, "routed": None, "compile": False}
+    assert as_record(dataclasses.replace(chunks, fused=True)) == as_record(chunks)

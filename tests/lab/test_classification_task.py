@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
-from headwise.lab import pool
 from headwise.lab.arm_text import parse_arm, parse_arms
 from headwise.lab.armed import armed
 from headwise.lab.compare import Comparison, compare
@@ -29,7 +28,6 @@ from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, Clas
 from headwise.lab.tasks.named import named_task
 from headwise.lab.train import train_run
 from headwise.lab.tune import Tuning, tune
-from headwise.lab.workers import Failure
 from lab.sentences import parse_without_spacy, write_sentences
 
 TASK = ClassificationTask()
@@ -52,24 +50,6 @@ PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 @pytest.fixture(autouse=True)
 def parser(monkeypatch: pytest.MonkeyPatch) -> None:
     parse_without_spacy(monkeypatch)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Do jobs in this process, and list those that were done."""
-    done: list[str] = []
-
-    def run(target, jobs, workers, watch) -> list[Failure]:
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-            done.append(job.name)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
-    return done
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from headwise.lab.tasks import logic
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.workers import Failure
+from lab.command import call, refused
+from lab.logic_toy import TOY
 from lab.sentences import write_sentences
 from lab.translation_toy import SMALLEST, write_toy_corpus
 
@@ -24,49 +26,12 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 @pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inline: list[str]) -> None:  # noqa: ARG001  jobs run here
     """Make the demo a toy, do jobs in this process, and work in an empty folder."""
-    small = dataclasses.replace(
-        logic.SCALES["demo"],
-        width=8,
-        heads=2,
-        classifier_width=16,
-        epochs=1,
-        warmup_steps=3,
-        generated_draws=1500,
-        train_examples=96,
-        dev_examples=40,
-    )
+    small = dataclasses.replace(TOY, name="demo", train_examples=96)
     monkeypatch.setattr(logic, "SCALES", {**logic.SCALES, "demo": small})
     monkeypatch.setattr(logic.LogicTask, "scales", {**logic.SCALES, "demo": small})
     monkeypatch.chdir(tmp_path)
-
-    def run(target, jobs, workers, watch):
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on stderr of a call that must end with code 2."""
-    assert call(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("headwise: ")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-    return error
 
 
 def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
-from headwise.lab import pool
 from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.jobs import do_job
@@ -26,22 +25,8 @@ from headwise.lab.progress import Bars, Clock, Lines, watch_for
 from headwise.lab.runs import first_difference, read_progress, write_json
 from headwise.lab.tasks.logic import LogicTask
 from headwise.lab.tasks.logic_data import load_logic
-from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.workers import Failure, Watch, run_jobs
-
-TOY = dataclasses.replace(
-    SCALES["demo"],
-    name="toy",
-    width=8,
-    heads=2,
-    classifier_width=16,
-    epochs=1,
-    warmup_steps=3,
-    generated_draws=1500,
-    train_examples=128,
-    dev_examples=40,
-)
-
+from lab.logic_toy import TOY
 
 # ---- the pool, with jobs that take no model ----
 
@@ -215,24 +200,6 @@ def test_the_first_setting_that_differs_is_named():
 
 
 # ---- a comparison ----
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Do jobs in this process, and list those that were done."""
-    done: list[str] = []
-
-    def run(target, jobs, workers, watch):
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-            done.append(job.name)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
-    return done
 
 
 def toy(out: Path, arms: str = "plain,svgd:alpha=1", seeds: int = 2, **changes) -> Comparison:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import pool, reproduce
+from headwise.lab import reproduce
 from headwise.lab.grids import NONE
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
@@ -16,6 +16,8 @@ from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from lab.sentences import parse_without_spacy, write_sentences
+
+pytestmark = pytest.mark.usefixtures("inline")
 
 TINY = ("width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=48")
 
@@ -29,21 +31,8 @@ def sets(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    done: list[str] = []
-
-    def run(target, jobs, workers, watch):
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-            done.append(job.name)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
+def parser(monkeypatch: pytest.MonkeyPatch) -> None:
     parse_without_spacy(monkeypatch)
-    return done
 
 
 def plans(reproduction, sets: Path, out: Path, sizes: tuple[str, ...] = TINY):

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import pool
 from headwise.lab import reproduce as reproducing
 from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.sizes import Size, sized
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
-from headwise.lab.workers import Failure
 from lab.sentence_sets import FILLERS, write_pairs
 
 pytest.importorskip("spacy")
@@ -28,21 +26,6 @@ IDS = [
     *(f"repulsive-v1/{name}" for name in ("table-6", "figure-9", "figure-10")),
 ]
 TINY = ("epochs=1", "width=8", "units=4", "attention=4", "heads=4", "hidden=6", "train_examples=40", "batch_size=16")
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do jobs in this process."""
-
-    def run(target, jobs, workers, watch) -> list[Failure]:
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 def done(identifier: str, data: Path, out: Path, other: Path | None = None, parts: tuple[str, ...] = ()) -> dict:

@@ -16,7 +16,6 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from headwise.checks import DataError, SettingError, ShapeError
-from headwise.lab import pool
 from headwise.lab.analyses import ANALYSES
 from headwise.lab.arm_text import parse_arm, parse_arms
 from headwise.lab.armed import armed
@@ -31,7 +30,6 @@ from headwise.lab.tasks.sentence_data import collate
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence_scores import scores
 from headwise.lab.train import train_run
-from headwise.lab.workers import Failure
 from headwise.particles import SVGD
 from lab.sentence_sets import write_pairs, write_texts
 
@@ -54,21 +52,6 @@ TOY = dataclasses.replace(
     min_count=1,
 )
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", ""))
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do jobs in this process."""
-
-    def run(target, jobs, workers, watch) -> list[Failure]:
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 
@@ -21,22 +20,9 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.shown import StepTimes
 from headwise.lab.step_time import BATCHES, ROUNDS, measure_step_time
 from headwise.lab.table import read_table
-from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.tasks.named import named_task
+from lab.logic_toy import TOY
 from lab.synthetic_comparison import Drawn, write_comparison
-
-TOY = dataclasses.replace(
-    SCALES["demo"],
-    name="toy",
-    width=8,
-    heads=2,
-    classifier_width=16,
-    epochs=1,
-    warmup_steps=3,
-    generated_draws=1500,
-    train_examples=128,
-    dev_examples=40,
-)
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab import cli
 from headwise.lab.downloads import Download
 from headwise.lab.tasks import translation_corpora
 from headwise.lab.tasks.subwords import learn_subwords
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_data import open_prepared
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from lab.command import call, refused
 from lab.translation_text import TARGET_WORDS, lines, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -48,21 +48,6 @@ def served(tmp_path) -> Iterator[tuple[Path, str]]:
         yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert call(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("headwise: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def content(name: str) -> bytes:

@@ -12,47 +12,21 @@ from headwise.checks import HeadwiseError, SettingError
 from headwise.lab import pool
 from headwise.lab.arm_text import parse_arm, settings_of
 from headwise.lab.arms import named_arms
-from headwise.lab.tasks.logic_scales import SCALES
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
 from headwise.lab.workers import Failure
+from lab.logic_toy import TOY
 
-TOY = dataclasses.replace(
-    SCALES["demo"],
-    name="toy",
-    width=8,
-    heads=2,
-    classifier_width=16,
-    epochs=1,
-    warmup_steps=3,
-    generated_draws=1500,
-    train_examples=96,
-    dev_examples=40,
-)
+pytestmark = pytest.mark.usefixtures("inline")
+
+SMALL = dataclasses.replace(TOY, train_examples=96)
 
 
 def tuning(arm: str, out: Path = Path("unused"), draws: int = 3, seed: int = 1) -> Tuning:
-    return Tuning("logic", arm, draws, seed, TOY, out)
+    return Tuning("logic", arm, draws, seed, SMALL, out)
 
 
 def quiet() -> Console:
     return Console(file=io.StringIO())
-
-
-@pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    done: list[str] = []
-
-    def run(target, jobs, workers, watch):
-        assert workers >= 1
-        for job in jobs:
-            watch.started(job)
-            target(job.settings, job.folder, lambda: False)
-            watch.ended(job, None)
-            done.append(job.name)
-        return []
-
-    monkeypatch.setattr(pool, "run_jobs", run)
-    return done
 
 
 def test_the_first_draw_is_the_arm_as_given_and_a_given_setting_is_kept():
@@ -77,7 +51,7 @@ def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlie
 @pytest.mark.parametrize("name", list(named_arms()))
 def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
     arms = [drawn_arm(tuning(name), index) for index in range(1, 25)]
-    assert all(TOY.learning_rate / 3.01 <= arm.learning_rate <= TOY.learning_rate * 3.01 for arm in arms)
+    assert all(SMALL.learning_rate / 3.01 <= arm.learning_rate <= SMALL.learning_rate * 3.01 for arm in arms)
     for setting, path in settings_of(named_arms()[name]).items():
         if setting not in RANGES:
             continue

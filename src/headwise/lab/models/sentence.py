@@ -135,7 +135,7 @@ class SentenceClassifier(TextClassifier):
     # Width of the sentence's vector, as a multiple of the model's.
     vectors: int = 1
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:  # noqa: ARG002
+    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:  # noqa: ARG002  the words are a subclass's
         super().__init__()
         require_integer("num_labels", num_labels, low=2)
         self.texts = texts

@@ -41,7 +41,7 @@ class AttentionMaps:
     heads: int | None = None
     overall: bool = True
 
-    def __call__(self, part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG002
+    def __call__(self, part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG002  as all are called
         """Return the heatmaps of the runs that are there."""
         found = []
         for arm in (parse_arm(text).name for text in self.arms):

@@ -26,7 +26,7 @@ OUTPUTS = "distance of outputs: 1 - linear CKA"
 ATTENTION = "distance of attention: Jensen-Shannon, nats"
 
 
-def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001
+def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
     """Return score and distance of outputs by force ratio, and distances of what heads compute by those of parameters.
 
     Each where at least two arms have both numbers.

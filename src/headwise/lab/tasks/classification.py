@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -25,6 +23,7 @@ from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.sentence import SentenceClassifier, SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.protocol import key
 from headwise.lab.sentence_masks import Donors, RoleMasks
+from headwise.lab.tasks.class_answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.tasks.classification_data import (
     ClassificationData,
     Sentence,
@@ -39,7 +38,6 @@ from headwise.word_rarity import idf
 
 __all__ = ["ClassificationTask", "predict"]
 
-BATCH = 256
 PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (5, 10, 20, 40, 90)
@@ -113,12 +111,8 @@ class ClassificationTask:
 
     def losses(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.float64]:
         """Return the cross entropy of each test text, and 1."""
-        split, found = data.test, np.ones((len(data.test), 2))
-        for batch in length_sorted(split.lengths, BATCH):
-            logits = _logits(model, split, batch)
-            labels = torch.from_numpy(split.labels[batch].astype(np.int64)).to(logits.device)
-            found[batch, 0] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
-        return found
+        split = data.test
+        return cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""
@@ -155,10 +149,7 @@ class ClassificationTask:
 
 def predict(model: SentenceClassifier, split: Sentences) -> NDArray[np.int64]:
     """Return the predicted class of each text of a split, [N], in the split's order."""
-    predicted = np.zeros(len(split), dtype=np.int64)
-    for batch in length_sorted(split.lengths, BATCH):
-        predicted[batch] = _logits(model, split, batch).argmax(dim=-1).cpu().numpy()
-    return predicted
+    return predicted_classes(lambda places: _logits(model, split, places), split.lengths)
 
 
 def _logits(model: SentenceClassifier, split: Sentences, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:

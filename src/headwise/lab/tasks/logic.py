@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -20,13 +18,13 @@ from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import scores_by_bin, spread_evenly
 from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.pair import PairClassifier
+from headwise.lab.tasks.class_answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
 from headwise.lab.tasks.task import Answers
 
 __all__ = ["LogicTask", "predict"]
 
-BATCH = 256
 PROBED = 512
 
 
@@ -76,12 +74,8 @@ class LogicTask:
 
     def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
         """Return the cross entropy of each test pair, and 1."""
-        split, found = data.test, np.ones((len(data.test), 2))
-        for batch in length_sorted(split.lengths, BATCH):
-            logits = _logits(model, split, batch)
-            labels = torch.from_numpy(split.labels[batch].astype(np.int64)).to(logits.device)
-            found[batch, 0] = F.cross_entropy(logits, labels, reduction="none").cpu().numpy()
-        return found
+        split = data.test
+        return cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
 
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
@@ -116,10 +110,7 @@ class LogicTask:
 
 def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:
     """Return the predicted label of each pair of a split, [N], in the split's order."""
-    predicted = np.zeros(len(split), dtype=np.int64)
-    for batch in length_sorted(split.lengths, BATCH):
-        predicted[batch] = _logits(model, split, batch).argmax(dim=-1).cpu().numpy()
-    return predicted
+    return predicted_classes(lambda places: _logits(model, split, places), split.lengths)
 
 
 def _logits(model: PairClassifier, split: LogicSplit, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:

@@ -1,0 +1,25 @@
+"""The `headwise` command as a person calls it, in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwise.lab import cli
+
+
+def call(*arguments: str) -> int:
+    """The exit code of a call."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr of a call that must end with code 2."""
+    assert call(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headwise: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    return error

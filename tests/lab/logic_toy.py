@@ -1,0 +1,20 @@
+"""The logic task at a size that trains in a second."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headwise.lab.tasks.logic_scales import SCALES
+
+TOY = dataclasses.replace(
+    SCALES["demo"],
+    name="toy",
+    width=8,
+    heads=2,
+    classifier_width=16,
+    epochs=1,
+    warmup_steps=3,
+    generated_draws=1500,
+    train_examples=128,
+    dev_examples=40,
+)
