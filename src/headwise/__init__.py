@@ -1,6 +1,6 @@
 """headwise: diverse multi-head attention for PyTorch, in your own model and training loop."""
 
-from headwise import nn
+from headwise import nn, plots
 from headwise.ablation import Ablation, Importance, ablate, importance
 from headwise.aggregation import Aggregation, aggregate
 from headwise.aggregators import Residual
@@ -135,6 +135,7 @@ __all__ = [
     "load_report",
     "measure",
     "nn",
+    "plots",
     "read_conllu",
     "repel",
     "save",

@@ -119,6 +119,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "plots/sweeps.py",
             "plots/heads.py",
             "plots/sentences.py",
+            "plots/overview.py",
             "plots/__init__.py",
             "testing.py",
         ),

@@ -144,7 +144,7 @@ def launched(launcher: list[str], *arguments: str) -> subprocess.CompletedProces
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 
@@ -164,6 +164,26 @@ def test_torchrun_runs_a_comparison(tmp_path: Path):
     assert (out / "report.html").exists()
     for arm in ("plain", "output"):
         assert np.isfinite(epochs(out / arm / "seed-0")[0]["train_loss"])
+
+
+@pytest.mark.slow
+def test_torchrun_tunes(tmp_path: Path):
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    out = tmp_path / "draws"
+    done = launched([*TORCHRUN, str(script)], "tune", "logic", "output", "--draws", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" with\noutput:") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_reproduces(tmp_path: Path):
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    given = ["reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--out", str(tmp_path / "runs")]
+    done = launched([*TORCHRUN, str(script)], *given)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs").rglob("result.json"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from headwise.lab.train import train_run
 from headwise.taps import Taps
 from headwise.word_tables import WordTable
 from lab.sentences import parsed
+from lab.translation_toy import WORDS, write_toy_corpus
 
 TASK = TranslationTask()
 TOY = dataclasses.replace(
@@ -50,17 +50,12 @@ TOY = dataclasses.replace(
     test_examples=10,
     compile_routing=False,
 )
-WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht", ",": ","}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(5)
-    for name, size in (("train", 90), ("val", 12), ("test_2016_flickr", 12)):
-        source = [draw.choices(list(WORDS), k=draw.randint(3, 12)) for _ in range(size)]
-        (folder / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in source))
-        (folder / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
-    return folder
+    words = {**WORDS, ",": ","}
+    return write_toy_corpus(tmp_path_factory.mktemp("corpus"), words=words, sizes=(90, 12, 12), longest=12)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.train import train_run
+from lab.translation_toy import write_toy_corpus
 
 TOY = dataclasses.replace(
     TRANSLATION_SCALES["demo"],
@@ -43,18 +43,11 @@ TOY = dataclasses.replace(
     test_examples=12,
     compile_routing=False,
 )
-WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht"}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of made sentences under Multi30k's names."""
-    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(5)
-    for name, size in (("train", 200), ("val", 20), ("test_2016_flickr", 30)):
-        source = [draw.choices(list(WORDS), k=draw.randint(3, 25)) for _ in range(size)]
-        (folder / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in source))
-        (folder / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
-    return folder
+    return write_toy_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

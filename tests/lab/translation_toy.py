@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,14 +34,20 @@ SMALLEST = dataclasses.replace(
 )
 
 
-def write_toy_corpus(folder: Path) -> Path:
-    """Write made sentences under Multi30k's names."""
+def write_toy_corpus(
+    folder: Path,
+    *,
+    words: Mapping[str, str] = WORDS,
+    sizes: Sequence[int] = (200, 20, 30),
+    longest: int = 25,
+) -> Path:
+    """Write made sentences under Multi30k's names: so many of training, dev and test."""
     folder.mkdir(exist_ok=True)
     draw = random.Random(5)
-    for name, size in (("train", 200), ("val", 20), ("test_2016_flickr", 30)):
-        source = [draw.choices(list(WORDS), k=draw.randint(3, 25)) for _ in range(size)]
+    for name, size in zip(("train", "val", "test_2016_flickr"), sizes, strict=True):
+        source = [draw.choices(list(words), k=draw.randint(3, longest)) for _ in range(size)]
         (folder / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in source))
-        (folder / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
+        (folder / f"{name}.de").write_text("".join(" ".join(words[word] for word in line) + "\n" for line in source))
     return folder
 
 

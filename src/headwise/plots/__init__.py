@@ -2,6 +2,7 @@
 
 from headwise.plots.drawing import to_png
 from headwise.plots.heads import ablation_histogram, head_embedding, head_similarity
+from headwise.plots.overview import overview
 from headwise.plots.sentences import sentence_heatmap
 from headwise.plots.sweeps import sweep
 from headwise.plots.trust import entropy_cdf, reliability_diagram
@@ -11,6 +12,7 @@ __all__ = [
     "entropy_cdf",
     "head_embedding",
     "head_similarity",
+    "overview",
     "reliability_diagram",
     "sentence_heatmap",
     "sweep",

@@ -58,7 +58,7 @@ class WordVectors(nn.Embedding):
         super().reset_parameters()
         with torch.no_grad():
             self.weight *= self.known.square().mean().sqrt() if len(self.ids) else DRAWN
-            self.weight[self.ids] = self.known
+            self.weight[self.ids] = self.known.to(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name
         """Return the vectors [.., width] of token ids [..]."""

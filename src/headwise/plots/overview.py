@@ -1,0 +1,148 @@
+"""One figure of all that a report holds: a panel a measure, a dot a head, a line through the means of the layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from headwise.checks import SettingError
+from headwise.plots.drawing import GRAY, Style, drawing
+from headwise.report import Comparison, Report
+from headwise.report_layers import LayerReport
+from headwise.report_tables import layer_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["overview"]
+
+NOW, BEFORE = Style("#0072B2", "o", "-"), Style(GRAY, "s", (0, (5, 1.5)))
+# More names of layers than this do not fit side by side under a panel.
+NAMED = 12
+COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    values: Callable[[LayerReport], Sequence[float]]
+    # what a head that does nothing in particular would have, a number a layer
+    expected: Callable[[LayerReport], float] | None = None
+
+
+def overview(report: Report, *, before: Report | None = None) -> Figure:
+    """Return what `measure` found in one figure: how alike heads are, where they look, what each is worth.
+
+    A panel for each of these that the report holds: linear CKA of each head's outputs with those of the others (mean
+    over pairs), the Jensen-Shannon divergence of its attention from theirs and its entropy, both in nats, the fall of
+    the score without it, and its share on the pairs of each role, with that of a random mask as sparse dotted. A dot
+    is a head; the line goes through the means of the layers.
+
+    Args:
+        report: What `hw.measure` returned.
+        before: A report of the same modules and heads, drawn in gray beside it.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: The two do not have the same attention modules with as many heads, or the report holds none of
+            the measures.
+
+    Example:
+        >>> from headwise.report import Report
+        >>> from headwise.report_layers import LayerReport
+        >>> layer = LayerReport("attn", "self", "", 0, 2, entropy=(1.5, 0.75))
+        >>> [axes.get_title(loc="left") for axes in overview(Report("Model", 1, 12, (layer,))).axes]
+        ['entropy of attention, nats']
+    """
+    reports = [(report, NOW, "now")] if before is None else [(before, BEFORE, "before"), (report, NOW, "now")]
+    if before is not None:
+        Comparison(before, report)
+    panels = [panel for panel in _panels(report) if any(panel.values(layer) for layer in report.layers)]
+    if not panels:
+        raise SettingError(
+            f"the report of {report.model} holds nothing to draw; expected heads that are more than one a module, "
+            "attention weights, a score or roles."
+        )
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with drawing(1.0 + 3.3 * columns, 0.7 + 2.5 * rows) as figure:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            for shift, (shown, style, name) in zip(_shifts(len(reports)), reports, strict=True):
+                _draw(axes, panel, shown, style, shift, label=name)
+            _draw_expected(axes, panel, report.layers)
+            axes.set_title(panel.title, fontsize=10, loc="left")
+            _name_layers(axes, report.layers)
+        for axes in list(grid.flat)[len(panels) :]:
+            figure.delaxes(axes)
+        figure.supxlabel("layer", fontsize=10)
+        legend = {
+            label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if len(legend) > 1:
+            figure.legend(legend.values(), legend.keys(), loc="outside upper left", ncols=3, frameon=False)
+    return figure
+
+
+def _panels(report: Report) -> list[_Panel]:
+    panels = [
+        _Panel("CKA with the other heads", lambda layer: layer.of_heads("output_cka")),
+        _Panel("divergence of attention, nats", lambda layer: layer.of_heads("attention_js")),
+        _Panel("entropy of attention, nats", lambda layer: layer.entropy),
+        _Panel(f"fall of {report.score} without the head", lambda layer: [drop.value for drop in layer.drops]),
+    ]
+    return panels + [_role(place, name) for place, name in enumerate(report.roles)]
+
+
+def _role(place: int, name: str) -> _Panel:
+    return _Panel(
+        f"attention on {name}",
+        lambda layer: layer.roles[place] if layer.roles else (),
+        lambda layer: layer.chance[place] if layer.chance else math.nan,
+    )
+
+
+def _shifts(number: int) -> list[float]:
+    return [0.0] if number == 1 else [-0.12, 0.12]
+
+
+def _draw(axes: Axes, panel: _Panel, report: Report, style: Style, shift: float, *, label: str) -> None:
+    found = [(place, values) for place, layer in enumerate(report.layers) if (values := panel.values(layer))]
+    dots = [(place + shift, value) for place, values in found for value in values]
+    axes.scatter(
+        [x for x, _ in dots],
+        [y for _, y in dots],
+        s=14,
+        color=style.color,
+        marker=style.marker,
+        alpha=0.5,
+        linewidths=0,
+    )
+    axes.plot(
+        [place for place, _ in found],
+        [fmean(values) for _, values in found],
+        color=style.color,
+        linestyle=style.dash,
+        linewidth=1.8,
+        label=label,
+    )
+
+
+def _draw_expected(axes: Axes, panel: _Panel, layers: Sequence[LayerReport]) -> None:
+    if panel.expected is not None:
+        found = [panel.expected(layer) for layer in layers]
+        low, high = [place - 0.4 for place in range(len(layers))], [place + 0.4 for place in range(len(layers))]
+        axes.hlines(found, low, high, color="#000000", linestyle=":", linewidth=1.2, label="a random mask as sparse")
+
+
+def _name_layers(axes: Axes, layers: Sequence[LayerReport]) -> None:
+    places = range(0, len(layers), math.ceil(len(layers) / NAMED))
+    axes.set_xticks(list(places), [layer_name(layers[place]) for place in places])
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.grid(visible=False, axis="x")
