@@ -60,8 +60,13 @@ def test_a_step_with_repulsion_differs_and_one_in_bf16_too(benchmark):
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys):
+def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "record.json"
     with pytest.raises(SystemExit):
-        benchmark.main(["--device", "cuda"])
+        benchmark.main(["--device", "cuda", "--out", str(out)])
     assert "torch sees no GPU; take --device cpu" in capsys.readouterr().err
+    record = json.loads(out.read_text())
+    assert record["not run on CUDA"] == "torch sees no GPU"
+    assert set(record["wanted on CUDA, of a plain step"]) == {"svgd, all layers", "output", "em in 2 encoder layers"}
+    assert "models" not in record
