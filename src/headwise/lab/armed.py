@@ -11,7 +11,7 @@ from torch import nn
 from headwise.checks import SettingError
 from headwise.lab.arms import Arm
 from headwise.lab.methods import Methods
-from headwise.lab.tasks.task import Data, MakesMasks, Scale, Task, WithModels, WithRoles
+from headwise.lab.tasks.task import Data, MakesMasks, Scale, Task, WithModels, WithRoles, WithRuleLayers
 
 __all__ = ["armed", "bare"]
 
@@ -32,7 +32,11 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
     """
     model, masks = bare(task, arm, data, scale, seed=seed)
     studied = None if arm.model is not None else task.studied(model)
-    return model, Methods(arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks)
+    layers = task.rule_layers(scale) if isinstance(task, WithRuleLayers) else None
+    methods = Methods(
+        arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks, rule_layers=layers
+    )
+    return model, methods
 
 
 def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MakesMasks | None]:

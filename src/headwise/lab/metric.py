@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwise.checks import ShapeError, require_choice, require_integer
 
-__all__ = ["METRICS", "Accuracy", "Bleu", "Loss", "Measure", "Metric"]
+__all__ = ["METRICS", "Accuracy", "Balanced", "Bleu", "Loss", "Measure", "Metric"]
 
 ORDERS = 4
 
@@ -155,4 +155,34 @@ class Loss:
         return mean + len(sums) * (sums - mean * counts) / counts.sum()
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu())}
+@dataclass(frozen=True)
+class Balanced:
+    """The mean of two accuracies: on the positions of one kind, and on those of the other; a constant answer has 0.5.
+
+    An item's statistics are [right of the first kind, of the first kind, right of the second, of the second]. With S
+    their sums over N items, B(S) = (S_1 / S_2 + S_3 / S_4) / 2, and an item's value is B(S) + N grad B(S) . s: the
+    values' mean is B, their spread that of B under resampling of items, to first order.
+    """
+
+    name: str = "balanced accuracy"
+    unit: str = "%"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 4].
+
+        >>> Balanced().values(np.array([[1, 2, 3, 4], [1, 2, 3, 4]])).tolist()
+        [0.625, 0.625]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 4:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of counts an item, (N, 4).")
+        shares = statistics.astype(np.float64)
+        total = np.maximum(shares.sum(axis=0), 1.0)
+        score = (total[0] / total[1] + total[2] / total[3]) / 2
+        gradient = (
+            (shares[:, 0] - total[0] / total[1] * shares[:, 1]) / total[1]
+            + (shares[:, 2] - total[2] / total[3] * shares[:, 3]) / total[3]
+        ) / 2
+        return score + len(shares) * gradient
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Balanced())}

@@ -24,6 +24,7 @@ __all__ = [
     "Answers",
     "Batches",
     "Data",
+    "Exporting",
     "MakesMasks",
     "Preparing",
     "Recipe",
@@ -32,6 +33,7 @@ __all__ = [
     "WithModels",
     "WithParts",
     "WithRoles",
+    "WithRuleLayers",
 ]
 
 Batch = Mapping[str, Tensor]
@@ -276,6 +278,24 @@ class WithRoles(Protocol):
         Raises:
             DataError: A role needs a parse, and there are none.
         """
+        ...
+
+
+@runtime_checkable
+class WithRuleLayers(Protocol):
+    """A task whose paper repels the heads of some layers alone."""
+
+    def rule_layers(self, scale: Any) -> tuple[int, ...] | None:
+        """Return the layers that a rule acts on where its arm names none; None for all."""
+        ...
+
+
+@runtime_checkable
+class Exporting(Protocol):
+    """A task whose trained model is for other programs too."""
+
+    def export(self, model: Any, data: Any, folder: Path) -> None:
+        """Write the model of a finished run into its folder in a form that others read."""
         ...
 
 
