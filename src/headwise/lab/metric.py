@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import ShapeError, require_choice, require_integer
+from headwise.lab.glue_score import GlueScore
 
 __all__ = ["METRICS", "Accuracy", "Balanced", "Bleu", "Loss", "Measure", "Metric"]
 
@@ -185,4 +186,4 @@ class Balanced:
         return score + len(shares) * gradient
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Balanced())}
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Balanced(), GlueScore())}

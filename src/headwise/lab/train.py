@@ -280,7 +280,7 @@ def _finish(
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)
     if isinstance(task, Exporting):
-        task.export(model, data, folder)
+        task.export(model, data, settings.scale, folder)
     result = {
         "task": settings.task,
         "scale": settings.scale.name,

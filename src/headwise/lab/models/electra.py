@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from headwise.checks import SettingError, require_integer, require_range
 
-__all__ = ["ElectraPretraining", "ElectraSizes", "decayed_apart"]
+__all__ = ["ElectraPretraining", "ElectraSizes", "decayed_apart", "draw_narrow"]
 
 DEVIATION = 0.02
 # Fine-tuning takes texts longer than those of pre-training.
@@ -127,7 +127,7 @@ class ElectraPretraining(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 # each arm draws its parameters module by module; torch's own draw of an embedding is 50 times as wide
-                module.reset_parameters = functools.partial(_draw, module)
+                module.reset_parameters = functools.partial(draw_narrow, module)
         head = self.generator.generator_lm_head
         head.reset_parameters = functools.partial(_clear_bias, head)
 
@@ -217,7 +217,8 @@ def _sampled(logits: Tensor, seed: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def _draw(module: nn.Linear | nn.Embedding) -> None:
+def draw_narrow(module: nn.Linear | nn.Embedding) -> None:
+    """Draw a module's weights as BERT's are drawn: from a normal of deviation 0.02, biases and padding zero."""
     nn.init.normal_(module.weight, std=DEVIATION)
     if isinstance(module, nn.Linear):
         _clear_bias(module)

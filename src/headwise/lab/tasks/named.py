@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence", "pretraining")
+TASKS = ("logic", "translation", "classification", "sentence", "pretraining", "glue")
 
 
 def named_task(name: str) -> Task:
@@ -36,6 +36,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.pretraining import PretrainingTask
 
         return PretrainingTask()
+    if name == "glue":
+        from headwise.lab.tasks.glue import GlueTask
+
+        return GlueTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

@@ -6,8 +6,6 @@ Owns what the laboratory asks of the task. The model is `models.electra`'s, the 
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from headwise.checks import DataError
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.metric import Balanced, Measure
 from headwise.lab.models.electra import ElectraPretraining
-from headwise.lab.runs import write_text
+from headwise.lab.runs import whole_folder, write_text
+from headwise.lab.tasks.glue_start import DISCRIMINATOR
 from headwise.lab.tasks.pretraining_data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
 from headwise.lab.tasks.pretraining_judged import SHOWN, judged, row_losses, statistics_of
 from headwise.lab.tasks.pretraining_preparation import RECORD, TOKENIZER, fingerprint_of, prepare_text
@@ -28,10 +27,8 @@ from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES, Pretrainin
 from headwise.lab.tasks.pretraining_text import FORMS, text_files
 from headwise.lab.tasks.task import Answers
 
-__all__ = ["DISCRIMINATOR", "PretrainingTask"]
+__all__ = ["PretrainingTask"]
 
-# Folder of a finished run that transformers loads a model from.
-DISCRIMINATOR = "discriminator"
 PROBED, PROBED_TOGETHER = 64, 32
 # Test rows are binned by how many of their tokens continue a word, in tens.
 BIN = 10
@@ -159,22 +156,16 @@ class PretrainingTask:
         """Return the word pieces."""
         return {TOKENIZER: data.words.to_json()}
 
-    def export(self, model: ElectraPretraining, data: PretrainingData, folder: Path) -> None:
+    def export(self, model: ElectraPretraining, data: PretrainingData, scale: PretrainingScale, folder: Path) -> None:  # noqa: ARG002  every scale's is exported
         """Write the discriminator and its tokenizer: `from_pretrained` takes the folder.
 
         With an aggregator in it only `headwise.load` does, and transformers refuses it.
         """
-        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{DISCRIMINATOR}-"))
-        try:
+        with whole_folder(folder / DISCRIMINATOR) as temporary:
             exported: Any = model.discriminator
             exported.save_pretrained(temporary)
             for name, text in data.words.files().items():
                 write_text(temporary / name, text)
-            temporary.chmod(0o755)
-            shutil.rmtree(folder / DISCRIMINATOR, ignore_errors=True)
-            temporary.replace(folder / DISCRIMINATOR)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _require_sizes(data: PretrainingData, scale: PretrainingScale) -> None:
