@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwise.checks import ShapeError, require_choice, require_integer
 from headwise.lab.glue_score import GlueScore
 
-__all__ = ["METRICS", "Accuracy", "Balanced", "Bleu", "Loss", "Measure", "Metric"]
+__all__ = ["METRICS", "Accuracy", "Auc", "Bleu", "Loss", "Measure", "Metric"]
 
 ORDERS = 4
 
@@ -157,33 +157,34 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Balanced:
-    """The mean of two accuracies: on the positions of one kind, and on those of the other; a constant answer has 0.5.
+class Auc:
+    """Area under the ROC curve: the chance that a position of one kind is scored above one of the other.
 
-    An item's statistics are [right of the first kind, of the first kind, right of the second, of the second]. With S
-    their sums over N items, B(S) = (S_1 / S_2 + S_3 / S_4) / 2, and an item's value is B(S) + N grad B(S) . s: the
-    values' mean is B, their spread that of B under resampling of items, to first order.
+    A position's placement is the share of positions of the other kind that it is on the right side of, ties half. An
+    item's statistics are [placements of the first kind, positions of it, placements of the second, positions]. With S
+    their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
+    A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the values' mean is A, their spread that of A under resampling of
+    items, to first order (DeLong et al. 1988, in clusters Obuchowski 1997).
     """
 
-    name: str = "balanced accuracy"
+    name: str = "AUC-ROC"
     unit: str = "%"
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
         """Return the share of each item, [N], from statistics [N, 4].
 
-        >>> Balanced().values(np.array([[1, 2, 3, 4], [1, 2, 3, 4]])).tolist()
-        [0.625, 0.625]
+        >>> Auc().values(np.array([[0.5, 1, 1.5, 2], [0.5, 1, 0.5, 2]])).tolist()
+        [0.75, 0.25]
         """
         if statistics.ndim != 2 or statistics.shape[1] != 4:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of counts an item, (N, 4).")
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums an item, (N, 4).")
         shares = statistics.astype(np.float64)
-        total = np.maximum(shares.sum(axis=0), 1.0)
-        score = (total[0] / total[1] + total[2] / total[3]) / 2
-        gradient = (
-            (shares[:, 0] - total[0] / total[1] * shares[:, 1]) / total[1]
-            + (shares[:, 2] - total[2] / total[3] * shares[:, 3]) / total[3]
-        ) / 2
-        return score + len(shares) * gradient
+        total = shares.sum(axis=0)
+        # where one kind is absent nothing is told apart
+        first, second = np.maximum(total[[1, 3]], 1.0)
+        one, other = total[0] / first, total[2] / second
+        spread = (shares[:, 0] - one * shares[:, 1]) / first + (shares[:, 2] - other * shares[:, 3]) / second
+        return (one + other) / 2 + len(shares) * spread
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Balanced(), GlueScore())}
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore())}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.checks import DataError
 from headwise.lab.evaluation import spread_evenly
-from headwise.lab.metric import Balanced, Measure
+from headwise.lab.metric import Auc, Measure
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.runs import whole_folder, write_text
 from headwise.lab.tasks.glue_start import DISCRIMINATOR
@@ -38,8 +38,8 @@ class PretrainingTask:
     """Replaced token detection with a generator trained beside it; see `task.Task`."""
 
     name: str = "pretraining"
-    metric: str = Balanced().name
-    primary: str = "balanced accuracy of replaced token detection on the test rows, each model with its own generator"
+    metric: str = Auc().name
+    primary: str = "AUC of replaced token detection on the test rows, each model with its own generator"
     difficulty: str = "continuing word pieces, up to"
     scales: Mapping[str, Any] = PRETRAINING_SCALES
     baselines: tuple[str, ...] = ("original",)
@@ -109,16 +109,16 @@ class PretrainingTask:
         return MaskedRow.batch(examples)
 
     def on_dev(self, model: Any, data: PretrainingData) -> dict[str, Any]:
-        """Return the balanced accuracy on dev, and what stands beside it in a table."""
+        """Return the AUC on dev, and what stands beside it in a table."""
         answers = judged(model, data.dev)
-        return {"pooled": float(Balanced().values(answers.statistics).mean()), **answers.measures}
+        return {"pooled": float(Auc().values(answers.statistics).mean()), **answers.measures}
 
     def on_test(self, model: Any, data: PretrainingData) -> Answers:
         """Return the answers on the test rows."""
         return judged(model, data.test)
 
-    def greedy(self, model: Any, data: PretrainingData) -> NDArray[np.int64]:
-        """Return what `metric.Balanced` needs of each test row."""
+    def greedy(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
+        """Return what `metric.Auc` needs of each test row."""
         return judged(model, data.test).statistics
 
     def losses(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
@@ -144,13 +144,12 @@ class PretrainingTask:
             yield
 
     def baseline(self, name: str, data: PretrainingData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
-        """Return "original" for every token, were each masked token replaced."""
+        """Return the same score for every token, were each masked token replaced."""
         rows = data.test
         replaced = np.zeros((len(rows), rows.length), dtype=bool)
         for number in range(len(rows)):
             replaced[number, rows[number].positions] = True
-        called = np.zeros_like(replaced)
-        return Answers(statistics_of(called, replaced), np.zeros(len(rows), dtype=np.int64))
+        return Answers(statistics_of(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
 
     def keepsakes(self, data: PretrainingData) -> dict[str, str]:
         """Return the word pieces."""

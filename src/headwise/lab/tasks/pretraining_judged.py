@@ -28,7 +28,6 @@ SHOWN = (
     Measure("generator_loss", "generator loss", "nats", better="lower", digits=3),
     Measure("generator_accuracy", "gaps filled", "%"),
     Measure("replaced", "tokens replaced", "%", better="lower"),
-    Measure("AUC-ROC", "AUC-ROC", digits=3),
 )
 
 
@@ -43,37 +42,39 @@ def judged_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
 
 
 def judged(model: Any, rows: Rows) -> Answers:
-    """Return what a model answers on a split.
-
-    Statistics are those of `metric.Balanced`: replaced tokens found, replaced, original tokens left alone, original.
-    """
+    """Return what a model answers on a split, with the statistics of `metric.Auc`."""
     found = [{name: _array(out[name]) for name in NEEDED} for out in judged_batches(model, rows)]
     outputs = {name: np.concatenate([one[name] for one in found]) for name in NEEDED}
-    called, replaced = outputs["logits"] > 0, outputs["replaced"]
+    scores, replaced = outputs["logits"], outputs["replaced"]
     # one number a row that tells answers apart
-    predicted = np.array([zlib.crc32(np.packbits(row).tobytes()) for row in called], dtype=np.int64)
+    predicted = np.array([zlib.crc32(np.round(1e3 * row).astype(np.int32).tobytes()) for row in scores], dtype=np.int64)
     measures = {
         "discriminator_loss": float(outputs["losses"].mean()),
         "generator_loss": float(outputs["generator_losses"].mean()),
         "generator_accuracy": 100 * float(outputs["filled"].mean()),
         "replaced": 100 * float(replaced.mean()),
     }
-    if 0 < replaced.sum() < replaced.size:
-        # scikit-learn takes seconds to import
-        from sklearn.metrics import roc_auc_score
-
-        measures["AUC-ROC"] = float(roc_auc_score(replaced.flatten(), outputs["logits"].flatten()))
-    return Answers(statistics_of(called, replaced), predicted, measures)
+    return Answers(statistics_of(scores, replaced), predicted, measures)
 
 
-def statistics_of(called: NDArray[np.bool_], replaced: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return [found, replaced, left alone, original] of each row, [N, 4], from answers and truth, [N, T].
+def statistics_of(scores: NDArray[np.floating], replaced: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [placements of replaced, replaced, placements of original, original] of each row, [N, 4].
 
-    >>> statistics_of(np.array([[True, True, False]]), np.array([[True, False, False]])).tolist()
-    [[1, 1, 1, 2]]
+    Args:
+        scores: How sure the discriminator is that a token was replaced, [N, T].
+        replaced: Whether it was, [N, T].
+
+    >>> statistics_of(np.array([[2.0, 1.0, 3.0]]), np.array([[True, False, False]])).tolist()
+    [[0.5, 1.0, 1.0, 2.0]]
     """
-    columns = (called & replaced, replaced, ~called & ~replaced, ~replaced)
-    return np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.int64)
+    placed = np.zeros(scores.shape)
+    for kind, side in ((replaced, 1.0), (~replaced, -1.0)):
+        others = np.sort(side * scores[~kind])
+        own = side * scores[kind]
+        below = np.searchsorted(others, own, side="left") + np.searchsorted(others, own, side="right")
+        placed[kind] = below / (2 * max(1, len(others)))
+    columns = (placed * replaced, replaced, placed * ~replaced, ~replaced)
+    return np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64)
 
 
 def row_losses(model: Any, rows: Rows) -> NDArray[np.float64]:
