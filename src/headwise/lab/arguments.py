@@ -27,6 +27,7 @@ __all__ = [
     "Folds",
     "OutOfDomain",
     "Pipeline",
+    "Pretrained",
     "ScaleName",
     "Sizes",
     "Stopped",
@@ -40,7 +41,9 @@ __all__ = [
     "stoppable",
 ]
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic, translation, classification or sentence.")]
+TaskName = Annotated[
+    str, typer.Argument(help="The task: logic, translation, classification, sentence, pretraining or glue.")
+]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
@@ -49,7 +52,8 @@ DataFolder = Annotated[
     typer.Option(
         "--data",
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
-        "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv.",
+        "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv. "
+        "For pretraining text or JSON lines: my.txt, my.jsonl.gz. For glue the folder of one of its sets.",
     ),
 ]
 Pipeline = Annotated[
@@ -58,6 +62,14 @@ Pipeline = Annotated[
 ]
 Embeddings = Annotated[
     Path | None, typer.Option("--embeddings", help="File of word vectors to start from, such as GloVe's.")
+]
+Pretrained = Annotated[
+    Path | None,
+    typer.Option(
+        "--pretrained",
+        help="What runs of glue begin with: a folder of Hugging Face, a run of pretraining, or a folder of runs, one "
+        "for each arm.",
+    ),
 ]
 OutOfDomain = Annotated[
     Path | None,

@@ -11,9 +11,9 @@ from torch import nn
 from headwise.checks import SettingError
 from headwise.lab.arms import Arm
 from headwise.lab.methods import Methods
-from headwise.lab.tasks.task import Data, MakesMasks, Scale, Task, WithModels, WithRoles
+from headwise.lab.tasks.task import Data, MakesMasks, Scale, Task, WithModels, WithRoles, WithRuleLayers, WithStarts
 
-__all__ = ["armed", "bare"]
+__all__ = ["armed", "bare", "left_of"]
 
 
 def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
@@ -31,8 +31,13 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
         DataError: A role needs what the data does not have.
     """
     model, masks = bare(task, arm, data, scale, seed=seed)
+    arm = left_of(task, arm, data)
     studied = None if arm.model is not None else task.studied(model)
-    return model, Methods(arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks)
+    layers = task.rule_layers(scale) if isinstance(task, WithRuleLayers) else None
+    methods = Methods(
+        arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks, rule_layers=layers
+    )
+    return model, methods
 
 
 def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MakesMasks | None]:
@@ -56,4 +61,11 @@ def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[
         if not isinstance(task, WithRoles):
             raise SettingError(f"task {task.name} has no words with roles; guided heads need a task that has.")
         masks = task.role_masks(arm.guided, data, scale, seed)
+    if isinstance(task, WithStarts):
+        return task.started(arm, data, scale, seed), masks
     return task.model(data, scale), masks
+
+
+def left_of(task: Task, arm: Arm, data: Data) -> Arm:
+    """Return what an arm does to the model that its runs begin with; the arm itself where nothing was done before."""
+    return task.remaining(arm, data) if isinstance(task, WithStarts) else arm

@@ -23,6 +23,7 @@ from headwise.lab.arguments import (
     Folds,
     OutOfDomain,
     Pipeline,
+    Pretrained,
     ScaleName,
     Sizes,
     Stopped,
@@ -74,6 +75,7 @@ def compare(
     data: DataFolder = None,
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
     folds: Folds = None,
     sizes: Sizes = None,
     out: Annotated[
@@ -102,7 +104,7 @@ def compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()))
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), pretrained=pretrained)
     chosen = scale_of(task, options)
     comparison = Comparison(
         task,
@@ -130,6 +132,7 @@ def tune(
     data: DataFolder = None,
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
     sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws; runs/tune-TASK-SCALE by default.")] = None,
     workers: Workers = None,
@@ -140,7 +143,8 @@ def tune(
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
-    chosen = scale_of(task, ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ())))
+    options = ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ()), pretrained=pretrained)
+    chosen = scale_of(task, options)
     tuning = Tuning(
         task,
         arm,
@@ -179,6 +183,7 @@ def reproduce(
     data: DataFolder = None,
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
     out_of_domain: OutOfDomain = None,
     folds: Folds = None,
     sizes: Sizes = None,
@@ -194,6 +199,7 @@ def reproduce(
     from headwise.lab import reproduce as reproducing
     from headwise.lab import reproduction_lists as lists
     from headwise.lab.pool import default_workers
+    from headwise.lab.reproduction_data import without_absent
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -206,10 +212,12 @@ def reproduce(
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = default_workers() if workers is None else workers
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained)
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )
+    planned = [plan.part.name for plan in plans]
+    reproduction = without_absent(reproduction, planned, scale, data)
     if dry_run:
         lists.show_plans(reproduction, plans, standard_console())
         return

@@ -41,6 +41,7 @@ class Methods:
         seed: Seed of the run; each thing that draws has a stream of its own.
         compile_routing: Whether the arm's routing is compiled with `torch.compile`.
         masks: Makes the role masks of a batch from the arguments of the model's forward; None where no head is guided.
+        rule_layers: Layers that the arm's rule acts on where the arm names none; None for all.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Methods:
         seed: int,
         compile_routing: bool = False,
         masks: MakesMasks | None = None,
+        rule_layers: tuple[int, ...] | None = None,
     ) -> None:
         self.arm, self.seed, self.masks = arm, seed, masks
+        self.rule_layers = rule_layers if arm.layers is None else arm.layers
         self.penalty: Disagreement | None = None
         self.drophead: DropHead | None = None
         self.repulsion: Repulsion | None = None
@@ -81,7 +84,7 @@ class Methods:
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
         if self.arm.rule is not None and self.heads is not None:
-            heads = _chosen(self.heads, self.arm.layers, self.arm.kinds)
+            heads = _chosen(self.heads, self.rule_layers, self.arm.kinds)
             if self.arm.projections is not None:
                 heads = heads.projection(*self.arm.projections)
             noise_seed = key(self.seed, "noise")

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.checks import ShapeError, require_choice, require_integer
+from headwise.lab.glue_score import GlueScore
 
-__all__ = ["METRICS", "Accuracy", "Bleu", "Loss", "Measure", "Metric"]
+__all__ = ["METRICS", "Accuracy", "Auc", "Bleu", "Loss", "Measure", "Metric"]
 
 ORDERS = 4
 
@@ -155,4 +156,35 @@ class Loss:
         return mean + len(sums) * (sums - mean * counts) / counts.sum()
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu())}
+@dataclass(frozen=True)
+class Auc:
+    """Area under the ROC curve: the chance that a position of one kind is scored above one of the other.
+
+    A position's placement is the share of positions of the other kind that it is on the right side of, ties half. An
+    item's statistics are [placements of the first kind, positions of it, placements of the second, positions]. With S
+    their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
+    A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the values' mean is A, their spread that of A under resampling of
+    items, to first order (DeLong et al. 1988, in clusters Obuchowski 1997).
+    """
+
+    name: str = "AUC-ROC"
+    unit: str = "%"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 4].
+
+        >>> Auc().values(np.array([[0.5, 1, 1.5, 2], [0.5, 1, 0.5, 2]])).tolist()
+        [0.75, 0.25]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 4:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums an item, (N, 4).")
+        shares = statistics.astype(np.float64)
+        total = shares.sum(axis=0)
+        # where one kind is absent nothing is told apart
+        first, second = np.maximum(total[[1, 3]], 1.0)
+        one, other = total[0] / first, total[2] / second
+        spread = (shares[:, 0] - one * shares[:, 1]) / first + (shares[:, 2] - other * shares[:, 3]) / second
+        return (one + other) / 2 + len(shares) * spread
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore())}

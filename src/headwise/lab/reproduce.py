@@ -21,6 +21,7 @@ from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.figures import Picture
 from headwise.lab.grids import terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
+from headwise.lab.reproduction_data import data_of, folder_of_part, lacks, missing, text_of
 from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import Table, make_table
@@ -28,10 +29,18 @@ from headwise.lab.tables.data_names import corpus_name, folder_word
 from headwise.lab.tables.diversify import DIVERSIFY
 from headwise.lab.tables.guided import GUIDED
 from headwise.lab.tables.pictures import curve, head_map
-from headwise.lab.tables.records import Reproduced, claims_grid, measures_grid, published_grid, write_records
+from headwise.lab.tables.records import (
+    Reproduced,
+    claims_grid,
+    measures_grid,
+    published_grid,
+    summed_grid,
+    write_records,
+)
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.repulsive import REPULSIVE
 from headwise.lab.tables.repulsive_figures import SENTENCE_FIGURES
+from headwise.lab.tables.repulsive_glue import REPULSIVE_GLUE
 from headwise.lab.tables.repulsive_sentences import SENTENCES
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.named import TASKS, named_task
@@ -43,7 +52,7 @@ __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_a
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *DIVERSIFY, *GUIDED)
+    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *REPULSIVE_GLUE, *DIVERSIFY, *GUIDED)
     if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
 }
 # Prepared data, kept once for all comparisons below --out.
@@ -57,10 +66,12 @@ class Plan:
     Attributes:
         part: The part.
         comparison: Its runs; the folder may hold those of other reproductions too.
+        before: The parts of another reproduction whose runs its own begin with.
     """
 
     part: Part
     comparison: Comparison
+    before: tuple[Plan, ...] = ()
 
     @property
     def folders(self) -> list[Path]:
@@ -95,7 +106,8 @@ def make_plans(
         reproduction: What to run.
         scale: One of its scales.
         seeds: Runs an arm.
-        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
+        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter. A part
+            that a task of pretrained models has no data for is left out.
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
         options: What the command said of the scale besides its name.
@@ -104,24 +116,23 @@ def make_plans(
         DataError: The data cannot be found.
         SettingError: An option is none of the task's.
     """
-    task = named_task(reproduction.task)
-    corpora, plans = reproduction.corpora_at(scale), []
+    task, before, text = named_task(reproduction.task), (), data
+    data, plans = data_of(reproduction, data), []
+    if reproduction.after and (options is None or options.pretrained is None):
+        first = REPRODUCTIONS[reproduction.after]
+        before = make_plans(first, scale, seeds=1, data=text_of(text), out=out, workers=workers)
+        options = replace(options or ScaleOptions(scale), pretrained=before[0].comparison.out)
     for part in reproduction.parts_at(scale):
-        size = part.sizes[scale]
-        folder = data
-        if data is not None and size.corpus is not None:
-            own = data / size.corpus
-            if own.exists():
-                folder = own
-            elif len(corpora) > 1:
-                raise DataError(
-                    f"{own} does not exist; at scale {scale} {reproduction.id} takes a folder that holds "
-                    f"{' and '.join(corpora)}. --part runs a part alone."
-                )
-        model = sized(size, task.scales)
+        begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
+        corpus = part.sizes[scale].corpus
+        if lacks(task, data, corpus) or (part.after and begun is None):
+            continue
+        folder = folder_of_part(reproduction, data, corpus, scale)
+        model = sized(part.sizes[scale], task.scales)
         if options is not None:
-            model = with_options(model, options, reproduction.task)
-        words = reproduction.task, model.name, folder_word(folder)
+            asked = options if begun is None else replace(options, pretrained=begun)
+            model = with_options(model, asked, reproduction.task)
+        words = reproduction.task, model.name, folder_word(folder), folder_word(getattr(model, "pretrained", None))
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
         comparison = Comparison(
@@ -135,7 +146,10 @@ def make_plans(
             cache=out / CACHE,
             options=options,
         )
-        plans.append(Plan(part, comparison))
+        plans.append(Plan(part, comparison, before))
+    if not plans:
+        absent = ", ".join(reproduction.without(missing(reproduction, (), data)).left_out)
+        raise DataError(f"{data} holds no data that {reproduction.id} could be run on: {absent}.")
     return tuple(plans)
 
 
@@ -152,6 +166,19 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
+    first, second = ([plan for plan in plans if bool(plan.part.after) == later] for later in (False, True))
+    stages = [(reproduction, first), (reproduction, second)]
+    if plans[0].before:
+        stages.insert(0, (REPRODUCTIONS[reproduction.after], list(plans[0].before)))
+    failures: list[Failure] = []
+    for owner, members in stages:
+        # what begins with the runs of a stage cannot begin without them
+        if members and not failures:
+            failures += _do_stage(owner, members, console)
+    return failures
+
+
+def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
     jobs = [_named(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
     workers = plans[0].comparison.workers
     left = [job for job in jobs if not runs.is_finished(job.folder)]
@@ -205,9 +232,17 @@ def report(
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
-    for grid in (measures_grid(reproduced), published_grid(reproduced), claims_grid(reproduced.judged)):
+    for grid in (
+        summed_grid(reproduced),
+        measures_grid(reproduced),
+        published_grid(reproduced),
+        claims_grid(reproduced.judged),
+    ):
         if grid is not None:
             console.print(terminal_grid(grid))
+    if reproduction.left_out:
+        said = f"not judged here, for want of data: {', '.join(reproduction.left_out)}."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced

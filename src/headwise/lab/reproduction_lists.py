@@ -54,7 +54,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
     shown.add_column("folder", overflow="fold")
     left, seconds = 0, []
-    for plan in plans:
+    for plan in (*plans[0].before, *plans):
         asked = plan.comparison
         for arm in asked.arms:
             done = sum(runs.is_finished(run_folder(asked.out, arm.folder, seed)) for seed in asked.seeds)
@@ -68,6 +68,9 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
     cost = "no run of each size has finished, so what they cost is not known" if total is None else _spent(total)
     console.print(f"{left} runs to do: {cost}.", highlight=False)
+    if reproduction.left_out:
+        said = f"not judged here, for want of data: {', '.join(reproduction.left_out)}."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def _cost(finished: Sequence[Path], left: int) -> float | None:

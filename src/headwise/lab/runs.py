@@ -10,7 +10,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ __all__ = [
     "read_json",
     "read_progress",
     "require_same",
+    "whole_folder",
     "write_answers",
     "write_arrays",
     "write_json",
@@ -197,6 +200,19 @@ def write_arrays(path: Path, **arrays: NDArray) -> None:
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.npz")
     np.savez(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)
+
+
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """Give a temporary folder that takes the place of `place` once everything is written into it."""
+    temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        shutil.rmtree(place, ignore_errors=True)
+        temporary.replace(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def as_record(value: Any) -> Any:

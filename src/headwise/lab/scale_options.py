@@ -21,7 +21,7 @@ __all__ = ["ScaleOptions", "with_options"]
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Chosen by an option of their own, or by nothing.
-APART = {"name", "pipeline", "embeddings", "out_of_domain", "folds", "fold"}
+APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "folds", "fold"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class ScaleOptions:
         folds: Parts of a cross-validation, for tasks that do one.
         sizes: Other fields, as "layers=4".
         out_of_domain: File of other texts, for tasks whose models are asked about such.
+        pretrained: Folder of a model, or of runs, for tasks that fine-tune.
     """
 
     scale: str
@@ -43,6 +44,7 @@ class ScaleOptions:
     folds: int | None = None
     sizes: tuple[str, ...] = ()
     out_of_domain: Path | None = None
+    pretrained: Path | None = None
 
     def words(self, *, for_others: bool = False) -> list[str]:
         """Return the options as they are typed.
@@ -51,7 +53,12 @@ class ScaleOptions:
             for_others: Whether a place on disk is shown as its kind, since it has another name elsewhere.
         """
         found = ["--scale", self.scale]
-        for name, kind in (("pipeline", "DIR"), ("embeddings", "FILE"), ("out_of_domain", "FILE")):
+        for name, kind in (
+            ("pipeline", "DIR"),
+            ("embeddings", "FILE"),
+            ("out_of_domain", "FILE"),
+            ("pretrained", "DIR"),
+        ):
             place = getattr(self, name)
             found += [] if place is None else [f"--{name.replace('_', '-')}", kind if for_others else str(place)]
         found += [] if self.folds is None else ["--folds", str(self.folds)]
@@ -75,7 +82,7 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     """
     hints = typing.get_type_hints(type(scale))
     changes: dict[str, Any] = {}
-    for name in ("pipeline", "embeddings", "out_of_domain", "folds"):
+    for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "folds"):
         value = getattr(options, name)
         if value is None:
             continue

@@ -34,7 +34,7 @@ from headwise.lab.own_batches import OwnBatches, counted
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Data, Task
+from headwise.lab.tasks.task import Data, Exporting, Task
 from headwise.lab.versions import versions
 from headwise.lab.workers import Heartbeat
 
@@ -279,6 +279,8 @@ def _finish(
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / runs.WEIGHTS)
+    if isinstance(task, Exporting):
+        task.export(model, data, settings.scale, folder)
     result = {
         "task": settings.task,
         "scale": settings.scale.name,

@@ -17,7 +17,7 @@ from torch import nn
 from headwise.checks import DataError, HeadwiseError
 from headwise.heads import Heads
 from headwise.lab import runs
-from headwise.lab.armed import bare
+from headwise.lab.armed import bare, left_of
 from headwise.lab.arms import Arm
 from headwise.lab.guided import Guided
 from headwise.lab.methods import Methods
@@ -57,7 +57,13 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
     data = task.load(settings.data, scale, settings.cache)
     model, masks = bare(task, settings.arm, data, scale, seed=settings.seed)
     methods = revived(
-        folder, settings.arm, model, task, seed=settings.seed, masks=masks, compile_routing=scale.compile_routing
+        folder,
+        left_of(task, settings.arm, data),
+        model,
+        task,
+        seed=settings.seed,
+        masks=masks,
+        compile_routing=scale.compile_routing,
     )
     if methods.heads is None:
         raise DataError(f"the model of arm {settings.arm.name} has no heads to look at; leave that arm out.")

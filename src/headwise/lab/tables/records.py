@@ -23,7 +23,16 @@ from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reprod
 from headwise.lab.tasks.named import named_task
 from headwise.page import write_whole
 
-__all__ = ["Reproduced", "claims_grid", "measures_grid", "published_grid", "record", "render", "write_records"]
+__all__ = [
+    "Reproduced",
+    "claims_grid",
+    "measures_grid",
+    "published_grid",
+    "record",
+    "render",
+    "summed_grid",
+    "write_records",
+]
 
 FOLDER = "results"
 PAGE = "RESULTS.md"
@@ -117,6 +126,12 @@ def measures_grid(found: Reproduced) -> Grid | None:
     return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
 
 
+def summed_grid(found: Reproduced) -> Grid | None:
+    """Return the grid of all parts together, or None where a reproduction has none."""
+    summed = found.reproduction.summed
+    return None if summed is None else summed(found.evidence, found.tables)
+
+
 def record(found: Reproduced, command: str) -> dict[str, Any]:
     """Return everything that RESULTS.md shows of a reproduction, as JSON data."""
     reproduction, tables = found.reproduction, found.tables
@@ -143,7 +158,8 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "pictures": [
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt} for one in found.pictures
         ],
-        "grids": [_grid(grid) for grid in ([] if measured is None else [measured]) + every],
+        "grids": [_grid(grid) for grid in (summed_grid(found), measured, *every) if grid is not None],
+        "left_out": list(reproduction.left_out),
         "missing": [f"{run}{_in(part)}" for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
     }
@@ -182,6 +198,8 @@ def _section(found: Mapping[str, Any]) -> str:
     lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
+    if found.get("left_out"):
+        lines += [f"Not judged here, for want of data: {', '.join(found['left_out'])}.", ""]
     rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
     if rows:
         lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]

@@ -14,6 +14,7 @@ from headwise.checks import SettingError, require_choice
 from headwise.lab.claims import Claim
 from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture
+from headwise.lab.grids import Grid
 from headwise.lab.table import Table
 from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
@@ -28,11 +29,13 @@ class Part:
         arms: The arms, as `--arms` takes each, with the words in braces of `sizes.arm_name`.
         sizes: Its size at each scale; at a scale that is not there the part is left out.
         name: What claims call it; "" where there is one part alone.
+        after: The part whose runs its own begin with; "" for none.
     """
 
     arms: tuple[str, ...]
     sizes: Sizes
     name: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Reproduction:
         measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
             several parts, a figure.
         drawn: Makes the figures of each part beside these; None for none.
+        after: The reproduction whose runs its own begin with, where the command names no others; "" for none.
+        folder: Folder below that of the data which the sets of its parts may lie in; "" for none.
+        made: Makes its claims from the parts that there is data for; None where there is data for all.
+        summed: Makes a grid of all parts together; None for none.
+        left_out: Parts that there is no data for, and what lacks.
     """
 
     id: str
@@ -130,6 +138,11 @@ class Reproduction:
     analysis: str = ""
     measures: tuple[str, ...] = ()
     drawn: Draws | None = None
+    after: str = ""
+    folder: str = ""
+    made: Callable[[tuple[str, ...]], tuple[Claim, ...]] | None = None
+    summed: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Grid] | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -152,6 +165,12 @@ class Reproduction:
         for name in names:
             require_choice("part", name, known)
         return replace(self, parts=tuple(part for part in self.parts if part.name in names)) if names else self
+
+    def without(self, absent: Mapping[str, str]) -> Reproduction:
+        """Return it without parts that there is no data for, each with what lacks; its claims speak of the others."""
+        parts = tuple(part for part in self.parts if part.name not in absent)
+        claims = self.claims if self.made is None else self.made(tuple(part.name for part in parts))
+        return replace(self, parts=parts, claims=claims, left_out=tuple(f"{n} ({why})" for n, why in absent.items()))
 
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""

@@ -84,7 +84,7 @@ def sized(size: Size, scales: Mapping[str, Any]) -> Any:
     if size.times != 1:
         changes = {field: size.times * getattr(scale, field) for field in ("width", "hidden", "heads")}
         name += f"-{size.times}-times"
-    if size.heads not in (None, changes.get("heads", scale.heads)):
+    if size.heads is not None and size.heads != changes.get("heads", scale.heads):
         changes["heads"] = size.heads
         name += f"-{size.heads}-heads"
     if size.folds not in (None, getattr(scale, "folds", None)):
@@ -128,5 +128,7 @@ def _words(scale: Any) -> dict[str, str]:
         "two": range(min(2, layers)),
     }
     words = {word: "all" if len(chosen) == layers else "/".join(map(str, chosen)) for word, chosen in places.items()}
-    fits = scale.width > CAPSULES and scale.width % CAPSULES == 0
-    return words | {"heads": str(scale.heads), "sixty-four": str(CAPSULES) if fits else "none"}
+    # a model that was trained before has the sizes of its folder, and its tables name none
+    width, heads = getattr(scale, "width", 0), getattr(scale, "heads", 0)
+    fits = width > CAPSULES and width % CAPSULES == 0
+    return words | {"heads": str(heads), "sixty-four": str(CAPSULES) if fits else "none"}

@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence")
+TASKS = ("logic", "translation", "classification", "sentence", "pretraining", "glue")
 
 
 def named_task(name: str) -> Task:
@@ -32,6 +32,14 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.sentence import SentenceTask
 
         return SentenceTask()
+    if name == "pretraining":
+        from headwise.lab.tasks.pretraining import PretrainingTask
+
+        return PretrainingTask()
+    if name == "glue":
+        from headwise.lab.tasks.glue import GlueTask
+
+        return GlueTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

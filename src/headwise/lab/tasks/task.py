@@ -24,6 +24,7 @@ __all__ = [
     "Answers",
     "Batches",
     "Data",
+    "Exporting",
     "MakesMasks",
     "Preparing",
     "Recipe",
@@ -32,6 +33,8 @@ __all__ = [
     "WithModels",
     "WithParts",
     "WithRoles",
+    "WithRuleLayers",
+    "WithStarts",
 ]
 
 Batch = Mapping[str, Tensor]
@@ -276,6 +279,45 @@ class WithRoles(Protocol):
         Raises:
             DataError: A role needs a parse, and there are none.
         """
+        ...
+
+
+@runtime_checkable
+class WithRuleLayers(Protocol):
+    """A task whose paper repels the heads of some layers alone."""
+
+    def rule_layers(self, scale: Any) -> tuple[int, ...] | None:
+        """Return the layers that a rule acts on where its arm names none; None for all."""
+        ...
+
+
+@runtime_checkable
+class Exporting(Protocol):
+    """A task whose trained model is for other programs too."""
+
+    def export(self, model: Any, data: Any, scale: Any, folder: Path) -> None:
+        """Write the model of a finished run into its folder in a form that others read."""
+        ...
+
+
+@runtime_checkable
+class WithStarts(Protocol):
+    """A task whose runs begin with models that were trained before, perhaps one for each arm."""
+
+    def started(self, arm: Any, data: Any, scale: Any, seed: int) -> nn.Module:
+        """Return the model that a run begins with.
+
+        Raises:
+            DataError: It is not there.
+        """
+        ...
+
+    def remaining(self, arm: Any, data: Any) -> Any:
+        """Return what an arm still does; an arm that acted in the training before may do nothing."""
+        ...
+
+    def lacking(self, folder: Path) -> str:
+        """Return the name of a file without which data cannot be run on; "" where all are there."""
         ...
 
 

@@ -1,0 +1,53 @@
+"""A small text to pre-train on, written to disk, and a scale that fits it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+from headwise.lab.tasks.pretraining_preparation import TextPreparation
+from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
+
+TEXT = "the old clock ticks and a small bird sings on grey stones near cold rivers while rain falls softly"
+WORDS = TEXT.split()
+
+TOY = dataclasses.replace(
+    PRETRAINING_SCALES["demo"],
+    name="toy",
+    width=16,
+    hidden=16,
+    heads=2,
+    embedding=8,
+    generator=0.5,
+    steps=16,
+    rounds=2,
+    warmup_steps=2,
+    batch_size=8,
+    vocabulary_size=90,
+    length=16,
+    dev_rows=8,
+    test_rows=12,
+)
+
+
+def document(number: int, words: int = 60) -> str:
+    """A text of words in an order of its own, several lines long."""
+    chosen = [WORDS[(number * 5 + place * (1 + number % 3) + place // 7) % len(WORDS)] for place in range(words)]
+    chosen[number % words] = f"unlikely{number}"
+    return "\n".join(" ".join(chosen[start : start + 12]) for start in range(0, words, 12))
+
+
+def write_jsonl(path: Path, documents: int, words: int = 60) -> Path:
+    """A packed file with an object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"id": str(n), "text": document(n, words)}) + "\n" for n in range(documents))
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    return path
+
+
+def small(**changes) -> TextPreparation:
+    """A preparation with rows of 16 tokens and shards of 20 rows."""
+    sizes = {"vocabulary_size": 120, "length": 16, "shard_bytes": 20 * 16 * 2, "held_out_rows": 40}
+    return TextPreparation(**{**sizes, **changes})

@@ -1,0 +1,193 @@
+"""ELECTRA against a slow form, what its networks share, and what the released code repelled in the place of heads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.checks import SettingError
+from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
+from headwise.lab.optimizer import adam
+from headwise.lab.protocol import initialise
+from headwise.lab.tasks.task import Recipe
+from headwise.particles import SVGD, update
+
+SIZES = ElectraSizes(
+    vocabulary=23,
+    width=16,
+    hidden=24,
+    layers=2,
+    heads=4,
+    embedding=6,
+    generator=0.5,
+    generator_weight=1.5,
+    discriminator_weight=30.0,
+)
+MASK = 4
+
+
+@pytest.fixture
+def model() -> ElectraPretraining:
+    built = ElectraPretraining(SIZES).double()
+    initialise(built, seed=7)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(8.0)  # far from the flat start, where every token is as likely as any other
+    return built.eval()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    original = torch.randint(5, 23, (3, 9), generator=draw)
+    positions = torch.tensor([[1, 4, 7], [2, 3, 5], [1, 6, 8]])
+    labels = original.gather(1, positions)
+    types = torch.tensor([[0] * 4 + [1] * 5] * 3)
+    return {
+        "input_ids": original.scatter(1, positions, MASK),
+        "positions": positions,
+        "labels": labels,
+        "token_type_ids": types,
+    }
+
+
+def test_the_losses_are_those_of_the_equations_token_by_token(model):
+    given = batch()
+    model.requires_grad_(False)
+    rows, columns = given["input_ids"].shape
+    everywhere = model.generator(input_ids=given["input_ids"], token_type_ids=given["token_type_ids"]).logits
+    noise = torch.Generator().manual_seed(3)
+    waits = torch.empty(9, 23).exponential_(generator=noise)
+    # one sample is the right token
+    given["labels"][0, 0] = (everywhere[0, 1].softmax(dim=-1) / waits[0]).argmax()
+    found = model(**given, sampling_seed=3)
+    filled, corrupted, original = [], given["input_ids"].clone(), given["input_ids"].clone()
+    for row in range(rows):
+        for place in range(3):
+            position, token = int(given["positions"][row, place]), int(given["labels"][row, place])
+            p = torch.softmax(everywhere[row, position], dim=-1)
+            filled.append(-math.log(float(p[token])))
+            corrupted[row, position] = int((p / waits[3 * row + place]).argmax())
+            original[row, position] = token
+    judged = model.discriminator(input_ids=corrupted, token_type_ids=given["token_type_ids"]).logits
+    losses, replaced = [], 0
+    for row in range(rows):
+        for column in range(columns):
+            wrong = bool(corrupted[row, column] != original[row, column])
+            replaced += wrong
+            p = 1 / (1 + math.exp(-float(judged[row, column])))
+            losses.append(-math.log(p if wrong else 1 - p))
+    assert 0 < replaced < 9, "the test needs a sample that is right and one that is not"
+    assert float(found["generator_loss"]) == pytest.approx(sum(filled) / 9, rel=1e-6)
+    assert float(found["discriminator_loss"]) == pytest.approx(sum(losses) / (rows * columns), rel=1e-6)
+    wanted = 1.5 * sum(filled) / 9 + 30.0 * sum(losses) / (rows * columns)
+    assert float(found["loss"]) == pytest.approx(wanted, rel=1e-6)
+    assert int(found["replaced"].sum()) == replaced
+
+
+def test_replacements_follow_the_generators_probabilities():
+    logits = torch.randn(23, generator=torch.Generator().manual_seed(4))
+    wanted = torch.softmax(logits, dim=-1)
+    shares = torch.bincount(_sampled(logits.expand(4000, -1), seed=11), minlength=23) / 4000
+    assert torch.allclose(shares, wanted, atol=4 * (0.25 / 4000) ** 0.5)
+
+
+def test_no_gradient_of_the_discriminator_reaches_the_generator_but_through_the_embeddings(model):
+    model(**batch(), sampling_seed=3)["discriminator_loss"].backward()
+    inside = [p for n, p in model.generator.named_parameters() if "embeddings." not in n and "lm_head.weight" not in n]
+    assert inside
+    assert all(parameter.grad is None for parameter in inside)
+
+
+def test_the_networks_share_one_embedding_and_the_generator_is_a_quarter():
+    model = ElectraPretraining(ElectraSizes(vocabulary=50))
+    word = model.discriminator.electra.embeddings.word_embeddings.weight
+    assert model.generator.generator_lm_head.weight is word
+    assert model.generator.electra.embeddings is model.discriminator.electra.embeddings
+    one, other = model.discriminator.config, model.generator.config
+    assert (one.hidden_size, one.num_attention_heads, one.intermediate_size, one.num_hidden_layers) == (
+        256,
+        4,
+        1024,
+        12,
+    )
+    assert (other.hidden_size, other.num_attention_heads, other.intermediate_size) == (64, 1, 256)
+    assert (model.sizes.generator_weight, model.sizes.discriminator_weight) == (1.0, 50.0)
+
+
+def test_electra_small_has_14_million_parameters():
+    with torch.device("meta"):
+        discriminator = ElectraPretraining(ElectraSizes()).discriminator
+    # "14M" in the paper's table 3
+    assert 13.0e6 < sum(parameter.numel() for parameter in discriminator.parameters()) < 14.5e6
+
+
+def test_parameters_are_drawn_as_bert_draws_them_and_the_same_for_a_seed():
+    one, other = ElectraPretraining(SIZES), ElectraPretraining(SIZES)
+    initialise(one, seed=5)
+    initialise(other, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.generator.generator_lm_head.weight is one.discriminator.electra.embeddings.word_embeddings.weight
+    assert float(
+        one.discriminator.electra.encoder.layer[0].attention.self.query.weight.detach().std()
+    ) == pytest.approx(0.02, rel=0.2)
+    assert not one.generator.generator_lm_head.bias.any()
+
+
+def test_biases_and_norms_are_not_decayed(model):
+    optimizer = adam(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    assert len(decay) == len(named)
+    for name, parameter in named.items():
+        assert decay[id(parameter)] == (0.0 if name.endswith("bias") or "LayerNorm" in name else 0.1), name
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(SettingError, match=r"the generator's width 11 cannot be divided among 2 heads"):
+        ElectraSizes(width=20, heads=4, generator=0.55)
+    with pytest.raises(SettingError, match=r"generator is 0\.0; expected a share"):
+        ElectraSizes(generator=0.0)
+
+
+# What follows is about the released code of An et al. 2020 (facts in papers/repulsive/DEVIATIONS.md).
+
+
+def released_particles(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Particles as the released ELECTRA code makes them from a kernel [d_in, heads * size], ours transposed."""
+    kernel = weight.T
+    return kernel.reshape(-1, heads).T
+
+
+def test_the_released_code_repelled_every_fourth_column_and_no_head(model):
+    heads = hw.find_heads(model.discriminator).layer(0)
+    assert hw.verify(heads, (batch()["input_ids"],)).sites
+    for slab in heads.slabs():
+        weight = slab.parameter.detach()
+        size = weight.shape[0] // 4
+        # ours are the rows that one head's queries, keys or values come from
+        for head in range(4):
+            assert torch.equal(slab.view(weight)[head].flatten(), weight[head * size : (head + 1) * size].flatten())
+        # theirs take one row of each head
+        changed = weight.clone()
+        changed[:size] += 1.0  # of head 0 alone
+        ours = (slab.view(changed) != slab.view(weight)).flatten(1).any(dim=1)
+        theirs = (released_particles(changed, 4) != released_particles(weight, 4)).any(dim=1)
+        assert ours.tolist() == [True, False, False, False]
+        assert theirs.tolist() == [True, True, True, True]
+        columns = released_particles(torch.arange(16.0)[:, None].expand(16, 3), 4)
+        assert columns[1].unique().tolist() == [1.0, 5.0, 9.0, 13.0]
+
+
+def test_so_the_released_step_is_another_one(model):
+    rule = SVGD(alpha=0.1, step_size=0.01)
+    (slab, *_) = hw.find_heads(model.discriminator).layer(0).slabs()
+    weight = slab.parameter.detach()
+    gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=weight.dtype)
+    ours = update(rule, weight.view(4, -1), gradient.view(4, -1)).gradient.view_as(weight)
+    theirs = update(rule, released_particles(weight, 4), released_particles(gradient, 4)).gradient
+    back = theirs.T.reshape(weight.shape[1], weight.shape[0]).T
+    assert torch.allclose(released_particles(back, 4), theirs)
+    assert float((ours - back).norm() / ours.norm()) > 0.1

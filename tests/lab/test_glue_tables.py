@@ -1,0 +1,130 @@
+"""Table 3 of An et al. 2020 from text to page at toy size: pre-training first, then every set there is data for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from headwise.checks import DataError
+from headwise.lab import reproduce as reproducing
+from headwise.lab import runs
+from headwise.lab.grids import NONE
+from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.reproduction_data import without_absent
+from headwise.lab.reproduction_lists import show_plans
+from headwise.lab.tables.glue_averages import averages
+from headwise.lab.tables.records import render
+from headwise.lab.tables.repulsive_glue import SVGD
+from headwise.lab.tables.sizes import sized
+from headwise.lab.tasks import glue_scales, pretraining_scales
+from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
+from lab.glue_toy import write_glue
+from lab.pretraining_toy import TOY, write_jsonl
+
+TABLE = REPRODUCTIONS["repulsive/table-3"]
+SETS = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "RTE after MNLI")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder of data, with scales that fit it and two arms."""
+    write_glue(tmp_path / "data" / "glue", train=40, judged=12)
+    for name in ("CoLA", "STS-B"):
+        (tmp_path / "data" / "glue" / name / "train.tsv").unlink()
+    write_jsonl(tmp_path / "data" / "corpora" / "docs.jsonl.gz", 120)
+    demo = dataclasses.replace(TOY, name="demo", steps=4, rounds=1)
+    monkeypatch.setitem(pretraining_scales.PRETRAINING_SCALES, "demo", demo)  # pyright: ignore[reportArgumentType]
+    fine = dataclasses.replace(glue_scales.GLUE_SCALES["demo"], length=16, warmup_steps=0)
+    monkeypatch.setitem(glue_scales.GLUE_SCALES, "demo", fine)  # pyright: ignore[reportArgumentType]
+    for name in ("repulsive/table-3", "repulsive/pretraining"):
+        whole = REPRODUCTIONS[name]
+        parts = tuple(dataclasses.replace(part, arms=("plain", SVGD)) for part in whole.parts)
+        small = dataclasses.replace(whole, parts=parts, made=_claims if whole.made else None)
+        monkeypatch.setitem(reproducing.REPRODUCTIONS, name, small)
+    monkeypatch.setattr("headwise.lab.step_time.BATCHES", 1)
+    monkeypatch.setattr("headwise.lab.step_time.ROUNDS", 1)
+    return tmp_path
+
+
+def _claims(sets: tuple[str, ...]):
+    """The claims without the control that is not run here."""
+    assert TABLE.made is not None
+    return TABLE.made(sets)[:-1]
+
+
+def test_the_table_names_the_eight_sets_and_the_second_way_to_rte():
+    assert tuple(part.name for part in TABLE.parts) == SETS
+    assert TABLE.scales == ("demo", "cpu", "gpu", "paper")
+    printed: Mapping[str, list[float]] = {}
+    assert TABLE.published is not None
+    printed = {arm: [float(row.cells[0]) for row in TABLE.published.rows if row.arm == arm] for arm in ("plain", SVGD)}
+    # the paper's own averages, both ways
+    assert [round(float(np.mean(printed[arm][:8])), 1) for arm in ("plain", SVGD)] == [80.0, 80.2]
+    second = {arm: [*scores[:7], scores[8]] for arm, scores in printed.items()}
+    assert [round(float(np.mean(second[arm])), 1) for arm in ("plain", SVGD)] == [80.5, 81.3]
+    assert list(averages(SETS)) == ["Avg. of 8", "Avg. of 8, RTE after MNLI"]
+    for scale, longer in (("cpu", 5), ("gpu", 10), ("paper", 10)):
+        found = {p.name: sized(p.sizes[scale], glue_scales.GLUE_SCALES).epochs for p in TABLE.parts}
+        assert [name for name, epochs in found.items() if epochs == longer] == ["STS-B", "RTE", "RTE after MNLI"]
+
+
+@pytest.mark.usefixtures("inline")
+def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place):
+    table, data, out = reproducing.REPRODUCTIONS["repulsive/table-3"], place / "data", place / "out"
+    plans = make_plans(table, "demo", seeds=1, data=data, out=out, workers=1)
+    assert [plan.part.name for plan in plans] == ["MNLI", "RTE", "RTE after MNLI"]
+    found = without_absent(table, [plan.part.name for plan in plans], "demo", data)
+    screen = Console(record=True, width=200)
+    show_plans(found, plans, screen)
+    shown = screen.export_text(clear=False)
+    assert "pretraining-demo" in shown
+    assert "QQP (not there)" in shown
+    assert "CoLA (no train.tsv)" in shown
+    assert do_plans(found, plans, screen) == []
+    for name, begun in (("RTE", "pretraining"), ("RTE after MNLI", "MNLI")):
+        folder = next(plan.comparison for plan in plans if plan.part.name == name).scale.pretrained
+        assert begun in folder.name
+    report(found, "demo", plans, out, place / "paper", screen, "headwise reproduce repulsive/table-3")
+    record = json.loads((place / "paper" / "results" / "table-3-demo.json").read_text())
+    assert record["left_out"][:2] == ["CoLA (no train.tsv)", "SST-2 (not there)"]
+    grid = record["grids"][0]
+    assert grid["header"] == [
+        "arm", "MNLI", "RTE", "RTE after MNLI", "Avg. of 2", "Avg. of 2, RTE after MNLI",
+    ]  # fmt: skip
+    scores = {
+        name: runs.read_json(plan.comparison.out / "plain" / "seed-0" / "result.json")["score"]["pooled"]
+        for name in ("MNLI", "RTE", "RTE after MNLI")
+        for plan in plans
+        if plan.part.name == name
+    }
+    plain = next(row for row in grid["rows"] if row[0] == "plain")
+    assert float(plain[4]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE"]), abs=0.06)
+    assert float(plain[5]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE after MNLI"]), abs=0.06)
+    page = render(place / "paper")
+    assert "Not judged here, for want of data: CoLA (no train.tsv), SST-2 (not there), MRPC (not there)" in page
+    assert "mean of MNLI, RTE after MNLI" in page
+    quoted = next(row for row in record["published"]["rows"] if row[1] == "QQP" and row[0] == "ELECTRA")
+    assert quoted[3:] == ["88.1", NONE]
+    # everything is there: nothing is run twice
+    assert all(plan.finished == plan.folders for plan in plans)
+
+
+def test_a_folder_without_any_of_the_sets_is_refused(place):
+    table = reproducing.REPRODUCTIONS["repulsive/table-3"]
+    (place / "none").mkdir()
+    with pytest.raises(
+        DataError, match=r"holds no data that repulsive/table-3 could be run on: CoLA \(not there\), SST-2"
+    ):
+        make_plans(table, "demo", seeds=1, data=place / "none", out=place / "out", workers=1)
+
+
+def test_pre_training_has_the_papers_settings():
+    assert PRETRAINING_SCALES["paper"].steps == 1_000_000
+    (part,) = REPRODUCTIONS["repulsive/pretraining"].parts
+    assert part.arms == ("plain", "smooth:step_size=0.01", "svgd:alpha=0.1,step_size=0.01")

