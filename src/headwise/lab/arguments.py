@@ -40,7 +40,7 @@ __all__ = [
     "stoppable",
 ]
 
-TaskName = Annotated[str, typer.Argument(help="The task: logic, translation, classification or sentence.")]
+TaskName = Annotated[str, typer.Argument(help="The task: logic, translation, classification, sentence or probing.")]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
@@ -49,7 +49,8 @@ DataFolder = Annotated[
     typer.Option(
         "--data",
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
-        "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv.",
+        "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv. "
+        "For probing the file of one task: past_present.txt.",
     ),
 ]
 Pipeline = Annotated[

@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence")
+TASKS = ("logic", "translation", "classification", "sentence", "probing")
 
 
 def named_task(name: str) -> Task:
@@ -32,6 +32,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.sentence import SentenceTask
 
         return SentenceTask()
+    if name == "probing":
+        from headwise.lab.tasks.probing import ProbingTask
+
+        return ProbingTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()
