@@ -65,7 +65,7 @@ def test_a_file_is_found_plain_or_packed_and_a_folder_says_which_there_are(tmp_p
     with pytest.raises(DataError, match=r"name one of its files, as .*past_present"):
         probing_file(tmp_path)
     (tmp_path / "past_present.txt").write_text("")
-    with pytest.raises(DataError, match="there are .* and .*; take one away"):
+    with pytest.raises(DataError, match=r"there are .* and .*; take one away"):
         probing_file(tmp_path / "past_present")
     with pytest.raises(DataError, match=r"tense does not exist"):
         probing_file(tmp_path / "tense")

@@ -24,7 +24,7 @@ from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import Table, make_table
-from headwise.lab.tables.data_names import corpus_name, folder_word
+from headwise.lab.tables.data_names import corpus_name, folder_word, is_there
 from headwise.lab.tables.diversify import DIVERSIFY
 from headwise.lab.tables.guided import GUIDED
 from headwise.lab.tables.pictures import curve, head_map
@@ -38,7 +38,7 @@ from headwise.lab.tasks.named import TASKS, named_task
 from headwise.lab.workers import Failure, Job
 from headwise.page import write_whole
 
-__all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_at"]
+__all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_at", "with_data"]
 
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
@@ -79,6 +79,27 @@ def seeds_at(scale: str) -> int:
     return 2 if scale == "demo" else 5
 
 
+def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Reproduction:
+    """Return a reproduction with those of its parts whose data is there, where it says something without the others.
+
+    Raises:
+        DataError: The data of none of its parts is there.
+    """
+    if not reproduction.partial or data is None:
+        return reproduction
+    parts = reproduction.parts_at(scale)
+    absent = [part.name for part in parts if not is_there(data / str(part.sizes[scale].corpus))]
+    if len(absent) == len(parts):
+        wanted = ", ".join(reproduction.corpora_at(scale))
+        raise DataError(
+            f"{data} holds no data of {reproduction.id}; expected some of {wanted}, plain, .txt or .txt.gz."
+        )
+    if not absent:
+        return reproduction
+    kept = reproduction.only([part.name for part in parts if part.name not in absent], scale)
+    return replace(kept, extra=f"{kept.extra}. There is no data for {', '.join(absent)}: means are over the others")
+
+
 def make_plans(
     reproduction: Reproduction,
     scale: str,
@@ -111,7 +132,7 @@ def make_plans(
         folder = data
         if data is not None and size.corpus is not None:
             own = data / size.corpus
-            if own.exists():
+            if is_there(own):
                 folder = own
             elif len(corpora) > 1:
                 raise DataError(

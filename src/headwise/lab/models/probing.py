@@ -28,7 +28,8 @@ class ProbedTransformer(SentenceTransformer):
         >>> import numpy as np, torch
         >>> from headwise.lab.tasks.probing_scales import PROBING_SCALES
         >>> scale = PROBING_SCALES["demo"]
-        >>> words = WordVectors(9, scale.width, dropout=0.0, ids=np.array([], int), known=np.zeros((0, scale.width)))
+        >>> none = np.zeros((0, scale.width), dtype=np.float32)
+        >>> words = WordVectors(9, scale.width, dropout=0.0, ids=np.array([], dtype=np.int64), known=none)
         >>> model = ProbedTransformer(words, 6, scale)
         >>> model(torch.tensor([[2, 5, 3], [2, 3, 0]]))["logits"].shape
         torch.Size([2, 6])

@@ -6,7 +6,7 @@ Owns the form; which reproductions there are is in the files of the papers, runn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -117,6 +117,9 @@ class Reproduction:
         measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
             several parts, a figure.
         drawn: Makes the figures of each part beside these; None for none.
+        groups: Groups of parts whose scores the paper averages, by name; its numbers are then shown part by part beside
+            ours, with the means.
+        partial: Whether it says something without the parts whose data is not there; means are then over the others.
     """
 
     id: str
@@ -130,6 +133,8 @@ class Reproduction:
     analysis: str = ""
     measures: tuple[str, ...] = ()
     drawn: Draws | None = None
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    partial: bool = False
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -176,7 +181,8 @@ class Reproduction:
         canonical = self.canonical(scale, scales)
         claims = []
         for claim in self.claims:
-            contrasts = [one.named(canonical) for one in claim.contrasts if known.issuperset(one.parts)]
+            asked = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
+            contrasts = [one.named(canonical) for one in asked if known.issuperset(one.parts)]
             telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
             shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
             if telling or shown:

@@ -31,8 +31,10 @@ class ProbingData(ClassificationData):
         partitions: The partitions that the file has.
         repeated: Lines left out as their sentence stands there again.
         contradicted: Lines left out as their sentence stands there with two labels.
+        sentences: Every sentence that was kept as the file writes it, by number.
     """
 
+    sentences: tuple[str, ...]
     partitions: tuple[str, ...]
     repeated: int
     contradicted: int
@@ -96,6 +98,7 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
     data = data_of(texts, scale, path, every_label=False)
     return ProbingData(
         **{field.name: getattr(data, field.name) for field in fields(data)},
+        sentences=tuple(one.text for part in lines.values() for one in part),
         partitions=tuple(kept.lines),
         repeated=kept.repeated,
         contradicted=kept.contradicted,
