@@ -18,11 +18,11 @@ from headwise.lab import probe_command
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.encodings import encodings, fingerprint
 from headwise.lab.frozen import open_frozen
+from headwise.lab.models.sentence import masked_mean
 from headwise.lab.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
 from headwise.lab.probe_pictures import heads_grid, layers_grid
 from headwise.lab.probing_fit import PENALTIES, Classifier, Fitted, Split, fit
 from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.classification import predict
 from headwise.lab.tasks.probing import ProbingTask
 from headwise.lab.tasks.probing_data import load_probing
 from headwise.lab.tasks.probing_scales import PROBING_SCALES
@@ -127,10 +127,11 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
     from headwise.lab.trained import load_trained
 
     trained = load_trained(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
+    device = next(trained.model.parameters()).device
+    tokens = task.collate([data.test[place] for place in range(len(texts))])["tokens"].to(device)
     with torch.no_grad():
-        top = torch.from_numpy(np.array(found.layers[-1])).to(next(trained.model.parameters()).device)
-        answered = trained.model.classifier(top).argmax(1).cpu()
-    assert answered.tolist() == predict(trained.model, data.test).tolist()
+        expected = masked_mean(trained.model.encoder(tokens, tokens == 0), tokens == 0).cpu()
+    np.testing.assert_allclose(found.layers[-1], expected, atol=1e-5)
 
 
 def test_what_cannot_be_probed_is_refused(tmp_path, probing_folder, capsys):
@@ -243,6 +244,21 @@ def test_a_capped_number_of_sentences_keeps_to_its_shares(probing_folder):
     assert chosen.labels["test"].tolist() == [data.texts.classes[numbers[place]] for place in chosen.places["test"]]
     with pytest.raises(DataError, match="no dev sentence is left"):
         choose_sentences(data, 9, probing_folder)
+
+
+def test_where_the_most_frequent_class_is_not_in_test_guessing_is_the_baseline(bert, tmp_path):
+    draw = np.random.default_rng(7)
+    lines = [
+        f"{part}\t{label}\t{' '.join(draw.choice(FILLERS, 6))}\n"
+        for part, labels, count in (("tr", "AABCDE", 90), ("va", "BCDE", 30), ("te", "BCDE", 60))
+        for label in draw.choice(list(labels), count)
+    ]
+    (tmp_path / "tree_depth.txt").write_text("".join(lines))
+    words = ["probe", str(bert), "--data", str(tmp_path), "--heads", "none", "--layers", "emb", "--workers", "1"]
+    assert call(*words, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")) == 0
+    record = json.loads((tmp_path / "out" / "tree_depth.json").read_text())
+    assert (record["majority"], record["labels"]) == (0.0, 5)
+    assert record["found"][0]["p"] > 0.05
 
 
 def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, capsys, monkeypatch):

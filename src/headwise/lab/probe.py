@@ -267,7 +267,7 @@ def judged(fitted: Sequence[tuple[Vectors, Fitted]], *, test: int, majority: flo
     Args:
         fitted: What was read and what was found.
         test: Test sentences.
-        majority: Accuracy of the majority baseline on them.
+        majority: Accuracy of the majority baseline on them, or of guessing where that is more.
     """
     tests = [binomtest(one.correct, test, majority, alternative="greater") for _, one in fitted]
     adjusted = holm([float(one.pvalue) for one in tests])

@@ -26,6 +26,7 @@ __all__ = [
     "SentenceTransformer",
     "TextClassifier",
     "WordVectors",
+    "masked_mean",
 ]
 
 # Words a filter of the CNN sees at once (Kim 2014).
