@@ -68,6 +68,22 @@ def test_a_mean_over_parts_counts_each_part_alike_whatever_its_number_of_items(t
     assert "was not run" in judged.verdict
 
 
+def test_one_mean_over_parts_is_taken_off_another(tmp_path):
+    drawn = (Drawn("plain", None), Drawn("guided", effect=0.6))
+    found = {
+        name: read_results(write_comparison(tmp_path / name, drawn, items=items, seed=items, seeds=range(5)))
+        for name, items in (("one", 40), ("two", 90), ("three", 200))
+    }
+    contrast = Contrast("guided", "plain", over=("one", "two"), less=Contrast("guided", "plain", over=("three",)))
+    assert contrast.parts == ("one", "two", "three")
+    (judged,) = judge([Claim("", (contrast,))], {name: Evidence(results) for name, results in found.items()})
+    leads = {name: mean_difference(results, "guided", "plain", 1, 3) for name, results in found.items()}
+    expected = (leads["one"] + leads["two"]) / 2 - leads["three"]
+    assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+    assert str(contrast) == "guided over plain, mean of one, two, less that of three"
+    assert str(contrast.within({"two", "three"})) == "guided over plain, mean of two, less that of three"
+
+
 def test_claims_are_borne_out_contradicted_or_not_shown(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2), Drawn("bad", effect=-1.2), Drawn("same", spread=0.05))
     whole = (1, 12)

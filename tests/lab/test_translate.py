@@ -13,10 +13,14 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from headwise.checks import DataError, SettingError
 from headwise.lab import runs
+from headwise.lab.encodings import encodings
+from headwise.lab.frozen import open_frozen
 from headwise.lab.tasks import translation_decoding
 from headwise.lab.tasks.subwords import END
 from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
@@ -52,6 +56,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = place / name
         train_run(settings(arm, corpus, place / "cache", scale), found[name])
     return found
+
+
+@pytest.mark.parametrize("name", ["routed", "marian"])
+def test_the_encoder_of_a_run_can_be_probed(trained, tmp_path, name):
+    frozen = open_frozen(trained[name])
+    texts = sources(trained)
+    found = encodings(frozen, texts, tmp_path, model="m")
+    (batch,) = frozen.read(texts[:1])
+    with torch.no_grad():
+        top = frozen.model(**batch.inputs).last_hidden_state
+    np.testing.assert_allclose(found.layers[-1, 0], top[0].mean(0).cpu(), atol=1e-5)
+    assert len(found.layers) == 1 + len(found.heads) == 1 + TOY.encoder_layers
+    assert all(array.shape == (TESTED, found.layers.shape[2]) for array in found.heads)
 
 
 def sources(trained: dict[str, Path]) -> list[str]:

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 TaskName = Annotated[
-    str, typer.Argument(help="The task: logic, translation, classification, sentence, pretraining or glue.")
+    str, typer.Argument(help="The task: logic, translation, classification, sentence, pretraining, glue or probing.")
 ]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
@@ -53,7 +53,8 @@ DataFolder = Annotated[
         "--data",
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
         "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv. "
-        "For pretraining text or JSON lines: my.txt, my.jsonl.gz. For glue the folder of one of its sets.",
+        "For pretraining text or JSON lines: my.txt, my.jsonl.gz. For glue the folder of one of its sets. For probing "
+        "the file of one task: past_present.txt.",
     ),
 ]
 Pipeline = Annotated[

@@ -6,7 +6,7 @@ claims a paper makes is in `tables`; the arithmetic is `statistics`'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,7 +43,8 @@ class Contrast:
         measure: A number of each run in the place of the score, as in "NLL"; one value a seed, so only seeds are
             chance then.
         less: A contrast whose difference is taken off.
-        over: Parts whose differences are averaged, each counting as much; `part` then says nothing.
+        over: Parts whose differences are averaged, each counting as much; `part` then says nothing, and `less` has
+            parts to average too.
     """
 
     arm: str
@@ -61,7 +62,7 @@ class Contrast:
     def parts(self) -> tuple[str, ...]:
         """The parts it speaks of."""
         if self.over:
-            return self.over
+            return self.over + (() if self.less is None else self.less.parts)
         own = (self.part, self.part if self.against_part is None else self.against_part)
         return own + (() if self.less is None else self.less.parts)
 
@@ -69,6 +70,11 @@ class Contrast:
     def is_empty(self) -> bool:
         """Whether both sides are one arm, as may happen at a scale with few layers."""
         return self.arm == self.against and (bool(self.over) or len({*self.parts[:2]}) == 1)
+
+    def within(self, known: Collection[str]) -> Contrast:
+        """Return it with means over those parts alone that are known."""
+        over = tuple(part for part in self.over if part in known)
+        return replace(self, over=over, less=None if self.less is None else self.less.within(known))
 
     def named(self, canonical: Callable[[str, str], str]) -> Contrast:
         """Return it with each arm's name replaced by `canonical(part, name)`."""
@@ -78,7 +84,8 @@ class Contrast:
 
     def __str__(self) -> str:
         if self.over:
-            return f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
+            text = f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
+            return text if self.less is None else f"{text}, less that of {', '.join(self.less.over)}"
         one, other = self.parts[:2]
         if one == other:
             text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
@@ -222,23 +229,29 @@ def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
 
 def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | str:
     """Return values whose plain mean is the mean over parts of a contrast, [S, N], or why there are none."""
-    if any(part not in parts for part in contrast.over):
+    means = [(1.0, contrast)] + ([] if contrast.less is None else [(-1.0, contrast.less)])
+    if any(part not in parts for part in contrast.parts):
         return "was not run"
     runs = [
-        _by_seed(parts[part].results.runs, arm) for part in contrast.over for arm in (contrast.arm, contrast.against)
+        _by_seed(parts[part].results.runs, arm)
+        for _, mean in means
+        for part in mean.over
+        for arm in (mean.arm, mean.against)
     ]
     seeds = set.intersection(*(set(found) for found in runs))
     if not seeds:
         return "was not run"
-    leads = []
-    for part in contrast.over:
-        kept = replace(parts[part].results, runs=tuple(run for run in parts[part].results.runs if run.seed in seeds))
-        found = _item_leads(_terms(replace(contrast, part=part, over=())), {part: replace(parts[part], results=kept)})
-        if isinstance(found, str):
-            return found
-        leads.append(found)
-    items = sum(found.shape[1] for found in leads)
-    return np.concatenate([found * (items / len(leads) / found.shape[1]) for found in leads], axis=1)
+    leads: list[tuple[float, Array]] = []
+    for sign, mean in means:
+        for part in mean.over:
+            kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
+            own = {part: replace(parts[part], results=replace(parts[part].results, runs=kept))}
+            found = _item_leads(_terms(replace(mean, part=part, over=(), less=None)), own)
+            if isinstance(found, str):
+                return found
+            leads.append((sign / len(mean.over), found))
+    items = sum(found.shape[1] for _, found in leads)
+    return np.concatenate([found * (weight * items / found.shape[1]) for weight, found in leads], axis=1)
 
 
 def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array | str:

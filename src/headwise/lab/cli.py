@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from headwise.lab import inspection_commands, translation_commands
+from headwise.lab import inspection_commands, probing_commands, translation_commands
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
@@ -199,7 +199,7 @@ def reproduce(
     from headwise.lab import reproduce as reproducing
     from headwise.lab import reproduction_lists as lists
     from headwise.lab.pool import default_workers
-    from headwise.lab.reproduction_data import without_absent
+    from headwise.lab.reproduction_data import with_data, without_absent
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -207,7 +207,7 @@ def reproduce(
     require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
     reproduction = reproducing.REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
-    reproduction = reproduction.only(parts or (), scale)
+    reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
     seeds = reproducing.seeds_at(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -257,6 +257,7 @@ def roles(
 
 
 app.command()(inspection_commands.inspect)
+app.command()(probing_commands.probe)
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)

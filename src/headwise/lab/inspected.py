@@ -18,7 +18,17 @@ from headwise.heads import Heads
 from headwise.lab.batches import length_sorted
 from headwise.layouts import find_heads
 
-__all__ = ["Encoded", "Fidelity", "Inspected", "inspected_folder", "read_sentences", "run_encoded"]
+__all__ = [
+    "BATCH",
+    "Encoded",
+    "Fidelity",
+    "Inspected",
+    "Opened",
+    "inspected_folder",
+    "opened_folder",
+    "read_sentences",
+    "run_encoded",
+]
 
 BATCH = 32
 # Tokens of a sentence that are read; what stands behind them is left out.
@@ -107,13 +117,48 @@ def read_sentences(path: Path) -> list[str]:
 
 
 def inspected_folder(folder: Path, sentences: Sequence[str]) -> Inspected:
-    """Return the model of a folder of Hugging Face with the sentences encoded for it.
-
-    Of an encoder-decoder the encoder is looked at.
+    """Return the model of a folder of Hugging Face with the sentences encoded for it; see `opened_folder`.
 
     Raises:
         DataError: The folder holds no model or no tokenizer that transformers can load.
         LayoutError: The heads of the model cannot be found.
+    """
+    opened = opened_folder(folder)
+    batches = tuple(opened.encoded(sentences))
+    return Inspected(folder.resolve().name, opened.model, find_heads(opened.model), batches, opened.note)
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """What a folder of Hugging Face holds.
+
+    Attributes:
+        model: The model, in evaluation mode, on the GPU where there is one.
+        tokenizer: Its tokenizer.
+        note: What a reader should know of what was left out; "" for nothing.
+    """
+
+    model: Any
+    tokenizer: Any
+    note: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sentence that are read."""
+        positions = getattr(self.model.config, "max_position_embeddings", None) or LONGEST
+        # some count two positions for padding
+        return min(LONGEST, int(positions) - 2, int(self.tokenizer.model_max_length))
+
+    def encoded(self, sentences: Sequence[str]) -> Iterator[Encoded]:
+        """Yield the sentences in batches of like length."""
+        return _encoded(self.tokenizer, sentences, self.longest, str(next(self.model.parameters()).device))
+
+
+def opened_folder(folder: Path) -> Opened:
+    """Return the model and the tokenizer of a folder of Hugging Face; of an encoder-decoder, the encoder.
+
+    Raises:
+        DataError: The folder holds no model or no tokenizer that transformers can load.
     """
     from transformers import AutoModel, AutoTokenizer
 
@@ -133,17 +178,7 @@ def inspected_folder(folder: Path, sentences: Sequence[str]) -> Inspected:
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device).eval()
-    batches = tuple(_encoded(tokenizer, sentences, _longest(model, tokenizer), device))
-    return Inspected(folder.resolve().name, model, find_heads(model), batches, note)
-
-
-def _longest(model: nn.Module, tokenizer: Any) -> int:
-    config: Any = model.config
-    positions = getattr(config, "max_position_embeddings", None) or LONGEST
-    # some count two positions for padding
-    return min(LONGEST, int(positions) - 2, int(tokenizer.model_max_length))
+    return Opened(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, note)
 
 
 def _encoded(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:

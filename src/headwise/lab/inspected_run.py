@@ -5,7 +5,7 @@ Owns what of a run is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +15,10 @@ from headwise.lab import runs
 from headwise.lab.batches import length_sorted
 from headwise.lab.inspected import BATCH, Encoded, Inspected
 from headwise.lab.tasks.subwords import END, PADDING, SPECIAL
-from headwise.lab.translator import open_translator
+from headwise.lab.translator import Translator, open_translator
 from headwise.layouts import find_heads
 
-__all__ = ["inspected_run"]
+__all__ = ["inspected_run", "source_batches"]
 
 
 def inspected_run(folder: Path, sentences: Sequence[str]) -> Inspected:
@@ -36,9 +36,19 @@ def inspected_run(folder: Path, sentences: Sequence[str]) -> Inspected:
         )
     translator = open_translator(folder)
     encoder = translator.model.get_encoder()
-    device = next(encoder.parameters()).device
+    return Inspected(
+        f"{folder.resolve().parent.name}-{folder.resolve().name}",
+        encoder,
+        find_heads(encoder),
+        tuple(source_batches(translator, sentences)),
+        "Of this run the encoder was looked at.",
+    )
+
+
+def source_batches(translator: Translator, sentences: Sequence[str]) -> Iterator[Encoded]:
+    """Yield sentences as a translator's encoder takes them, in batches of like length."""
+    device = next(translator.model.parameters()).device
     ids = [[*line[: translator.longest], END] for line in translator.encode(sentences)]
-    batches = []
     for number, chosen in enumerate(length_sorted([len(line) for line in ids], BATCH)):
         width = max(len(ids[place]) for place in chosen)
         padded = torch.tensor([ids[place] + [PADDING] * (width - len(ids[place])) for place in chosen], device=device)
@@ -48,11 +58,4 @@ def inspected_run(folder: Path, sentences: Sequence[str]) -> Inspected:
             tuple(SPECIAL[END] if one == END else translator.subwords.decode([one]) for one in ids[place])
             for place in chosen
         )
-        batches.append(Encoded(number, tuple(chosen), {"input_ids": padded, "attention_mask": keep}, keep, tokens))
-    return Inspected(
-        f"{folder.resolve().parent.name}-{folder.resolve().name}",
-        encoder,
-        find_heads(encoder),
-        tuple(batches),
-        "Of this run the encoder was looked at.",
-    )
+        yield Encoded(number, tuple(chosen), {"input_ids": padded, "attention_mask": keep}, keep, tokens)

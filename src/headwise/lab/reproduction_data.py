@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from headwise.checks import DataError
+from headwise.lab.tables.data_names import is_there
 from headwise.lab.tables.reproduction import Reproduction
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.task import Task, WithStarts
 
-__all__ = ["data_of", "folder_of_part", "lacks", "missing", "text_of", "without_absent"]
+__all__ = ["data_of", "folder_of_part", "lacks", "missing", "text_of", "with_data", "without_absent"]
 
 # Where below --data text to pre-train on is looked for; prepared shards first.
 TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
@@ -39,7 +40,7 @@ def folder_of_part(reproduction: Reproduction, data: Path | None, corpus: str | 
     if data is None or corpus is None:
         return data
     own, corpora = data / corpus, reproduction.corpora_at(scale)
-    if own.exists():
+    if is_there(own):
         return own
     if len(corpora) > 1:
         raise DataError(
@@ -68,6 +69,27 @@ def missing(reproduction: Reproduction, planned: Collection[str], data: Path | N
             corpus = next((size.corpus for size in part.sizes.values()), None)
             found[part.name] = lacks(task, data, corpus) or f"{part.after} is not there"
     return found
+
+
+def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Reproduction:
+    """Return a reproduction with those of its parts whose data is there, where it says something without the others.
+
+    Raises:
+        DataError: The data of none of its parts is there.
+    """
+    if not reproduction.partial or data is None:
+        return reproduction
+    parts = reproduction.parts_at(scale)
+    absent = [part.name for part in parts if not is_there(data / str(part.sizes[scale].corpus))]
+    if len(absent) == len(parts):
+        wanted = ", ".join(reproduction.corpora_at(scale))
+        raise DataError(
+            f"{data} holds no data of {reproduction.id}; expected some of {wanted}, plain, .txt or .txt.gz."
+        )
+    if not absent:
+        return reproduction
+    kept = reproduction.only([part.name for part in parts if part.name not in absent], scale)
+    return replace(kept, extra=f"{kept.extra}. There is no data for {', '.join(absent)}: means are over the others")
 
 
 def without_absent(reproduction: Reproduction, planned: Collection[str], scale: str, data: Path | None) -> Reproduction:

@@ -19,12 +19,14 @@ from headwise.lab.models.encoder import Encoder
 from headwise.lab.tasks.classification_scales import ClassificationScale
 
 __all__ = [
+    "DRAWN",
     "SentenceCNN",
     "SentenceClassifier",
     "SentenceLSTM",
     "SentenceTransformer",
     "TextClassifier",
     "WordVectors",
+    "masked_mean",
 ]
 
 # Words a filter of the CNN sees at once (Kim 2014).
@@ -36,9 +38,9 @@ DRAWN = 0.2
 class WordVectors(nn.Embedding):
     """Trainable vectors of token ids with dropout; those that are known start as given, the others are drawn.
 
-    They are drawn from N(0, s^2), with s the root mean square of the known ones' numbers, or 0.2 where none is known: a
-    word that occurs a few times moves little in a few epochs, and from N(0, 1) hardly at all. Id 0 is padding: its
-    vector is zero and stays so.
+    They are drawn from N(0, s^2), with s the root mean square of the known ones' numbers, or `drawn` where none is
+    known: a word that occurs a few times moves little in a few epochs, and from N(0, 1) hardly at all. Id 0 is padding:
+    its vector is zero and stays so.
 
     Args:
         size: Number of token ids.
@@ -46,9 +48,13 @@ class WordVectors(nn.Embedding):
         dropout: Probability of dropping a number of a vector while training, in [0, 1).
         ids: Ids that are known, int64 [K].
         known: Their vectors, [K, width].
+        drawn: Standard deviation of the vectors where none is known.
     """
 
-    def __init__(self, size: int, width: int, *, dropout: float, ids: NDArray, known: NDArray) -> None:
+    def __init__(
+        self, size: int, width: int, *, dropout: float, ids: NDArray, known: NDArray, drawn: float = DRAWN
+    ) -> None:
+        self.drawn = drawn
         self.ids, self.known = torch.as_tensor(ids), torch.as_tensor(known)
         super().__init__(size, width, padding_idx=0)
         self.dropout = dropout
@@ -57,7 +63,7 @@ class WordVectors(nn.Embedding):
         """Draw the vectors anew, and set those that are known."""
         super().reset_parameters()
         with torch.no_grad():
-            self.weight *= self.known.square().mean().sqrt() if len(self.ids) else DRAWN
+            self.weight *= self.known.square().mean().sqrt() if len(self.ids) else self.drawn
             self.weight[self.ids] = self.known.to(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's own name

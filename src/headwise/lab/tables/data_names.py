@@ -10,11 +10,13 @@ from pathlib import Path
 
 from headwise.lab.runs import read_json
 
-__all__ = ["corpus_name", "folder_word"]
+__all__ = ["corpus_name", "folder_word", "is_there"]
 
 RECORD = "record.json"
 # A layout of a few files of a corpus; what was trained on it was not trained on the corpus.
 PARTIAL = "partial"
+# Behind the names of sets that are one file each.
+FORMS = (".txt", ".txt.gz")
 
 
 def folder_word(data: Path | None) -> str:
@@ -24,6 +26,11 @@ def folder_word(data: Path | None) -> str:
     ('WMT_14_parts', '')
     """
     return "" if data is None else re.sub(r"[^\w.+-]+", "_", data.resolve().name).strip("_")
+
+
+def is_there(data: Path) -> bool:
+    """Return whether there is data of that name: a folder or a file, or a file with .txt or .txt.gz behind it."""
+    return data.exists() or any(data.with_name(data.name + form).is_file() for form in FORMS)
 
 
 def corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:

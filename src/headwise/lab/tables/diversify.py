@@ -9,6 +9,7 @@ from __future__ import annotations
 from headwise.lab.claims import Claim, Contrast
 from headwise.lab.shown import Numbers
 from headwise.lab.tables.diversify_ablations import ABLATIONS
+from headwise.lab.tables.diversify_probing import TABLE_7
 from headwise.lab.tables.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.tables.sizes import base, big, big_few_heads, logic
 
@@ -182,4 +183,4 @@ TABLE_6 = Reproduction(
     ),
 )
 
-DIVERSIFY = (*ABLATIONS, TABLE_5, TABLE_6, FIGURE_4)
+DIVERSIFY = (*ABLATIONS, TABLE_5, TABLE_6, TABLE_7, FIGURE_4)

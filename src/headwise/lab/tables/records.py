@@ -5,7 +5,7 @@ Owns both forms, the record as JSON beside a paper's notes. What was found is `c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ from headwise.lab.figures import Picture
 from headwise.lab.grids import NOTE, Grid, diversity_grid, grids, markdown_of, verdict_grid
 from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
 from headwise.lab.table import PLAIN, Table
+from headwise.lab.tables.grouped import grouped_grid
 from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reproduction
 from headwise.lab.tasks.named import named_task
 from headwise.page import write_whole
@@ -84,6 +85,11 @@ class Reproduced:
         return judge(self.reproduction.claims_at(self.scale, scales), self.evidence)
 
     @property
+    def canonical(self) -> Callable[[str, str], str]:
+        """The function from a part and an arm as the reproduction writes it to the arm's name at the scale."""
+        return self.reproduction.canonical(self.scale, named_task(self.reproduction.task).scales)
+
+    @property
     def is_the_papers(self) -> bool:
         """Whether every part that was run is on the data and of the size that the paper names."""
         sizes = {part.name: part.sizes[self.scale] for part in self.reproduction.parts_at(self.scale)}
@@ -103,12 +109,14 @@ def published_grid(found: Reproduced) -> Grid | None:
     published = found.reproduction.published
     if published is None:
         return None
+    title = f"The paper's numbers ({published.on}) beside ours ({_place(found)})"
+    if found.reproduction.groups:
+        return grouped_grid(title, published, found.reproduction.groups, found.tables, found.canonical)
     several = len({row.part for row in published.rows}) > 1
     header = ["the paper's row", *(["part"] if several else []), "arm"]
     for place, column in enumerate(published.columns):
         header += [f"{column.title}, paper", *([f"{_titles(column)}, here"] if _is_first(published, place) else [])]
     rows = tuple(_published_row(found, published, row, several=several) for row in published.rows)
-    title = f"The paper's numbers ({published.on}) beside ours ({_place(found)})"
     return Grid(title, tuple(header), rows, "l" * (2 + several) + "r" * (len(header) - 2 - several))
 
 
@@ -242,10 +250,9 @@ def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
 def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
     reproduction = found.reproduction
     there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
-    canonical = reproduction.canonical(found.scale, named_task(reproduction.task).scales)
     # a row that is quoted alone has no arm, and a baseline has a name as it is
     baseline = row.arm in named_task(reproduction.task).baselines
-    arm = (row.arm if baseline else canonical(row.part, row.arm)) if there and row.arm else ""
+    arm = (row.arm if baseline else found.canonical(row.part, row.arm)) if there and row.arm else ""
     table = found.tables.get(row.part)
     cells = [row.name, *([row.part] if several else []), arm or NONE]
     evidence = found.evidence.get(row.part)

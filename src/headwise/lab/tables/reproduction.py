@@ -6,7 +6,7 @@ Owns the form; which reproductions there are is in the files of the papers, runn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -125,6 +125,9 @@ class Reproduction:
         made: Makes its claims from the parts that there is data for; None where there is data for all.
         summed: Makes a grid of all parts together; None for none.
         left_out: Parts that there is no data for, and what lacks.
+        groups: Groups of parts whose scores the paper averages, by name; its numbers are then shown part by part beside
+            ours, with the means.
+        partial: Whether it says something without the parts whose data is not there; means are then over the others.
     """
 
     id: str
@@ -143,6 +146,8 @@ class Reproduction:
     made: Callable[[tuple[str, ...]], tuple[Claim, ...]] | None = None
     summed: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Grid] | None = None
     left_out: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    partial: bool = False
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -195,7 +200,8 @@ class Reproduction:
         canonical = self.canonical(scale, scales)
         claims = []
         for claim in self.claims:
-            contrasts = [one.named(canonical) for one in claim.contrasts if known.issuperset(one.parts)]
+            asked = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
+            contrasts = [one.named(canonical) for one in asked if known.issuperset(one.parts)]
             telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
             shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
             if telling or shown:

@@ -20,7 +20,14 @@ from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.guided import Guided, require_parses
 from headwise.lab.metric import Accuracy, Measure
-from headwise.lab.models.sentence import SentenceClassifier, SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
+from headwise.lab.models.sentence import (
+    DRAWN,
+    SentenceClassifier,
+    SentenceCNN,
+    SentenceLSTM,
+    SentenceTransformer,
+    WordVectors,
+)
 from headwise.lab.protocol import key
 from headwise.lab.sentence_masks import Donors, RoleMasks
 from headwise.lab.tasks.class_answers import BATCH, cross_entropies, predicted_classes
@@ -36,7 +43,7 @@ from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, Clas
 from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.word_rarity import idf
 
-__all__ = ["ClassificationTask", "predict"]
+__all__ = ["ClassificationTask", "predict", "word_vectors", "words_of"]
 
 PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.
@@ -70,11 +77,11 @@ class ClassificationTask:
 
     def model(self, data: ClassificationData, scale: ClassificationScale) -> SentenceTransformer:
         """Return a Transformer encoder with a classifier."""
-        return SentenceTransformer(_word_vectors(data, scale), len(data.labels), scale)
+        return SentenceTransformer(word_vectors(data, scale), len(data.labels), scale)
 
     def other_model(self, name: str, data: ClassificationData, scale: ClassificationScale) -> SentenceClassifier:
         """Return a bidirectional LSTM or a multi-scale CNN."""
-        return MODELS[name](_word_vectors(data, scale), len(data.labels), scale)
+        return MODELS[name](word_vectors(data, scale), len(data.labels), scale)
 
     def studied(self, model: SentenceTransformer) -> nn.Module:
         """Return the whole model: all its attention is the encoder's."""
@@ -85,7 +92,7 @@ class ClassificationTask:
         require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
         donors = Donors(table, data.texts.words.lengths, data.train.numbers.tolist(), key(seed, "shuffled parse"))
-        rarity = idf(_words(data, data.train))
+        rarity = idf(words_of(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed)
 
     def batches(self, data: ClassificationData, scale: ClassificationScale, seed: int) -> LengthBatches:
@@ -135,7 +142,7 @@ class ClassificationTask:
         from headwise.lab.models import word_counts
 
         if name == "counts":
-            train, test = (_words(data, split, lower=True) for split in (data.train, data.test))
+            train, test = (words_of(data, split, lower=True) for split in (data.train, data.test))
             predicted = word_counts.counts(train, test, data.train.labels, seed=seed)
         else:
             predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
@@ -167,12 +174,13 @@ def _named(place: Path | None) -> Path:
     return place
 
 
-def _word_vectors(data: ClassificationData, scale: ClassificationScale) -> WordVectors:
+def word_vectors(data: ClassificationData, scale: ClassificationScale, *, drawn: float = DRAWN) -> WordVectors:
+    """Return the vectors of the words; where the file of vectors has none, they are drawn as `WordVectors` says."""
     ids, known = data.vectors(scale.width)
-    return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known)
+    return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known, drawn=drawn)
 
 
-def _words(data: ClassificationData, split: Sentences, *, lower: bool = False) -> list[list[str]]:
+def words_of(data: ClassificationData, split: Sentences, *, lower: bool = False) -> list[list[str]]:
     """Return the words of each text of a split, as they are written or in lower case."""
     types = data.texts.lower if lower else data.texts.types
     return [[types[word] for word in data.texts.words[number]] for number in split.numbers.tolist()]

@@ -23,7 +23,16 @@ from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.tasks.classification_splits import TENTHS, cut, without
 from headwise.lab.tasks.classification_texts import Texts, load_texts
 
-__all__ = ["SPECIAL", "ClassificationData", "Sentence", "Sentences", "classification_parts", "collate", "load_data"]
+__all__ = [
+    "SPECIAL",
+    "ClassificationData",
+    "Sentence",
+    "Sentences",
+    "classification_parts",
+    "collate",
+    "data_of",
+    "load_data",
+]
 
 SPECIAL = ("<pad>", "<unk>", "<start>", "<end>")
 PADDING, UNKNOWN, START, END = range(len(SPECIAL))
@@ -163,7 +172,18 @@ def load_data(
     Raises:
         DataError: A file is missing or malformed, or a split comes out empty.
     """
-    texts = load_texts(place, scale, cache, progress=progress)
+    return data_of(load_texts(place, scale, cache, progress=progress), scale, place)
+
+
+def data_of(texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True) -> ClassificationData:
+    """Return texts cut into splits and encoded; see `load_data`.
+
+    Args:
+        texts: The texts.
+        scale: How to cut, and what to keep.
+        place: What messages call them.
+        every_label: Whether to refuse a label that no training text has.
+    """
     splits, dropped = _splits(texts, scale)
     if scale.train_examples is not None:
         order = sorted(
@@ -174,7 +194,7 @@ def load_data(
         if not len(numbers):
             raise DataError(f"{place}: the {name} split holds no text; add data.")
     missing = sorted({*range(len(texts.labels))} - {*texts.classes[splits["train"]].tolist()})
-    if missing:
+    if missing and every_label:
         raise DataError(f"{place}: no training text has the label {texts.labels[missing[0]]!r}; add data or drop it.")
     vocabulary = _vocabulary(texts, splits["train"], scale.min_count)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}

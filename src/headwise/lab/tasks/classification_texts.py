@@ -23,7 +23,7 @@ from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.word_vectors import read_word_vectors
 from headwise.word_tables import WordTable
 
-__all__ = ["Texts", "load_texts", "stands_apart"]
+__all__ = ["Texts", "load_texts", "stands_apart", "texts_of"]
 
 ENCODING = "classification-1"  # changes with anything below that changes the arrays
 PARSES = "parses"
@@ -104,15 +104,44 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
         empty = next((one.line for one in read["all"] if not one.text), None)
         if empty is not None:
             raise DataError(f"{place}, line {empty}: the text is empty; fill it in or drop the line.")
+    return texts_of(layout, paths, read, scale, cache, progress=progress)
+
+
+def texts_of(
+    layout: Layout,
+    paths: Mapping[str, Path],
+    read: Mapping[str, Sequence[LabelledText]],
+    scale: ClassificationScale,
+    cache: Path | None,
+    *,
+    form: str = "",
+    labels: tuple[str, ...] | None = None,
+    progress: bool = False,
+) -> Texts:
+    """Return the texts of lines that were read; see `load_texts`.
+
+    Args:
+        layout: Which name is which split.
+        paths: The file of each name.
+        read: The lines of each name.
+        scale: Where to cut, and which pipeline and word vectors to use.
+        cache: Folder for the arrays and for the parses; None keeps nothing.
+        form: What besides the files and the layout the lines follow from.
+        labels: The labels there are; None for those of the training file, which have to be all.
+        progress: Whether parsing shows a bar.
+
+    Raises:
+        DataError: A class has no training text.
+    """
     kept = {name: [one for one in lines if one.text] for name, lines in read.items()}
-    labels = _labels(layout, kept, paths)
-    described = f"{ENCODING} {layout} {scale.max_words}"
+    labels = _labels(layout, kept, paths) if labels is None else labels
+    described = " ".join(filter(None, (ENCODING, form, str(layout), str(scale.max_words))))
     extra: list[Path] = []
     if scale.pipeline is not None:
         described, extra = f"{described} parsed", pipeline_files(scale.pipeline)
     if scale.embeddings is not None:
         described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
-    fingerprint = digest(described, [*paths.values(), *extra])
+    fingerprint = digest(described, [*dict.fromkeys(paths.values()), *extra])
     stored = cached_arrays(
         cache, f"classification-{fingerprint}", lambda: _encode(kept, labels, scale, cache, progress=progress)
     )

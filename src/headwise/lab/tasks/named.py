@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence", "pretraining", "glue")
+TASKS = ("logic", "translation", "classification", "sentence", "pretraining", "glue", "probing")
 
 
 def named_task(name: str) -> Task:
@@ -40,6 +40,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.glue import GlueTask
 
         return GlueTask()
+    if name == "probing":
+        from headwise.lab.tasks.probing import ProbingTask
+
+        return ProbingTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

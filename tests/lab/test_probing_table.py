@@ -1,0 +1,105 @@
+"""Table 7 of Li et al. 2021: its numbers, the parts there is data for, averages by category, and a run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from rich.console import Console
+
+from headwise.checks import DataError
+from headwise.lab import reproduce
+from headwise.lab.cells import NONE
+from headwise.lab.scale_options import ScaleOptions
+from headwise.lab.tables.diversify_probing import CELLS, TABLE_7
+from headwise.lab.tasks.probing_files import CATEGORIES, PROBES
+from headwise.lab.tasks.probing_scales import PROBING_SCALES
+from lab.probing_toy import write_probing
+
+TINY = ("width=12", "heads=3", "head_size=4", "hidden=12", "epochs=1", "train_examples=48")
+THERE = ("sentence_length", "tree_depth", "bigram_shift", "subj_number")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sets").mkdir()
+    for number, name in enumerate(THERE):
+        write_probing(tmp_path / "sets" / f"{name}.txt", {"va": 120, "te": 60}, seed=number)
+    return tmp_path / "sets"
+
+
+def test_the_papers_means_follow_from_its_cells():
+    printed = {
+        "Surface": ("96.69", "97.56", "97.15", "97.71"),
+        "Syntactic": ("59.77", "61.44", "60.26", "61.78"),
+        "Semantic": ("73.38", "73.34", "74.76", "75.08"),
+    }
+    for category, means in printed.items():
+        for place, mean in enumerate(means):
+            cells = [float(CELLS[part][place]) for part in CATEGORIES[category]]
+            # the paper cuts some digits off
+            assert fmean(cells) == pytest.approx(float(mean), abs=0.016)
+    rows = {(row.part, row.name): (row.arm, *row.cells) for row in TABLE_7.published.rows}
+    assert len(rows) == 40
+    assert rows["TrDep", "Combine"] == ("output+em:layers={two}", "46.93")
+
+
+def test_a_part_without_data_is_left_out_of_parts_claims_and_means(folder):
+    found = reproduce.with_data(TABLE_7, "cpu", folder)
+    assert [part.name for part in found.parts] == ["SeLen", "TrDep", "BShif", "SubNm"]
+    assert "There is no data for WC, ToCo, Tense, ObjNm, SOMO, CoIn: means are over the others" in found.extra
+    claims = found.claims_at("cpu", PROBING_SCALES)
+    over = {contrast.over for claim in claims for contrast in claim.contrasts}
+    assert over == {("SeLen", "TrDep", "BShif", "SubNm"), ("SeLen",), ("TrDep", "BShif"), ("SubNm",), ()}
+    single = [contrast for claim in claims for contrast in claim.contrasts if not contrast.over]
+    assert [contrast.part for contrast in single] == ["SubNm"]
+    assert reproduce.with_data(TABLE_7, "cpu", None) is TABLE_7
+    with pytest.raises(DataError, match=r"holds no data of diversify/table-7; expected some of sentence_length"):
+        reproduce.with_data(TABLE_7, "cpu", folder.parent)
+
+
+def test_all_ten_tasks_are_parts_at_every_scale():
+    for scale in ("demo", "cpu", "gpu", "paper"):
+        assert [part.sizes[scale].corpus for part in TABLE_7.parts_at(scale)] == list(PROBES)
+    arms = TABLE_7.arms_at("cpu", PROBING_SCALES)["ToCo"]
+    assert arms == ("plain", "output", "trunk:layers=0/1", "em:layers=0/1", "output+em:layers=0/1")
+
+
+@pytest.mark.usefixtures("inline")
+def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
+    found = reproduce.with_data(TABLE_7, "demo", folder)
+    out = tmp_path / "out"
+    plans = reproduce.make_plans(
+        found, "demo", seeds=1, data=folder, out=out, workers=1, options=ScaleOptions("demo", sizes=TINY)
+    )
+    assert [plan.comparison.data.name for plan in plans] == list(THERE)
+    # three of four: the last part is not run yet
+    console = Console(record=True, width=240)
+    assert reproduce.do_plans(found, plans[:3], console) == []
+    reproduced = reproduce.report(found, "demo", plans, out, tmp_path / "paper", console, "headwise reproduce")
+    record = json.loads(next((tmp_path / "paper" / "results").glob("*.json")).read_text())
+    grid = record["published"]
+    assert grid["header"] == [
+        *("task", "majority", "plain, paper", "plain, here", "output, paper", "output, here", "trunk, here"),
+        *("em, paper", "em, here", "output+em, paper", "output+em, here"),
+    ]
+    rows = {row[0]: row[1:] for row in grid["rows"]}
+    assert list(rows)[:3] == ["SeLen", "WC", "Surface: mean (SeLen)"]
+    assert rows["ToCo"][1:3] == [NONE, NONE]
+    tables = reproduced.tables
+    scores = [tables[part].row("em").score.value for part in ("TrDep", "BShif")]
+    assert rows["Syntactic: mean (TrDep, BShif)"][7] == f"{100 * fmean(scores):.2f}"
+    assert rows["Syntactic: mean (TrDep, BShif)"][6] == f"{(45.77 + 50.97) / 2:.2f}"
+    for part, table in tables.items():
+        majority = table.row("majority").score.value
+        for place, arm in ((2, "plain"), (7, "em")):
+            low = table.row(arm).score.low
+            assert rows[part][place].startswith("(") == (low <= majority)
+    assert any(row[2].startswith("(") for row in rows.values())
+    verdicts = [claim["verdict"] for claim in record["claims"]]
+    assert len(verdicts) == 7
+    assert all("no verdict" in verdict for verdict in verdicts)
+    assert "in parentheses what is not told from the majority baseline" in grid["title"]
+    assert "mean (TrDep, BShif)" in (tmp_path / "paper" / "RESULTS.md").read_text()
