@@ -10,11 +10,15 @@ from torch import nn
 
 from headwise.lab.tasks.task import Recipe
 
-__all__ = ["adam"]
+__all__ = ["optimizer_of"]
+
+MOMENTUM = 0.9
 
 
-def adam(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return Adam on all parameters of a model, with decoupled weight decay."""
+def optimizer_of(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return Adam with decoupled weight decay, or SGD with momentum, on all parameters of a model."""
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM, weight_decay=recipe.weight_decay)
     # the fused form costs a small model least; without decay AdamW is Adam as Kingma and Ba wrote it
     return torch.optim.AdamW(
         model.parameters(),

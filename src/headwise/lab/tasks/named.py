@@ -10,7 +10,7 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence")
+TASKS = ("logic", "translation", "classification", "sentence", "graph2text")
 
 
 def named_task(name: str) -> Task:
@@ -32,6 +32,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.sentence import SentenceTask
 
         return SentenceTask()
+    if name == "graph2text":
+        from headwise.lab.tasks.graph2text import Graph2TextTask
+
+        return Graph2TextTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()
