@@ -223,7 +223,9 @@ def test_the_released_model_trains_and_writes():
     assert len(written(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, unwritten=())) == 3
 
 
-def exhaustive(model: GraphWriter, one: EncodedGraph, longest: int, penalty: float) -> tuple[float, list[int]]:
+def exhaustive(
+    model: GraphWriter, one: EncodedGraph, longest: int, penalty: float, no_repeat: int = 0
+) -> tuple[float, list[int]]:
     """The best text of all there are, by trying each."""
     batch = collate([one])
     memory = read(model, batch)
@@ -236,6 +238,9 @@ def exhaustive(model: GraphWriter, one: EncodedGraph, longest: int, penalty: flo
         best = max(best, ((total + scores[END]) / (len(text) + 1) ** penalty, [*text, END]))
         if len(text) + 1 < longest:
             for following in range(6, len(scores)):
+                rows = [(*text, following)[place : place + no_repeat] for place in range(len(text) + 2 - no_repeat)]
+                if no_repeat and len(set(rows)) < len(rows):
+                    continue
                 follow(state, following, [*text, following], total + scores[following])
 
     follow(model.start(memory), START, [], 0.0)
@@ -251,6 +256,21 @@ def test_a_wide_beam_finds_what_trying_every_text_finds(penalty):
     found = search(model, batch, beams=80, **options)
     for one, text in zip(GRAPHS[1:], found, strict=True):
         assert text == exhaustive(model, one, 3, penalty)[1]
+
+
+@torch.no_grad()
+def test_words_in_a_row_are_not_written_twice_where_that_is_the_rule():
+    model, one = writer(), GRAPHS[1]
+    # a word it would write again and again
+    model.bias.bias[9] += 6.0
+    model.switch.bias += 8.0
+    model.bias.bias[END] -= 3.0
+    options = {"beams": 250, "longest": 4, "length_penalty": 1.0, "unwritten": (0, 1, 2, 4, 5)}
+    (free,), (ruled,) = (search(model, collate([one]), **options, no_repeat=order) for order in (0, 2))
+    assert free[:3] == [9, 9, 9]
+    assert ruled == exhaustive(model, one, 4, 1.0, no_repeat=2)[1]
+    assert ruled[:2] == [9, 9]
+    assert ruled[2] != 9
 
 
 @torch.no_grad()

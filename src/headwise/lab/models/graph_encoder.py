@@ -23,7 +23,7 @@ class Departures:
 
     Attributes:
         scaled_by_width: Scores are divided by sqrt(d) and not by sqrt(d / H).
-        dropout_at_test: Attention weights of the blocks are dropped in evaluation too.
+        dropout_at_test: Attention weights of the blocks are dropped, in evaluation too, and not what the heads put out.
         detached: A node learns nothing through its neighbours, keys and values being cut from the graph of gradients;
             so is the decoder's first cell.
         one_norm: A block has one layer normalization, used twice.
@@ -57,7 +57,7 @@ class GraphBlock(nn.Module):
     Args:
         width: Width d.
         heads: Attention heads H; must divide `width`.
-        dropout: Dropout of attention weights and of the FFN, in [0, 1).
+        dropout: Dropout of what the attention puts out and in the FFN, in [0, 1).
         departures: What is done as in the released code.
     """
 
@@ -65,7 +65,9 @@ class GraphBlock(nn.Module):
         super().__init__()
         self.departures = departures
         self.attention = SizedAttention(width, heads)
-        self.attention.dropout = dropout
+        # weights that are dropped cost a draw each, pads included, and the fused kernel: what heads put out is dropped
+        self.attention.dropout = dropout if departures.dropout_at_test else 0.0
+        self.dropout = nn.Dropout(0.0 if departures.dropout_at_test else dropout)
         if departures.no_output:
             self.attention.out_proj = SideBySide(width, width, bias=False)
         self.attention_norm = nn.LayerNorm(width)
@@ -89,7 +91,7 @@ class GraphBlock(nn.Module):
         attended, _ = self.attention(
             query, keys, keys, key_padding_mask=places.padding, attn_mask=places.strangers, need_weights=False
         )
-        states = self.attention_norm(states + places.packed(attended))
+        states = self.attention_norm(states + self.dropout(places.packed(attended)))
         return self.feed_forward_norm(states + self.feed_forward(states))
 
     def train(self, mode: bool = True) -> GraphBlock:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from headwise.lab.tasks.graph_data import GraphData, Graphs, collate, load_graph
 from headwise.lab.tasks.graph_decoding import written
 from headwise.lab.tasks.graph_files import FORM, spelled
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES, GraphScale
-from headwise.lab.tasks.graph_scores import SHOWN, scores, signatures
+from headwise.lab.tasks.graph_scores import SHOWN, repeated_clauses, scores, signatures
 from headwise.lab.tasks.task import Answers
 from headwise.lab.tasks.text_scores import bleu_statistics
 from headwise.lab.token_batches import TokenBatches, token_sorted
@@ -95,12 +97,18 @@ class Graph2TextTask:
         return {"pooled": score / 100}
 
     def on_test(self, model: GraphWriter, data: GraphData) -> Answers:
-        """Return the texts of beam search, and their scores."""
+        """Return the texts of beam search and their scores, and how much greedy texts repeat that are free to."""
         began = time.monotonic()
         found = _texts(model, data.test, data)
         seconds = time.monotonic() - began
         sums, counts = self.losses(model, data).sum(axis=0)
-        return _answers(found, data.test, {"NLL": float(sums / counts), "decoding_seconds": seconds})
+        free = texts_of(model, data.test, replace(data.scale, no_repeat=0), beams=1)
+        measures = {
+            "NLL": float(sums / counts),
+            "decoding_seconds": seconds,
+            "free_repeated": 100 * fmean(map(repeated_clauses, free)),
+        }
+        return _answers(found, data.test, measures)
 
     def greedy(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
         """Return the statistics of BLEU of each greedy text of a test graph."""
@@ -160,6 +168,7 @@ def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: in
         longest=scale.longest,
         length_penalty=scale.length_penalty,
         unwritten=coder.unwritten,
+        no_repeat=scale.no_repeat,
     )
     return [spelled(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
 

@@ -22,7 +22,7 @@ from headwise.lab.tasks.graph_coder import PADDING, START, EncodedGraph, GraphCo
 from headwise.lab.tasks.graph_files import Graph, read_graphs
 from headwise.lab.tasks.graph_scales import GraphScale
 
-__all__ = ["GraphData", "Graphs", "collate", "load_graphs"]
+__all__ = ["GraphData", "Graphs", "collate", "load_graphs", "test_graphs"]
 
 IGNORED = -100
 # The row of a root in the table of nodes; `GraphCoder` numbers the relations.
@@ -122,6 +122,15 @@ def load_graphs(place: Path, scale: GraphScale) -> GraphData:
         digest("graphs 1", found.paths),
         dropped,
     )
+
+
+def test_graphs(place: Path) -> list[Graph]:
+    """Return the whole test split of a set, in its order.
+
+    Raises:
+        DataError: As `load_graphs`.
+    """
+    return _splits(read_graphs(place).splits)[0]["test"]
 
 
 def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:

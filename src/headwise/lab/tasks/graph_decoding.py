@@ -34,6 +34,7 @@ def written(
     longest: int,
     length_penalty: float,
     unwritten: Sequence[int],
+    no_repeat: int = 0,
 ) -> list[list[int]]:
     """Return the text of each graph as ids, its end included, in the order of the graphs; arguments as for `search`."""
     device = next(model.parameters()).device
@@ -41,7 +42,15 @@ def written(
     sizes = [len(one["entities"]) + len(one["triples"]) for one in graphs]
     for batch in length_sorted(sizes, max(1, ROWS // beams)) if graphs else ():
         inputs = {name: one.to(device) for name, one in collate([graphs[index] for index in batch]).items()}
-        texts = search(model, inputs, beams=beams, longest=longest, length_penalty=length_penalty, unwritten=unwritten)
+        texts = search(
+            model,
+            inputs,
+            beams=beams,
+            longest=longest,
+            length_penalty=length_penalty,
+            unwritten=unwritten,
+            no_repeat=no_repeat,
+        )
         for index, text in zip(batch, texts, strict=True):
             found[index] = text
     return found
@@ -56,6 +65,7 @@ def search(
     longest: int,
     length_penalty: float,
     unwritten: Sequence[int] = (),
+    no_repeat: int = 0,
 ) -> list[list[int]]:
     """Return the best text that a beam search finds for each graph of a batch: the greatest log P / length^p.
 
@@ -69,6 +79,7 @@ def search(
         longest: Most words of a text.
         length_penalty: p; 1 is the mean log probability of a word.
         unwritten: Ids that are never written.
+        no_repeat: Number of words in a row that are not written twice in a text, at least 2; 0 for no such rule.
     """
     memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
     count, device = len(batch["nodes"]), batch["nodes"].device
@@ -85,6 +96,8 @@ def search(
         state = model.step(memory, state, model.heard(memory, words))
         following = model.log_probabilities(memory, state)
         following[:, list(unwritten)] = -torch.inf
+        if no_repeat and length > no_repeat:
+            _ban_repeats(following, texts.flatten(0, 1), no_repeat)
         if length == longest:
             following[:, :END] = following[:, END + 1 :] = -torch.inf
         size = following.shape[1]
@@ -104,6 +117,14 @@ def search(
         )
         state = state.rows((first + came_from).flatten())
     return [max(one, key=lambda scored: scored[0])[1] for one in ended]
+
+
+def _ban_repeats(following: Tensor, texts: Tensor, order: int) -> None:
+    """Make impossible in [R, V] what would end words in a row that texts [R, L] have already."""
+    windows = texts.unfold(1, order, 1)
+    same = (windows[:, :, :-1] == texts[:, None, texts.shape[1] + 1 - order :]).all(dim=-1)
+    rows, places = same.nonzero(as_tuple=True)
+    following[rows, windows[rows, places, -1]] = -torch.inf
 
 
 def _keep_ended(

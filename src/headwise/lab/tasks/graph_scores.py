@@ -22,6 +22,7 @@ SHOWN = (
     *(Measure(f"ROUGE-{kind}", f"ROUGE-{kind}") for kind in ("1", "2", "L")),
     Measure("coverage", "entities named", "%"),
     Measure("repeated", "clauses repeated", "%", better="lower"),
+    Measure("free_repeated", "repeated when free to", "%", better="lower"),
     Measure("NLL", "NLL", "nats", better="lower", digits=3),
 )
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
