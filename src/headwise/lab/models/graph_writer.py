@@ -48,12 +48,11 @@ class Memory:
 
     def rows(self, rows: Tensor) -> Memory:
         """Return these rows of the batch, each as often as it is named."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return Memory(
-            **{
-                name: tuple(one[rows] for one in part) if isinstance(part, tuple) else part[rows]
-                for name, part in parts.items()
-            }
+            (self.graph[0][rows], self.graph[1][rows]),
+            self.nodes[rows],
+            (self.title[0][rows], self.title[1][rows]),
+            *(one[rows] for one in (self.words, self.copies, self.entities, self.types, self.root)),
         )
 
 

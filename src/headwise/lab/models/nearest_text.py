@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise.lab.tasks.graph_files import spelled
 
@@ -25,7 +25,9 @@ def nearest_texts(train: Sequence[Graph], asked: Sequence[Graph]) -> list[str]:
     # scikit-learn takes seconds to import, and only the worker that answers a baseline needs it
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    vectors = TfidfVectorizer(analyzer=_words)
+    # scikit-learn's annotation knows names of analyzers alone
+    words: Any = _words
+    vectors = TfidfVectorizer(analyzer=words)
     known = vectors.fit_transform(train)
     likest = (vectors.transform(asked) @ known.T).toarray().argmax(axis=1)
     return [filled_in(train[int(place)], graph) for place, graph in zip(likest, asked, strict=True)]
