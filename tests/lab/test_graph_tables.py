@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from headwise.lab.evidence import by_shared_seed, read_evidence
 from headwise.lab.rating import FORM, KEY
 from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
 from headwise.lab.scale_options import ScaleOptions
+from headwise.lab.tables.reproduction import Part
 from headwise.lab.tables.repulsive_graphs import GRAPHS
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES
 from lab.graph_sets import write_triples
@@ -41,6 +43,9 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     records = {}
     for name, seeds in (("table-5", 2), ("figure-9", 2), ("table-4", 1)):
         found = REPRODUCTIONS[f"repulsive/{name}"]
+        if name == "table-4":
+            # of its six arms those that the claims looked at below are about
+            found = dataclasses.replace(found, parts=(Part(("plain", "svgd", "no-graph"), found.parts[0].sizes),))
         plans = make_plans(found, "demo", seeds=seeds, data=data, out=tmp_path / "runs", workers=1, options=options)
         assert do_plans(found, plans, console) == []
         report(found, "demo", plans, tmp_path / "runs", tmp_path / "record", console, "headwise reproduce")

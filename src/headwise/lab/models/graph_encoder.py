@@ -125,6 +125,7 @@ class GraphEncoder(nn.Module):
         self, kinds: int, *, width: int, layers: int, heads: int, dropout: float, departures: Departures = CORRECT
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.kinds = NodeKinds(kinds, width)
         self.blocks = nn.ModuleList(
             GraphBlock(width, heads, dropout=dropout, departures=departures) for _ in range(layers)
@@ -147,7 +148,7 @@ class GraphEncoder(nn.Module):
                 f"neighbours has shape {tuple(neighbours.shape)} and nodes {tuple(nodes.shape)}; expected (B, N, N) "
                 "and (B, N)."
             )
-        places = Places(nodes, neighbours, heads=self.blocks[0].attention.num_heads)
+        places = Places(nodes, neighbours, heads=self.heads)
         table = torch.cat([self.kinds.weight, entities])
         real = nodes.flatten()[places.flat]
         states = table[torch.where(real < 0, len(self.kinds.weight) - 1 - real, real)]
