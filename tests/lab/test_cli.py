@@ -108,7 +108,9 @@ def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(
 
 
 def test_what_is_unknown_is_refused_with_what_is_near(capsys):
-    unknown = "there is no task 'logik'; did you mean logic? (all: logic, translation, classification, sentence)."
+    unknown = (
+        "there is no task 'logik'; did you mean logic? (all: logic, translation, classification, sentence, graph2text)."
+    )
     assert unknown in refused(capsys, "compare", "logik")
     assert "there is no arm 'svdg'; did you mean svgd" in refused(capsys, "compare", "logic", "--arms", "plain,svdg")
     assert "did you mean demo?" in refused(capsys, "compare", "logic", "--scale", "dem")
