@@ -9,6 +9,7 @@
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
 #   make bench-roles   cost of role masks: making them, and a guided step
 #   make bench-measure  cost of measure with every head removed against separate evaluations
+#   make bench-graphs DATA=FOLDER  a batch of graphs encoded at once against one after another; FOLDER is AGENDA's
 #   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
 #   make clean       remove .venv and what the tools cached
 
@@ -21,7 +22,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-graphs api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,10 @@ bench-roles: $(VENV)/.dev
 
 bench-measure: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/measure.py $(ARGS)
+
+bench-graphs: $(VENV)/.dev
+	@test -n "$(DATA)" || { echo "name AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }
+	$(BIN)/python benchmarks/graph_encoder.py --data "$(DATA)" $(ARGS)
 
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py

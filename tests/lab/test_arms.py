@@ -63,6 +63,7 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "shuffled-parse": "guided",
         "bilstm": "plain",
         "cnn": "plain",
+        "no-graph": "plain",
     }
     assert parse_arm("output+em").control == "trunk"
     assert parse_arm("svgd:alpha=0.5,step_size=0.2,kinds=self").control == "smooth:step_size=0.2,kinds=self"

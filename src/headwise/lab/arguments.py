@@ -42,7 +42,10 @@ __all__ = [
 ]
 
 TaskName = Annotated[
-    str, typer.Argument(help="The task: logic, translation, classification, sentence, pretraining, glue or probing.")
+    str,
+    typer.Argument(
+        help="The task: logic, translation, classification, sentence, pretraining, glue, graph2text or probing."
+    ),
 ]
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
@@ -54,7 +57,7 @@ DataFolder = Annotated[
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
         "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv. "
         "For pretraining text or JSON lines: my.txt, my.jsonl.gz. For glue the folder of one of its sets. For probing "
-        "the file of one task: past_present.txt.",
+        "the file of one task: past_present.txt. For graph2text AGENDA's folder, or a file of triples.",
     ),
 ]
 Pipeline = Annotated[

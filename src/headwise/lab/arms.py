@@ -142,6 +142,7 @@ def named_arms() -> dict[str, Arm]:
         Arm("shuffled-parse", guided=Guided(shuffled=PARSED)),
         Arm("bilstm", model="bilstm"),
         Arm("cnn", model="cnn"),
+        Arm("no-graph", model="no-graph"),
     )
     return {arm.name: dataclasses.replace(arm, control=control_of(arm)) for arm in arms}
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.lab.evidence import Evidence
+from headwise.lab.evidence import Evidence, by_seed, by_shared_seed
 from headwise.lab.protocol import key
-from headwise.lab.results import Run
 from headwise.lab.shown import Shown
 from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate, holm
 
@@ -233,7 +232,7 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | st
     if any(part not in parts for part in contrast.parts):
         return "was not run"
     runs = [
-        _by_seed(parts[part].results.runs, arm)
+        by_seed(parts[part].results.runs, arm)
         for _, mean in means
         for part in mean.over
         for arm in (mean.arm, mean.against)
@@ -260,7 +259,7 @@ def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array 
     inside = [_inside(bins, term.bins) for term in terms]
     if not all(mask.any() for mask in inside):
         return "has no test items"
-    runs = [_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+    runs = by_shared_seed([(parts[term.part], term.arm) for term in terms])
     seeds = sorted(set.intersection(*(set(found) for found in runs)))
     if not seeds:
         return "was not run"
@@ -288,10 +287,6 @@ def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np
     if ends is None:
         return np.ones(len(bins), dtype=bool)
     return (bins >= ends[0]) & (bins <= ends[1])
-
-
-def _by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
-    return {run.seed: run for run in runs if run.arm == arm}
 
 
 def _verdict(found: Sequence[Found]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from headwise.lab import inspection_commands, probing_commands, translation_commands
+from headwise.lab import inspection_commands, probing_commands, rating_commands, translation_commands
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
@@ -258,6 +258,8 @@ def roles(
 
 app.command()(inspection_commands.inspect)
 app.command()(probing_commands.probe)
+app.command()(rating_commands.rate)
+app.command()(rating_commands.ratings)
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)

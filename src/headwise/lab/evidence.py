@@ -17,7 +17,7 @@ from headwise.lab.arms import folder_of
 from headwise.lab.results import COMPARISON, Results, Run, read_results
 from headwise.lab.runs import ANALYSIS, RESULT, read_json
 
-__all__ = ["Evidence", "read_evidence", "run_numbers"]
+__all__ = ["Evidence", "by_seed", "by_shared_seed", "read_evidence", "run_numbers"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,25 @@ def run_numbers(folder: Path) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
+
+
+def by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
+    """Return the runs of an arm by seed."""
+    return {run.seed: run for run in runs if run.arm == arm}
+
+
+def by_shared_seed(asked: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
+    """Return the runs of several arms by seed; a baseline, which has one, stands beside every seed of the others."""
+    runs = [by_seed(evidence.results.runs, arm) for evidence, arm in asked]
+    alone = [bool(found) and all(run.baseline for run in found.values()) for found in runs]
+    others = [set(found) for found, baseline in zip(runs, alone, strict=True) if not baseline]
+    if not others:
+        return runs
+    seeds = set.intersection(*others)
+    return [
+        dict.fromkeys(seeds, next(iter(found.values()))) if baseline else found
+        for found, baseline in zip(runs, alone, strict=True)
+    ]
 
 
 def _folder(out: Path, run: Run) -> Path:

@@ -12,7 +12,9 @@ from torch import nn
 
 from headwise.lab.tasks.task import Recipe
 
-__all__ = ["Grouped", "adam"]
+__all__ = ["Grouped", "optimizer_of"]
+
+MOMENTUM = 0.9
 
 
 @runtime_checkable
@@ -24,12 +26,15 @@ class Grouped(Protocol):
         ...
 
 
-def adam(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return Adam on all parameters of a model, with decoupled weight decay."""
-    grouped = isinstance(model, Grouped)
+def optimizer_of(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return Adam with decoupled weight decay, or SGD with momentum, on all parameters of a model."""
+    decay = recipe.weight_decay
+    parameters = model.parameter_groups(rate, decay) if isinstance(model, Grouped) else model.parameters()
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM, weight_decay=decay)
     # the fused form costs a small model least; without decay AdamW is Adam as Kingma and Ba wrote it
     return torch.optim.AdamW(
-        model.parameter_groups(rate, recipe.weight_decay) if grouped else model.parameters(),
+        parameters,
         lr=rate,
         betas=recipe.betas,
         eps=recipe.epsilon,

@@ -134,7 +134,8 @@ def paired_p_values(
     signatures: dict[str, str] = {}
     for kind, name, samples in (("bs", "paired bootstrap", RESAMPLES), ("ar", "approximate randomisation", TRIALS)):
         named = [("baseline", baseline), *systems.items()]
-        scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
+        # texts of some tasks are tokenised already, which sacreBLEU would remark on
+        scorers = {"BLEU": sacrebleu.BLEU(force=True), "chrF": sacrebleu.CHRF()}
         with _fixed_seed():
             test = PairedTest(named, scorers, [references], test_type=kind, n_samples=samples)
             signed, scores = test()

@@ -19,7 +19,7 @@ from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.figures import Picture
-from headwise.lab.grids import terminal_grid
+from headwise.lab.grids import Grid, terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.reproduction_data import data_of, folder_of_part, lacks, missing, text_of
 from headwise.lab.results import STEP_TIME
@@ -41,6 +41,7 @@ from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.repulsive import REPULSIVE
 from headwise.lab.tables.repulsive_figures import SENTENCE_FIGURES
 from headwise.lab.tables.repulsive_glue import REPULSIVE_GLUE
+from headwise.lab.tables.repulsive_graphs import GRAPHS
 from headwise.lab.tables.repulsive_sentences import SENTENCES
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks.named import TASKS, named_task
@@ -52,7 +53,7 @@ __all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_a
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *REPULSIVE_GLUE, *DIVERSIFY, *GUIDED)
+    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *REPULSIVE_GLUE, *GRAPHS, *DIVERSIFY, *GUIDED)
     if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
 }
 # Prepared data, kept once for all comparisons below --out.
@@ -226,6 +227,7 @@ def report(
     pictures = _pictures(reproduction, places, evidence, tables)
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
+    reproduced = replace(reproduced, samples=_written(reproduction, plans, evidence, place, console))
     for part, table in reproduced.tables.items():
         publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
     for picture in pictures:
@@ -261,6 +263,26 @@ def _pictures(
         if reproduction.drawn is not None:
             drawn += reproduction.drawn(part, places[part], found, tables[part])
     return tuple(picture for picture in drawn if picture is not None)
+
+
+def _written(
+    reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
+) -> tuple[Grid, ...]:
+    """Write the further pages of each part, and return what of them stands in the record."""
+    samples: list[Grid] = []
+    if reproduction.pages is None:
+        return ()
+    for plan in plans:
+        part, asked = plan.part.name, plan.comparison
+        if part not in evidence:
+            continue
+        folder = place / part.replace(" ", "-") if part else place
+        runs.prepare_folder(folder)
+        paths, grids = reproduction.pages(folder, asked.out, asked.data, evidence[part])
+        samples += grids
+        for path in paths:
+            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+    return tuple(samples)
 
 
 def _evidence_of(plan: Plan, console: Console) -> Evidence | None:

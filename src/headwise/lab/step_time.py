@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
 from headwise.lab.arms import Arm
-from headwise.lab.optimizer import adam
+from headwise.lab.optimizer import optimizer_of
 from headwise.lab.protocol import key
 from headwise.lab.results import STEP_RATIO
 from headwise.lab.settings import RunSettings
@@ -66,7 +66,7 @@ def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = settings.scale.recipe
     model.to(device).train()
-    optimizer = adam(model, arm.learning_rate or recipe.learning_rate, recipe)
+    optimizer = optimizer_of(model, arm.learning_rate or recipe.learning_rate, recipe)
     methods.repel(optimizer)
 
     def step(batch: Batch) -> None:

@@ -29,7 +29,7 @@ from headwise.lab.evaluation import diversity, scores_by_bin
 from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
-from headwise.lab.optimizer import adam
+from headwise.lab.optimizer import optimizer_of
 from headwise.lab.own_batches import OwnBatches, counted
 from headwise.lab.protocol import key
 from headwise.lab.settings import RunSettings
@@ -242,7 +242,7 @@ def _trainer(
         collate=task.collate,
         methods=methods,
         run=run,
-        optimizer=adam(model, rate, recipe),
+        optimizer=optimizer_of(model, rate, recipe),
     )
 
 

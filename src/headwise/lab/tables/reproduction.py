@@ -18,7 +18,7 @@ from headwise.lab.grids import Grid
 from headwise.lab.table import Table
 from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
-__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction"]
+__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction", "Writes"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,23 @@ class Published:
     rows: tuple[PaperRow, ...]
 
 
+class Writes(Protocol):
+    """What writes further pages about the runs of one part."""
+
+    def __call__(
+        self, place: Path, folder: Path, data: Path | None, evidence: Evidence
+    ) -> tuple[tuple[Path, ...], tuple[Grid, ...]]:
+        """Write the pages, and return their files and what of them stands in the record.
+
+        Args:
+            place: Folder of the reproduction's page.
+            folder: Folder of the part's comparison.
+            data: Its data.
+            evidence: Its runs.
+        """
+        ...
+
+
 class Draws(Protocol):
     """What makes figures of the runs of one part."""
 
@@ -128,6 +145,8 @@ class Reproduction:
         groups: Groups of parts whose scores the paper averages, by name; its numbers are then shown part by part beside
             ours, with the means.
         partial: Whether it says something without the parts whose data is not there; means are then over the others.
+        pages: Writes further pages of each part; None for none.
+        baselines: Rows of the task's table that no arm makes and that claims speak of.
     """
 
     id: str
@@ -148,6 +167,8 @@ class Reproduction:
     left_out: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
+    pages: Writes | None = None
+    baselines: tuple[str, ...] = ()
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -189,7 +210,7 @@ class Reproduction:
     def canonical(self, scale: str, scales: Mapping[str, Any]) -> Callable[[str, str], str]:
         """Return the function from (part, arm as written here) to the arm's canonical name at a scale."""
         models = {part.name: sized(part.sizes[scale], scales) for part in self.parts_at(scale)}
-        return lambda part, arm: arm_name(arm, models[part])
+        return lambda part, arm: arm if arm in self.baselines else arm_name(arm, models[part])
 
     def claims_at(self, scale: str, scales: Mapping[str, Any]) -> tuple[Claim, ...]:
         """Return the claims as far as a scale can speak of them: about parts it has, each contrast once.

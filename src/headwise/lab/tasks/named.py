@@ -10,7 +10,16 @@ from headwise.lab.tasks.task import Task
 
 __all__ = ["TASKS", "named_task"]
 
-TASKS = ("logic", "translation", "classification", "sentence", "pretraining", "glue", "probing")
+TASKS = (
+    "logic",
+    "translation",
+    "classification",
+    "sentence",
+    "pretraining",
+    "glue",
+    "graph2text",
+    "probing",
+)
 
 
 def named_task(name: str) -> Task:
@@ -44,6 +53,10 @@ def named_task(name: str) -> Task:
         from headwise.lab.tasks.probing import ProbingTask
 
         return ProbingTask()
+    if name == "graph2text":
+        from headwise.lab.tasks.graph2text import Graph2TextTask
+
+        return Graph2TextTask()
     from headwise.lab.tasks.translation import TranslationTask
 
     return TranslationTask()

@@ -47,7 +47,7 @@ class Recipe:
     """How a run of a scale is trained.
 
     Attributes:
-        learning_rate: Peak rate of Adam.
+        learning_rate: Peak rate of the optimizer.
         epochs: Passes over the training split.
         warmup_steps: Steps of linear warm-up.
         schedule: How the rate falls after the warm-up: to zero in a line, or with the inverse square root of the step.
@@ -58,6 +58,7 @@ class Recipe:
         accumulation: Batches a step.
         averaged: How many of the last epochs' weights are averaged for the test; 1 takes the last.
         bfloat16: Whether a GPU computes under bfloat16 autocast; a CPU never does.
+        optimizer: Adam, or plain SGD with momentum 0.9.
 
     Raises:
         SettingError: A value is outside its range.
@@ -74,6 +75,8 @@ class Recipe:
     accumulation: int = 1
     averaged: int = 1
     bfloat16: bool = False
+    # records from before there was a choice have none; a scale that chooses records its own choice
+    optimizer: Literal["adam", "sgd"] = field(default="adam", metadata={"recorded": False})
 
     def __post_init__(self) -> None:
         require_positive("learning_rate", self.learning_rate)
@@ -83,6 +86,7 @@ class Recipe:
         require_integer("averaged", self.averaged, low=1, high=self.epochs)
         require_integer("warmup_steps", self.warmup_steps)
         require_choice("schedule", self.schedule, ("linear", "inverse_sqrt"))
+        require_choice("optimizer", self.optimizer, ("adam", "sgd"))
         require_range("clip_norm", self.clip_norm, low=0.0)
         require_range("weight_decay", self.weight_decay, low=0.0)
 

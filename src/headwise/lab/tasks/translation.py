@@ -25,6 +25,7 @@ from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.pipelines import pipeline_digest
 from headwise.lab.tasks.task import Answers, MakesMasks
+from headwise.lab.tasks.text_scores import bleu_statistics
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -42,7 +43,7 @@ from headwise.lab.tasks.translation_roles import PARSED_BY, Sources, learned_mas
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
-__all__ = ["TranslationTask", "bleu_statistics", "translated", "translation_model"]
+__all__ = ["TranslationTask", "translated", "translation_model"]
 
 PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
@@ -235,18 +236,6 @@ def translated(
 ) -> list[str]:
     """Return the translation of each source of a split, in its order; see `decoded`."""
     return decoded(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
-
-
-def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
-    """Return what `metric.Bleu` needs of each sentence, [N, 10], as sacreBLEU counts it.
-
-    >>> bleu_statistics(["a b"], ["a c"]).tolist()
-    [[1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 2.0, 2.0]]
-    """
-    bleu = sacrebleu.BLEU()
-    scores = [bleu.corpus_score([one], [[other]]) for one, other in zip(hypotheses, references, strict=True)]
-    rows = [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
-    return np.array(rows, dtype=np.float64)
 
 
 def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:

@@ -1,0 +1,305 @@
+"""GraphWriter: batches against single graphs, exact masks, each departure of the released code, and beam search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.checks import ShapeError
+from headwise.lab.models.graph_encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places
+from headwise.lab.models.graph_writer import GraphWriter, Memory
+from headwise.lab.protocol import initialise
+from headwise.lab.tasks.graph_coder import END, START, EncodedGraph
+from headwise.lab.tasks.graph_data import collate
+from headwise.lab.tasks.graph_decoding import search, written
+
+WORDS, KINDS = 11, 8
+
+
+def graph(entities: int, triples: list[tuple[int, int, int]], words: int = 6, seed: int = 0) -> EncodedGraph:
+    """A graph with a text that mentions entities."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(count: int, low: int, high: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=draw).tolist()
+
+    return EncodedGraph(
+        title=some(1 + seed % 3, 6, WORDS),
+        entities=[some(1 + place % 3, 6, WORDS) for place in range(entities)],
+        types=[4 + place % 2 for place in range(entities)],
+        triples=triples,
+        text=[*some(words, 6, WORDS + entities), END],
+        words=WORDS,
+    )
+
+
+GRAPHS = [
+    graph(4, [(0, 4, 1), (2, 6, 0), (3, 2, 3)], 7, seed=1),
+    graph(1, [], 3, seed=2),
+    graph(2, [(1, 6, 0)], 5, seed=3),
+]
+
+
+def writer(departures: Departures = CORRECT, *, dropout: float = 0.0, blind: bool = False) -> GraphWriter:
+    model = GraphWriter(
+        WORDS, KINDS, width=8, layers=3, heads=4, dropout=dropout, departures=departures, blind=blind
+    ).double()
+    initialise(model, 5)
+    return model.eval()
+
+
+def read(model: GraphWriter, batch: dict[str, torch.Tensor]) -> Memory:
+    return model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+
+
+def states(model: GraphWriter, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    _, phrases = model.phrases(model.embedding(batch["entities"]), batch["entities"] == 0)
+    return model.encoder(phrases, batch["nodes"], batch["neighbours"])
+
+
+def test_heads_of_the_blocks_and_of_the_decoder_are_found_and_proved():
+    model = writer()
+    assert [site.num_heads for site in hw.find_heads(model.encoder)] == [4, 4, 4]
+    assert len(hw.find_heads(model)) == 5
+    batch = collate(GRAPHS)
+    _, phrases = model.phrases(model.embedding(batch["entities"]), batch["entities"] == 0)
+    encoder = writer().encoder
+    proof = hw.verify(hw.find_heads(encoder), [phrases.detach(), batch["nodes"], batch["neighbours"]])
+    assert "blocks.2.attention" in str(proof)
+
+
+def test_a_batch_of_graphs_equals_its_graphs_one_by_one():
+    model = writer()
+    together = collate(GRAPHS)
+    whole = model(**together)
+    for place, one in enumerate(GRAPHS):
+        alone = collate([one])
+        nodes = alone["nodes"].shape[1]
+        assert torch.allclose(states(model, together)[place, :nodes], states(model, alone)[0], atol=1e-12)
+        assert torch.allclose(whole["losses"][place], model(**alone)["losses"][0], atol=1e-12)
+    gradients = []
+    for batches in ([together], [collate([one]) for one in GRAPHS]):
+        model.zero_grad()
+        sum(model(**batch)["losses"].sum() for batch in batches).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(*gradients, strict=True))
+    assert torch.allclose(whole["loss"], whole["losses"].sum() / sum(len(one["text"]) for one in GRAPHS))
+
+
+def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
+    encoder = GraphEncoder(KINDS, width=8, layers=1, heads=2, dropout=0.0).double()
+    initialise(encoder, 3)
+    batch = collate(GRAPHS)
+    entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64, requires_grad=True)
+    found = encoder(entities, batch["nodes"], batch["neighbours"])
+    nodes = batch["nodes"].tolist()
+    rows = {-1 - value: (b, n) for b, row in enumerate(nodes) for n, value in enumerate(row) if value < 0}
+    for b, n in itertools.product(range(len(GRAPHS)), range(batch["nodes"].shape[1])):
+        if batch["nodes"][b, n] == 0:
+            assert not found[b, n].any()
+            continue
+        # the square, since a layer normalization makes the plain sum constant
+        (reached,) = torch.autograd.grad(found[b, n].square().sum() + found[b, n, 0], entities, retain_graph=True)
+        for row, (graph_, node) in rows.items():
+            neighbour = graph_ == b and bool(batch["neighbours"][b, n, node])
+            assert bool(reached[row].abs().max() > 1e-9) == neighbour, (b, n, row)
+
+
+@torch.no_grad()
+def test_a_padded_word_and_node_is_never_read_by_the_decoder():
+    model = writer()
+    alone = read(model, collate([GRAPHS[1]]))
+    batch = collate(GRAPHS)
+    memory = read(model, batch)
+    # what stands at pads is made large: an exact mask does not mind
+    for pair, real in ((memory.graph, memory.nodes), (memory.title, memory.words)):
+        for part in pair:
+            part.masked_fill_(~real[:, None, :, None], 50.0)
+    memory.copies.masked_fill_(~memory.entities.unsqueeze(-1), 50.0)
+    one = model.log_probabilities(memory, model.start(memory))[1]
+    other = model.log_probabilities(alone, model.start(alone))[0]
+    assert torch.allclose(one[: len(other)], other, atol=1e-12)
+    assert torch.isinf(one[len(other) :]).all()
+    assert float(one.exp().sum()) == pytest.approx(1.0)
+
+
+def test_the_loss_is_the_product_of_the_steps_a_search_takes():
+    model = writer()
+    for one in GRAPHS:
+        batch = collate([one])
+        memory = read(model, batch)
+        state, total, word = model.start(memory), 0.0, START
+        for following in one["text"]:
+            state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+            total -= float(model.log_probabilities(memory, state)[0, following].detach())
+            word = following
+        assert total == pytest.approx(float(model(**batch)["losses"][0].detach()), rel=1e-10)
+
+
+def test_nothing_of_the_graph_but_its_size_reaches_a_blind_model():
+    model = writer(blind=True)
+    changed = {**GRAPHS[0], "entities": [[9]] * 4, "triples": [(1, 4, 2)]}
+    assert torch.equal(model(**collate([GRAPHS[0]]))["loss"], model(**collate([changed]))["loss"])
+    assert not torch.equal(writer()(**collate([GRAPHS[0]]))["loss"], writer()(**collate([changed]))["loss"])
+
+
+def departing(name: str, dropout: float = 0.0) -> GraphWriter:
+    assert getattr(RELEASED, name) is True
+    return writer(dataclasses.replace(CORRECT, **{name: True}), dropout=dropout)
+
+
+def losses(model: GraphWriter) -> torch.Tensor:
+    return model(**collate(GRAPHS))["losses"].detach()
+
+
+@pytest.mark.parametrize("name", ["scaled_by_width", "no_output", "bare_copies", "loose_masks"])
+def test_a_departure_changes_what_is_said(name):
+    assert not torch.allclose(losses(writer()), losses(departing(name)), rtol=1e-9)
+
+
+def test_released_attention_drops_weights_in_evaluation_too():
+    released = departing("dropout_at_test", 0.5)
+    assert not torch.equal(losses(released), losses(released))
+    assert not released.encoder.training
+    assert torch.equal(losses(writer(dropout=0.5)), losses(writer(dropout=0.5)))
+
+
+def test_released_nodes_learn_nothing_through_their_neighbours():
+    batch, gradients = collate(GRAPHS), []
+    vectors = torch.randn(len(batch["entities"]), 8, dtype=torch.float64, requires_grad=True)
+    for model in (writer(), departing("detached")):
+        found = model.encoder(vectors, batch["nodes"], batch["neighbours"])
+        gradients.append(torch.autograd.grad(found[0, 1, 0], vectors)[0].abs().sum(dim=1))
+    # entity 0 reaches entity 1 through the root
+    assert gradients[0][1] > 1e-9
+    assert gradients[1][1] == 0
+    assert torch.allclose(losses(writer()), losses(departing("detached")), rtol=1e-12)
+
+
+def test_released_training_begins_without_context_and_writing_does_not():
+    plain, released = writer(), departing("late_context")
+    assert torch.equal(losses(plain), losses(released))
+    assert not torch.allclose(losses(plain.train()), losses(released.train()), rtol=1e-9)
+
+
+def test_released_scores_are_divided_by_the_square_root_of_the_width():
+    block, states_ = departing("scaled_by_width").encoder.blocks[0], torch.randn(1, 5, 8, dtype=torch.float64)
+    q, k, _ = (states_ @ block.attention.in_proj_weight.T).chunk(3, dim=-1)
+    scores = (q[..., :2] @ k[..., :2].mT) / math.sqrt(8)
+    places = Places(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, 5, dtype=torch.bool), heads=4)
+    calls = []
+    block.attention.register_forward_pre_hook(lambda _, given, named: calls.append((given, named)), with_kwargs=True)
+    block(states_[0], places)
+    ((given, named),) = calls
+    weights = block.attention(*given, **{**named, "need_weights": True, "average_attn_weights": False})[1]
+    assert torch.allclose(weights[0, 0], scores[0].softmax(-1), atol=1e-12)
+
+
+def test_released_blocks_have_one_norm_and_heads_side_by_side():
+    block = departing("one_norm").encoder.blocks[0]
+    assert block.feed_forward_norm is block.attention_norm
+    assert writer().encoder.blocks[0].feed_forward_norm is not writer().encoder.blocks[0].attention_norm
+    assert torch.equal(departing("no_output").encoder.blocks[0].attention.out_proj.weight, torch.eye(8).double())
+
+
+@torch.no_grad()
+def test_released_copies_are_chosen_by_words_alone():
+    bare = []
+    for model in (writer(), departing("bare_copies")):
+        one, other = (read(model, collate([changed])) for changed in (GRAPHS[0], {**GRAPHS[0], "triples": []}))
+        bare.append(torch.allclose(one.copies, other.copies, rtol=1e-9))
+    assert bare == [False, True]
+
+
+def test_the_released_model_trains_and_writes():
+    model = writer(RELEASED, dropout=0.1).train()
+    model(**collate(GRAPHS))["loss"].backward()
+    assert model.encoder.blocks[0].attention.out_proj.weight.grad is None
+    assert len(written(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, unwritten=())) == 3
+
+
+def exhaustive(
+    model: GraphWriter, one: EncodedGraph, longest: int, penalty: float, no_repeat: int = 0
+) -> tuple[float, list[int]]:
+    """The best text of all there are, by trying each."""
+    batch = collate([one])
+    memory = read(model, batch)
+    best = (-math.inf, [])
+
+    def follow(state, word: int, text: list[int], total: float) -> None:
+        nonlocal best
+        state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+        scores = model.log_probabilities(memory, state)[0].tolist()
+        best = max(best, ((total + scores[END]) / (len(text) + 1) ** penalty, [*text, END]))
+        if len(text) + 1 < longest:
+            for following in range(6, len(scores)):
+                rows = [(*text, following)[place : place + no_repeat] for place in range(len(text) + 2 - no_repeat)]
+                if no_repeat and len(set(rows)) < len(rows):
+                    continue
+                follow(state, following, [*text, following], total + scores[following])
+
+    follow(model.start(memory), START, [], 0.0)
+    return best
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@torch.no_grad()
+def test_a_wide_beam_finds_what_trying_every_text_finds(penalty):
+    model = writer()
+    batch = collate(GRAPHS[1:])
+    options = {"longest": 3, "length_penalty": penalty, "unwritten": (0, 1, 2, 4, 5)}
+    found = search(model, batch, beams=80, **options)
+    for one, text in zip(GRAPHS[1:], found, strict=True):
+        assert text == exhaustive(model, one, 3, penalty)[1]
+
+
+@torch.no_grad()
+def test_words_in_a_row_are_not_written_twice_where_that_is_the_rule():
+    model, one = writer(), GRAPHS[1]
+    # a word it would write again and again
+    model.bias.bias[9] += 6.0
+    model.switch.bias += 8.0
+    model.bias.bias[END] -= 3.0
+    options = {"beams": 250, "longest": 4, "length_penalty": 1.0, "unwritten": (0, 1, 2, 4, 5)}
+    (free,), (ruled,) = (search(model, collate([one]), **options, no_repeat=order) for order in (0, 2))
+    assert free[:3] == [9, 9, 9]
+    assert ruled == exhaustive(model, one, 4, 1.0, no_repeat=2)[1]
+    assert ruled[:2] == [9, 9]
+    assert ruled[2] != 9
+
+
+@torch.no_grad()
+def test_one_beam_takes_the_likeliest_word_each_time():
+    model = writer()
+    found = written(model, GRAPHS, beams=1, longest=6, length_penalty=1.0, unwritten=(0, 1, 2, 4, 5))
+    for one, text in zip(GRAPHS, found, strict=True):
+        memory = read(model, collate([one]))
+        state, word, greedy = model.start(memory), START, []
+        while word != END:
+            state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+            scores = model.log_probabilities(memory, state)[0]
+            scores[[0, 1, 2, 4, 5]] = -torch.inf
+            word = END if len(greedy) == 5 else int(scores.argmax())
+            greedy.append(word)
+        assert text == greedy
+
+
+@torch.no_grad()
+def test_a_text_does_not_depend_on_the_graphs_beside_it():
+    model = writer()
+    options = {"beams": 3, "longest": 7, "length_penalty": 1.0, "unwritten": (0, 1, 2, 4, 5)}
+    together = search(model, collate(GRAPHS), **options)
+    assert together == [search(model, collate([one]), **options)[0] for one in GRAPHS]
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    model, batch = writer(), collate(GRAPHS)
+    with pytest.raises(ShapeError, match="have \\[2, 3\\] rows"):
+        model(**{**batch, "title": batch["title"][:2]})
+    with pytest.raises(ShapeError, match="neighbours has shape"):
+        model(**{**batch, "neighbours": batch["neighbours"][:, :2]})
