@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Sum(_Arithmetic):
 class Output(_Arithmetic):
     """Similarity of head outputs: (1/H^2) sum_ij cos(O_i, O_j), minus Eq. 7 of Li et al. 2021; per query."""
 
-    reads: ClassVar[str] = "outputs"
+    reads = "outputs"
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid queries."""
@@ -108,7 +108,7 @@ class Output(_Arithmetic):
 class Subspace(_Arithmetic):
     """Similarity of projected values: (1/H^2) sum_ij cos(V_i, V_j), minus Eq. 5 of Li et al. 2021; per key."""
 
-    reads: ClassVar[str] = "values"
+    reads = "values"
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid keys."""
@@ -154,7 +154,7 @@ class Position(_Arithmetic):
 class PositionSquaredDifference(_Arithmetic):
     """Minus the mean squared difference of attention rows, the variant of footnote 3 of Li et al. 2021."""
 
-    reads: ClassVar[str] = "weights"
+    reads = "weights"
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid queries."""
@@ -169,7 +169,7 @@ class Frobenius(_Arithmetic):
     token, and its minimum 0 asks for one-hot rows on different tokens.
     """
 
-    reads: ClassVar[str] = "weights"
+    reads = "weights"
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid queries."""

@@ -22,7 +22,7 @@ from headwise.checks import DataError, SettingError
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
 from headwise.lab.metric import Auc
-from headwise.lab.optimizer import adam
+from headwise.lab.optimizer import optimizer_of
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks import pretraining_preparation as preparing
@@ -117,7 +117,7 @@ def repelled(arm: str, text: Path, scale=TOY) -> set[str]:
     """The parameters whose gradients an arm's rule changes."""
     data = TASK.load(text, scale, None)
     model, methods = armed(TASK, parse_arm(arm), data, scale, seed=3)
-    methods.repel(adam(model, 0.1, scale.recipe))
+    methods.repel(optimizer_of(model, 0.1, scale.recipe))
     batch = TASK.collate([data.train[index] for index in next(iter(TASK.batches(data, scale, 5)))])
     model(**batch)["loss"].backward()
     named = {name: p for name, p in model.named_parameters() if p.grad is not None}
