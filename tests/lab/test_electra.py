@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.checks import SettingError
 from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
-from headwise.lab.optimizer import adam
+from headwise.lab.optimizer import optimizer_of
 from headwise.lab.protocol import initialise
 from headwise.lab.tasks.task import Recipe
 from headwise.particles import SVGD, update
@@ -137,7 +137,7 @@ def test_parameters_are_drawn_as_bert_draws_them_and_the_same_for_a_seed():
 
 
 def test_biases_and_norms_are_not_decayed(model):
-    optimizer = adam(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
+    optimizer = optimizer_of(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     named = dict(model.named_parameters())
     assert len(decay) == len(named)

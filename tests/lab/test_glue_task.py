@@ -19,7 +19,7 @@ from headwise.checks import DataError, SettingError
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
-from headwise.lab.optimizer import adam
+from headwise.lab.optimizer import optimizer_of
 from headwise.lab.protocol import initialise
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
@@ -233,7 +233,7 @@ def test_pretrained_parameters_stay_and_the_head_is_drawn_by_the_seed(model):
 
 def test_lower_layers_are_trained_more_slowly(model):
     classifier = Classifier(model, 2, layer_decay=0.5)
-    optimizer = adam(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))
+    optimizer = optimizer_of(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     named = dict(classifier.network.named_parameters())
     assert len(rates) == len(named)
@@ -301,7 +301,7 @@ def test_minilm_can_be_begun_with():
     data = TASK.load(PUBLISHED / "MRPC", scale, None)
     assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
     built, methods = armed(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
-    methods.repel(adam(built, 1e-4, scale.recipe))
+    methods.repel(optimizer_of(built, 1e-4, scale.recipe))
     loss = methods.penalized(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
     loss.backward()
     assert float(methods.apply_repulsion()) > 0

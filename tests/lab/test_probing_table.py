@@ -12,6 +12,7 @@ from rich.console import Console
 from headwise.checks import DataError
 from headwise.lab import reproduce
 from headwise.lab.cells import NONE
+from headwise.lab.reproduction_data import with_data
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.diversify_probing import CELLS, TABLE_7
 from headwise.lab.tasks.probing_files import CATEGORIES, PROBES
@@ -47,7 +48,7 @@ def test_the_papers_means_follow_from_its_cells():
 
 
 def test_a_part_without_data_is_left_out_of_parts_claims_and_means(folder):
-    found = reproduce.with_data(TABLE_7, "cpu", folder)
+    found = with_data(TABLE_7, "cpu", folder)
     assert [part.name for part in found.parts] == ["SeLen", "TrDep", "BShif", "SubNm"]
     assert "There is no data for WC, ToCo, Tense, ObjNm, SOMO, CoIn: means are over the others" in found.extra
     claims = found.claims_at("cpu", PROBING_SCALES)
@@ -55,9 +56,9 @@ def test_a_part_without_data_is_left_out_of_parts_claims_and_means(folder):
     assert over == {("SeLen", "TrDep", "BShif", "SubNm"), ("SeLen",), ("TrDep", "BShif"), ("SubNm",), ()}
     single = [contrast for claim in claims for contrast in claim.contrasts if not contrast.over]
     assert [contrast.part for contrast in single] == ["SubNm"]
-    assert reproduce.with_data(TABLE_7, "cpu", None) is TABLE_7
+    assert with_data(TABLE_7, "cpu", None) is TABLE_7
     with pytest.raises(DataError, match=r"holds no data of diversify/table-7; expected some of sentence_length"):
-        reproduce.with_data(TABLE_7, "cpu", folder.parent)
+        with_data(TABLE_7, "cpu", folder.parent)
 
 
 def test_all_ten_tasks_are_parts_at_every_scale():
@@ -69,7 +70,7 @@ def test_all_ten_tasks_are_parts_at_every_scale():
 
 @pytest.mark.usefixtures("inline")
 def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
-    found = reproduce.with_data(TABLE_7, "demo", folder)
+    found = with_data(TABLE_7, "demo", folder)
     out = tmp_path / "out"
     plans = reproduce.make_plans(
         found, "demo", seeds=1, data=folder, out=out, workers=1, options=ScaleOptions("demo", sizes=TINY)

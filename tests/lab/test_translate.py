@@ -27,7 +27,8 @@ from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
 from headwise.lab.train import train_run
 from headwise.lab.translate import LONGEST_LINE, read_lines, translate_lines
 from headwise.lab.translator import open_translator
-from lab.test_translation_task import ARM, TOY, WORDS, settings
+from lab.test_translation_task import ARM, TOY, settings
+from lab.translation_toy import WORDS
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 TESTED = 12

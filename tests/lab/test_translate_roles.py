@@ -21,7 +21,8 @@ from headwise.lab.trained import read_arm, revived
 from headwise.lab.translator import Translator, open_translator
 from lab.sentences import parsed
 from lab.test_translate import lines_of, translated
-from lab.test_translation_task import TOY, WORDS, settings
+from lab.test_translation_task import TOY, settings
+from lab.translation_toy import WORDS
 
 ARMS = {
     "roles": "guided:roles=rare/separator/window",
