@@ -50,7 +50,7 @@ def test_the_papers_means_follow_from_its_cells():
 def test_a_part_without_data_is_left_out_of_parts_claims_and_means(folder):
     found = with_data(TABLE_7, "cpu", folder)
     assert [part.name for part in found.parts] == ["SeLen", "TrDep", "BShif", "SubNm"]
-    assert "There is no data for WC, ToCo, Tense, ObjNm, SOMO, CoIn: means are over the others" in found.extra
+    assert found.left_out == tuple(f"{name} (not there)" for name in ("WC", "ToCo", "Tense", "ObjNm", "SOMO", "CoIn"))
     claims = found.claims_at("cpu", PROBING_SCALES)
     over = {contrast.over for claim in claims for contrast in claim.contrasts}
     assert over == {("SeLen", "TrDep", "BShif", "SubNm"), ("SeLen",), ("TrDep", "BShif"), ("SubNm",), ()}

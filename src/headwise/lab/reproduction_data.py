@@ -86,10 +86,7 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
         raise DataError(
             f"{data} holds no data of {reproduction.id}; expected some of {wanted}, plain, .txt or .txt.gz."
         )
-    if not absent:
-        return reproduction
-    kept = reproduction.only([part.name for part in parts if part.name not in absent], scale)
-    return replace(kept, extra=f"{kept.extra}. There is no data for {', '.join(absent)}: means are over the others")
+    return reproduction.without(dict.fromkeys(absent, "not there")) if absent else reproduction
 
 
 def without_absent(reproduction: Reproduction, planned: Collection[str], scale: str, data: Path | None) -> Reproduction:
