@@ -15,7 +15,7 @@ from headwise.lab.drawing import draw_differences, draw_line, draw_means, draw_r
 from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
-from headwise.plots.drawing import GRAY_DASHED, draw_range, drawing, to_png, whole_numbers
+from headwise.plots.drawing import GRAY_DASHED, draw_range, drawing, logarithmic, to_png, whole_numbers
 from headwise.plots.heads import draw_ablations
 
 __all__ = [
@@ -213,8 +213,7 @@ def score_by_force(table: Table) -> Picture | None:
         plain = table.row(PLAIN)
         if plain is not None:
             draw_reference(axes, plain.score)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
+        logarithmic(axes)
         axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
         axes.set_ylabel(table.axis)
         draw_means(figure, axes, dots, styles(table))

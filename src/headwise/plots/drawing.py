@@ -26,6 +26,7 @@ __all__ = [
     "draw_counts",
     "draw_range",
     "drawing",
+    "logarithmic",
     "require_curves",
     "styles_of",
     "to_png",
@@ -127,6 +128,20 @@ def draw_range(
         label=label or None,
     )
     axes.fill_between(places, low, high, color=style.color, alpha=0.10, linewidth=0)
+
+
+def logarithmic(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with numbers as one writes them."""
+
+    def minor(value: float, _place: object) -> str:
+        low, high = axes.get_xlim()
+        # over more than a decade there is no room
+        return f"{value:g}" if high < 10 * low else ""
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    # matplotlib's own labels are mathematics, which no figure here reads
+    axes.xaxis.set_minor_formatter(minor)
 
 
 def whole_numbers(axes: Axes) -> None:

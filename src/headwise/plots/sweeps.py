@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from headwise.checks import SettingError, require_choice
-from headwise.plots.drawing import draw_range, drawing, require_curves, styles_of
+from headwise.plots.drawing import draw_range, drawing, logarithmic, require_curves, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,8 +58,10 @@ def sweep(
         axes = figure.subplots()
         for name, places in curves.items():
             draw_sweep(axes, sorted(places.items()), style[name], label=name)
-        axes.set_xscale(scale)
-        axes.xaxis.set_major_formatter("{x:g}")
+        if scale == "log":
+            logarithmic(axes)
+        else:
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(setting)
         axes.set_ylabel(measure)
         figure.legend(loc="outside upper left", ncols=3, frameon=False)

@@ -14,7 +14,7 @@ from headwise.lab.drawing import draw_means, styles
 from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture, score_by_force
 from headwise.lab.table import Table
-from headwise.plots.drawing import drawing, to_png
+from headwise.plots.drawing import drawing, logarithmic, to_png
 
 __all__ = ["strengths"]
 
@@ -63,8 +63,7 @@ def _scatter(
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
         if log:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
+            logarithmic(axes)
         axes.set_xlabel(across[0])
         axes.set_ylabel(up[0])
         draw_means(figure, axes, dots, styles(table))
