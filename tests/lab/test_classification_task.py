@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from headwise.checks import SettingError
 from headwise.lab import compare as compare_module
@@ -26,9 +24,9 @@ from headwise.lab.tasks.classification import ClassificationTask
 from headwise.lab.tasks.classification_data import load_data
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.lab.tasks.named import named_task
-from headwise.lab.train import train_run
 from headwise.lab.tune import Tuning, tune
 from lab.sentences import parse_without_spacy, write_sentences
+from lab.stopping import assert_goes_on_to_the_same_bits
 
 TASK = ClassificationTask()
 TOY = dataclasses.replace(
@@ -59,11 +57,6 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parsed_toy(place: Path, **changes: object) -> ClassificationScale:
     return dataclasses.replace(TOY, pipeline=place, **changes)
-
-
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
 
 
 def rows(out: Path) -> dict[str, dict]:
@@ -98,14 +91,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, sentences, tm
     settings = RunSettings(
         "classification", parsed_toy(sentences.parent), parse_arm(arm), seed=3, data=sentences, cache=tmp_path / "cache"
     )
-    train_run(settings, tmp_path / "whole")
-    train_run(settings, tmp_path / "run", stop_after(8))
-    assert not (tmp_path / "run" / "result.json").exists()
-    train_run(settings, tmp_path / "run")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    first, second = (np.load(tmp_path / name / "predictions.npz")["predicted"] for name in ("whole", "run"))
-    assert first.tolist() == second.tolist()
+    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=8)
 
 
 def test_the_masks_reach_the_heads_in_training_and_in_evaluation(sentences):

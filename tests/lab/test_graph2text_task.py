@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from headwise.checks import DataError, NotFired, SettingError
 from headwise.lab.arm_text import parse_arm, parse_arms
@@ -27,6 +26,7 @@ from headwise.lab.tasks.graph_scales import GRAPH_SCALES
 from headwise.lab.tasks.graph_scores import coverage, repeated_clauses, scores
 from headwise.lab.train import train_run
 from lab.graph_sets import write_triples
+from lab.stopping import assert_goes_on_to_the_same_bits
 
 pytest.importorskip("nltk")
 
@@ -69,13 +69,7 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(mine, tmp_path):
 
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(mine, tmp_path):
     settings = RunSettings("graph2text", TOY, parse_arm("svgd"), seed=3, data=mine, cache=None)
-    train_run(settings, tmp_path / "whole")
-    left = iter(range(3))
-    train_run(settings, tmp_path / "run", lambda: next(left, None) is None)
-    assert not (tmp_path / "run" / "result.json").exists()
-    train_run(settings, tmp_path / "run")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=3)
     first, second = ((tmp_path / name / "predictions.txt").read_text() for name in ("whole", "run"))
     assert first == second
 

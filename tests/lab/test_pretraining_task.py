@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
 from headwise.lab.tasks.task import Exporting, Preparing, WithRuleLayers
 from headwise.lab.train import never, train_run
 from lab.pretraining_toy import TOY, write_jsonl
+from lab.stopping import same_bits, stop_after
 
 TASK = PretrainingTask()
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
@@ -89,11 +89,6 @@ def test_a_run_leaves_losses_force_and_diversity(runs):
     assert (predictions["statistics"][:, [1, 3]].sum(axis=1) == 16).all()
 
 
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
-
-
 @pytest.mark.parametrize("stopped", [3, 11])
 def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
     arm = "svgd"
@@ -102,9 +97,7 @@ def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped
     train_run(settings(arm, text), tmp_path / "run", stop_after(stopped))
     assert list((tmp_path / "run").glob("checkpoint-*"))
     train_run(settings(arm, text), tmp_path / "run", never)
-    one, other = (load_file(folder / "model.safetensors") for folder in (runs[arm], tmp_path / "run"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_bits(runs[arm], tmp_path / "run")
     timed = ("step_seconds", "train_seconds")
     whole, parts = (
         {name: value for name, value in result(folder).items() if name not in timed}

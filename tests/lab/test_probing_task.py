@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from headwise.checks import DataError
 from headwise.lab.arm_text import parse_arm, parse_arms
@@ -21,6 +20,7 @@ from headwise.lab.tasks.probing import ProbingTask
 from headwise.lab.tasks.probing_scales import PROBING_SCALES
 from headwise.lab.train import train_run
 from lab.probing_toy import write_probing
+from lab.stopping import assert_goes_on_to_the_same_bits
 
 TASK = ProbingTask()
 TOY = dataclasses.replace(
@@ -68,13 +68,7 @@ def test_the_model_learns_what_shows_in_one_word(tense, tmp_path):
 
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(tense, tmp_path):
     settings = RunSettings("probing", TOY, parse_arm("output+em:layers=0"), seed=3, data=tense, cache=None)
-    left = iter(range(5))
-    train_run(settings, tmp_path / "whole")
-    train_run(settings, tmp_path / "run", lambda: next(left, None) is None)
-    assert not (tmp_path / "run" / "result.json").exists()
-    train_run(settings, tmp_path / "run")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=5)
 
 
 def test_the_representation_is_the_mean_of_the_top_layer_and_padding_counts_for_nothing(tense):

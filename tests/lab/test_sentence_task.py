@@ -6,14 +6,12 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from headwise.checks import DataError, SettingError, ShapeError
 from headwise.lab.analyses import ANALYSES
@@ -32,6 +30,7 @@ from headwise.lab.tasks.sentence_scores import scores
 from headwise.lab.train import train_run
 from headwise.particles import SVGD
 from lab.sentence_sets import write_pairs, write_texts
+from lab.stopping import assert_goes_on_to_the_same_bits
 
 pytest.importorskip("spacy")
 
@@ -68,11 +67,6 @@ def settings_of(arm: str, data: Path, cache: Path, scale: SentenceScale = TOY, s
     return RunSettings("sentence", scale, parse_arm(arm), seed=seed, data=data, cache=cache)
 
 
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
-
-
 @pytest.mark.usefixtures("inline")
 def test_every_kind_of_arm_trains_on_a_file_of_ones_own(texts, tmp_path):
     arms = (
@@ -95,14 +89,7 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(texts, tmp_path):
 @pytest.mark.parametrize("kind", ["texts", "pairs"])
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, kind, texts, pairs, tmp_path):
     settings = settings_of(arm, {"texts": texts, "pairs": pairs}[kind], tmp_path / "cache")
-    train_run(settings, tmp_path / "whole")
-    train_run(settings, tmp_path / "run", stop_after(8))
-    assert not (tmp_path / "run" / "result.json").exists()
-    train_run(settings, tmp_path / "run")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    first, second = (np.load(tmp_path / name / "predictions.npz")["predicted"] for name in ("whole", "run"))
-    assert first.tolist() == second.tolist()
+    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=8)
 
 
 def test_an_answer_does_not_depend_on_who_else_is_in_the_batch(texts, pairs):

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from headwise.checks import DataError, HeadwiseError, SettingError
@@ -23,6 +22,7 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.logic_data import load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
 from headwise.lab.train import train_run
+from lab.stopping import same_bits, stop_after
 
 TOY = dataclasses.replace(
     SCALES["demo"],
@@ -64,18 +64,8 @@ def settings(arm: str, cache: Path, scale: Scale = TOY, **changes) -> RunSetting
     return RunSettings("logic", scale, parse_arm(arm), seed=3, cache=cache, **changes)
 
 
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
-
-
 def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
-
-
-def same_bits(one: Path, other: Path) -> bool:
-    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_run_leaves_everything_the_table_needs(whole, cache):

@@ -21,7 +21,7 @@ from headwise.lab.tasks.translation_data import prepare_translation
 from headwise.lab.tasks.translation_own import corpus_at
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
 from headwise.lab.train import train_run
-from lab.test_translation_task import stop_after
+from lab.stopping import stop_after
 from lab.translation_text import write_corpus
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from headwise.align import words_of_tokens
 from headwise.checks import DataError, SettingError
@@ -23,10 +21,10 @@ from headwise.lab.tasks.subwords import END, Subwords, learn_subwords
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_roles import SourceMasks, Sources, learned_masks, parser
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
-from headwise.lab.train import train_run
 from headwise.taps import Taps
 from headwise.word_tables import WordTable
 from lab.sentences import parsed
+from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.translation_toy import WORDS, write_toy_corpus
 
 TASK = TranslationTask()
@@ -232,15 +230,7 @@ def test_a_guided_translation_stopped_in_the_middle_goes_on_to_the_same_bits(arm
     settings = RunSettings(
         "translation", dataclasses.replace(TOY, pipeline=corpus), parse_arm(arm), seed=3, data=corpus, cache=cache
     )
-    left = iter(range(4))
-    train_run(settings, tmp_path / "whole")
-    train_run(settings, tmp_path / "run", lambda: next(left, None) is None)
-    assert not (tmp_path / "run" / "result.json").exists()
-    train_run(settings, tmp_path / "run")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    first, second = (np.load(tmp_path / name / "predictions.npz")["predicted"] for name in ("whole", "run"))
-    assert first.tolist() == second.tolist()
+    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=4)
     plain = TASK.load(corpus, TOY, cache).fingerprint
     assert TASK.load(corpus, settings.scale, cache).fingerprint.startswith(f"{plain}+")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.train import train_run
+from lab.stopping import same_bits, stop_after
 from lab.translation_toy import write_toy_corpus
 
 TOY = dataclasses.replace(
@@ -57,16 +57,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(arm: str, corpus: Path, cache: Path, scale: TranslationScale = TOY) -> RunSettings:
     return RunSettings("translation", scale, parse_arm(arm), seed=3, data=corpus, cache=cache)
-
-
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
-
-
-def same_bits(one: Path, other: Path) -> bool:
-    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 ARM = "svgd:kinds=self,projections=query+output:kinds=self,kind_weights=1/0.5/0.5+em:layers=0,kinds=decoder,capsules=4"
