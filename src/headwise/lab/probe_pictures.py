@@ -13,7 +13,7 @@ from headwise.lab.cells import NONE
 from headwise.lab.figures import Picture
 from headwise.lab.grids import Grid
 from headwise.lab.probe import Probed, ProbedTask
-from headwise.plots.drawing import GRAY, drawing, styles_of, to_png
+from headwise.plots.drawing import GRAY, drawing_panels, styles_of, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,10 +77,8 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
     if not tasks:
         return None
     style = styles_of(["layer"])["layer"]
-    rows = math.ceil(len(tasks) / COLUMNS)
-    with drawing(3.0 * min(COLUMNS, len(tasks)) + 0.6, 2.3 * rows + 0.5) as figure:
-        grid = figure.subplots(rows, min(COLUMNS, len(tasks)), squeeze=False)
-        for axes, task in zip(grid.flat, tasks, strict=False):
+    with drawing_panels(len(tasks), COLUMNS, panel=(3.0, 2.3), margin=(0.6, 0.5)) as (figure, grid):
+        for axes, task in zip(grid, tasks, strict=True):
             found = task.layers
             places = range(len(found))
             values = [100 * one.accuracy for one in found]
@@ -93,8 +91,6 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
             _majority(axes, task)
             axes.set_xticks(list(places), [one.name for one in found])
             axes.set_title(_title(task), fontsize=10, loc="left")
-        for axes in list(grid.flat)[len(tasks) :]:
-            axes.set_axis_off()
         figure.supxlabel("layer", fontsize=10)
         figure.supylabel("accuracy on test, %", fontsize=10)
         png = to_png(figure)
@@ -113,14 +109,9 @@ def heads_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
     tasks = [task for task in tasks if len(task.single_heads) > 1]
     if not tasks:
         return None
-    rows = math.ceil(len(tasks) / COLUMNS)
-    columns = min(COLUMNS, len(tasks))
-    with drawing(3.2 * columns + 0.6, 2.3 * rows + 0.5) as figure:
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, task in zip(grid.flat, tasks, strict=False):
+    with drawing_panels(len(tasks), COLUMNS, panel=(3.2, 2.3), margin=(0.6, 0.5)) as (figure, grid):
+        for axes, task in zip(grid, tasks, strict=True):
             _squares(axes, task)
-        for axes in list(grid.flat)[len(tasks) :]:
-            axes.set_axis_off()
         figure.supxlabel("head", fontsize=10)
         figure.supylabel("layer", fontsize=10)
         png = to_png(figure)

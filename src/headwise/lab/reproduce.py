@@ -243,8 +243,7 @@ def report(
         if grid is not None:
             console.print(terminal_grid(grid))
     if reproduction.left_out:
-        said = f"not judged here, for want of data: {', '.join(reproduction.left_out)}."
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced

@@ -69,8 +69,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     cost = "no run of each size has finished, so what they cost is not known" if total is None else _spent(total)
     console.print(f"{left} runs to do: {cost}.", highlight=False)
     if reproduction.left_out:
-        said = f"not judged here, for want of data: {', '.join(reproduction.left_out)}."
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 
 def _cost(finished: Sequence[Path], left: int) -> float | None:

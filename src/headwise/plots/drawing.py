@@ -7,6 +7,7 @@ imported inside, and nothing of the user's own settings of it is changed.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = [
     "draw_counts",
     "draw_range",
     "drawing",
+    "drawing_panels",
     "logarithmic",
     "require_curves",
     "styles_of",
@@ -103,6 +105,27 @@ def drawing(width: float, height: float) -> Iterator[Figure]:
         yield figure
         # ticks take their look when they are first drawn, which for a figure that is handed out would be outside
         figure.draw_without_rendering()
+
+
+@contextmanager
+def drawing_panels(
+    number: int, columns: int, *, panel: tuple[float, float], margin: tuple[float, float]
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Yield a figure and its axes, row by row, at most `columns` side by side; places without a panel stay empty.
+
+    Args:
+        number: How many panels.
+        columns: How many at most in a row.
+        panel: Width and height of one in inches.
+        margin: What is added to the width and the height of all for what stands around them.
+    """
+    columns = min(columns, number)
+    rows = math.ceil(number / columns)
+    with drawing(margin[0] + panel[0] * columns, margin[1] + panel[1] * rows) as figure:
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes in places[number:]:
+            figure.delaxes(axes)
+        yield figure, places[:number]
 
 
 def draw_range(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.checks import SettingError
 from headwise.metrics import output_cosine
-from headwise.plots.drawing import GRAY, draw_counts, drawing, require_curves, styles_of
+from headwise.plots.drawing import GRAY, draw_counts, drawing, drawing_panels, require_curves, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,29 +57,23 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
                 f"the matrix of {name} has shape {tuple(matrix.shape)} and values from {float(matrix.min()):g} to "
                 f"{float(matrix.max()):g}; expected [H, H] with values in [{low:g}, 1]."
             )
-    columns = min(4, len(matrices))
-    rows = math.ceil(len(matrices) / columns)
-    with drawing(0.9 + 2.7 * columns, 0.3 + 2.7 * rows) as figure:
-        grid = figure.subplots(rows, columns, squeeze=False)
+    with drawing_panels(len(matrices), 4, panel=(2.7, 2.7), margin=(0.9, 0.3)) as (figure, places):
         image = None
-        for axes, (name, matrix) in zip(grid.flat, matrices.items(), strict=False):
+        for axes, (name, matrix) in zip(places, matrices.items(), strict=True):
             values = matrix.detach().cpu().double().tolist()
             image = axes.imshow(values, cmap="RdBu_r" if low < 0 else "Blues", vmin=low, vmax=1.0)
             axes.grid(visible=False)
             axes.set_title(name, fontsize=10, loc="left")
-            places = range(len(values))
-            step = max(1, len(values) // 8)
-            axes.set_xticks(places[::step])
-            axes.set_yticks(places[::step])
+            numbers = range(0, len(values), max(1, len(values) // 8))
+            axes.set_xticks(numbers)
+            axes.set_yticks(numbers)
             axes.tick_params(length=0)
             if len(values) <= (SIGNED if low < 0 else NUMBERED):
                 _number(axes, values, low)
-        for axes in list(grid.flat)[len(matrices) :]:
-            axes.set_axis_off()
         figure.supxlabel("head", fontsize=10)
         figure.supylabel("head", fontsize=10)
         assert image is not None
-        figure.colorbar(image, ax=list(grid.flat), label=measure, shrink=0.8)
+        figure.colorbar(image, ax=places, label=measure, shrink=0.8)
     return figure
 
 

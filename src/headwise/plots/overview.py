@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from headwise.checks import SettingError
-from headwise.plots.drawing import GRAY, Style, drawing
+from headwise.plots.drawing import GRAY, Style, drawing_panels
 from headwise.report import Comparison, Report
 from headwise.report_layers import LayerReport
 from headwise.report_tables import layer_name
@@ -63,24 +63,19 @@ def overview(report: Report, *, before: Report | None = None) -> Figure:
     reports = [(report, NOW, "now")] if before is None else [(before, BEFORE, "before"), (report, NOW, "now")]
     if before is not None:
         Comparison(before, report)
-    panels = [panel for panel in _panels(report) if any(panel.values(layer) for layer in report.layers)]
-    if not panels:
+    kinds = [panel for panel in _panels(report) if any(panel.values(layer) for layer in report.layers)]
+    if not kinds:
         raise SettingError(
             f"the report of {report.model} holds nothing to draw; expected heads that are more than one a module, "
             "attention weights, a score or roles."
         )
-    columns = min(COLUMNS, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    with drawing(1.0 + 3.3 * columns, 0.7 + 2.5 * rows) as figure:
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, panel in zip(grid.flat, panels, strict=False):
+    with drawing_panels(len(kinds), COLUMNS, panel=(3.3, 2.5), margin=(1.0, 0.7)) as (figure, places):
+        for axes, panel in zip(places, kinds, strict=True):
             for shift, (shown, style, name) in zip(_shifts(len(reports)), reports, strict=True):
                 _draw(axes, panel, shown, style, shift, label=name)
             _draw_expected(axes, panel, report.layers)
             axes.set_title(panel.title, fontsize=10, loc="left")
             _name_layers(axes, report.layers)
-        for axes in list(grid.flat)[len(panels) :]:
-            figure.delaxes(axes)
         figure.supxlabel("layer", fontsize=10)
         legend = {
             label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
@@ -91,13 +86,13 @@ def overview(report: Report, *, before: Report | None = None) -> Figure:
 
 
 def _panels(report: Report) -> list[_Panel]:
-    panels = [
+    kinds = [
         _Panel("CKA with the other heads", lambda layer: layer.of_heads("output_cka")),
         _Panel("divergence of attention, nats", lambda layer: layer.of_heads("attention_js")),
         _Panel("entropy of attention, nats", lambda layer: layer.entropy),
         _Panel(f"fall of {report.score} without the head", lambda layer: [drop.value for drop in layer.drops]),
     ]
-    return panels + [_role(place, name) for place, name in enumerate(report.roles)]
+    return kinds + [_role(place, name) for place, name in enumerate(report.roles)]
 
 
 def _role(place: int, name: str) -> _Panel:

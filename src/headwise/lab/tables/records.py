@@ -20,7 +20,7 @@ from headwise.lab.grids import NOTE, Grid, diversity_grid, grids, markdown_of, v
 from headwise.lab.runs import prepare_folder, read_json, write_json, write_text
 from headwise.lab.table import PLAIN, Table
 from headwise.lab.tables.grouped import grouped_grid
-from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reproduction
+from headwise.lab.tables.reproduction import Column, PaperRow, Published, Reproduction, lack_of
 from headwise.lab.tasks.named import named_task
 from headwise.page import write_whole
 
@@ -209,7 +209,7 @@ def _section(found: Mapping[str, Any]) -> str:
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     if found.get("left_out"):
-        lines += [f"Not judged here, for want of data: {', '.join(found['left_out'])}.", ""]
+        lines += [lack_of(found["left_out"]), ""]
     rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
     if rows:
         lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]

@@ -18,7 +18,7 @@ from headwise.lab.grids import Grid
 from headwise.lab.table import Table
 from headwise.lab.tables.sizes import Sizes, arm_name, arm_names, sized
 
-__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction", "Writes"]
+__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction", "Writes", "lack_of"]
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,11 @@ class Reproduction:
         claims = self.claims if self.made is None else self.made(tuple(part.name for part in parts))
         return replace(self, parts=parts, claims=claims, left_out=tuple(f"{n} ({why})" for n, why in absent.items()))
 
+    @property
+    def lack(self) -> str:
+        """The sentence that names what there is no data for; empty where nothing lacks."""
+        return lack_of(self.left_out)
+
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""
         found = (part.sizes[scale].corpus for part in self.parts_at(scale))
@@ -228,3 +233,8 @@ class Reproduction:
             if telling or shown:
                 claims.append(replace(claim, contrasts=tuple(dict.fromkeys(telling)), shown=shown))
         return tuple(claims)
+
+
+def lack_of(left_out: Sequence[str]) -> str:
+    """Return the sentence that names parts that there is no data for; empty for none."""
+    return f"Not judged here, for want of data: {', '.join(left_out)}." if left_out else ""
