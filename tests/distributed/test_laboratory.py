@@ -123,6 +123,18 @@ def assert_refused(given: RunSettings, folder: Path) -> None:
     assert processes.agreed(processes.rank()) == 0
 
 
+def test_what_the_first_process_does_alone_waits_for_no_other(two: Processes):
+    two.run(assert_alone)
+
+
+def assert_alone() -> None:
+    assert processes.by_first(processes.count) == 1
+    with processes.alone():
+        assert processes.count() == 1
+        assert processes.group() is None
+    assert processes.count() == 2
+
+
 COMMAND = """
 import dataclasses, sys
 
@@ -174,6 +186,17 @@ def test_torchrun_tunes(tmp_path: Path):
     done = launched([*TORCHRUN, str(script)], "tune", "logic", "output", "--draws", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" with\noutput") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_runs_a_reproduction_whose_analyses_are_the_first_one_s_alone(tmp_path: Path):
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    given = ["reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--out", str(tmp_path / "runs")]
+    done = launched([*TORCHRUN, str(script)], *given)
+    assert done.returncode == 0, done.stderr
+    # the step time of an arm with a penalty, which in training is of the batches of all processes
+    assert done.stdout.count("step-time of output seed 0 is done") == 1
 
 
 @pytest.mark.slow

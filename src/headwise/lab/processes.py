@@ -7,7 +7,9 @@ Owns who they are and what they agree on. With one process every function here d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,10 +19,13 @@ from torch import Tensor
 
 from headwise.checks import HeadwiseError
 
-__all__ = ["agreed", "by_first", "count", "end", "group", "launched", "mean", "meet", "rank", "total", "wait"]
+__all__ = ["agreed", "alone", "by_first", "count", "end", "group", "launched", "mean", "meet", "rank", "total", "wait"]
 
 # The others wait while the first one reads data, decodes the test set and writes the page.
 PATIENCE = timedelta(days=2)
+
+# Whether this process works on something that the others have no part in.
+_ALONE = ContextVar("alone", default=False)
 
 T = TypeVar("T")
 
@@ -45,9 +50,24 @@ def end() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only one for a while: what it does then, it never waits for the others in.
+
+    >>> with alone():
+    ...     count()
+    1
+    """
+    before = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
 def count() -> int:
-    """Return how many processes train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return how many processes work together; one where this one is `alone`."""
+    return dist.get_world_size() if dist.is_initialized() and not _ALONE.get() else 1
 
 
 def rank() -> int:
@@ -80,7 +100,7 @@ def agreed(value: T) -> T:
 
 
 def by_first(function: Callable[[], T]) -> T:
-    """Return what a function returns, called by the first process alone; what it refuses is raised in all of them.
+    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them.
 
     >>> by_first(lambda: 4)
     4
@@ -90,7 +110,8 @@ def by_first(function: Callable[[], T]) -> T:
     answer: Any = (None, None)
     if rank() == 0:
         try:
-            answer = (function(), None)
+            with alone():
+                answer = (function(), None)
         except HeadwiseError as error:
             answer = (None, error)
     value, refusal = agreed(answer)

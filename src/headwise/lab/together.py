@@ -41,7 +41,10 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
             job.folder.mkdir(parents=True, exist_ok=True)
             if isinstance(job.settings, RunSettings):
                 processes.agreed(job)
-            do_job(job.settings, job.folder, heartbeat)
+                do_job(job.settings, job.folder, heartbeat)
+            else:
+                with processes.alone():
+                    do_job(job.settings, job.folder, heartbeat)
         except HeadwiseError as error:
             with (job.folder / LOG).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
