@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -205,3 +206,12 @@ def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
     # heads that cost nothing at all still make a bar
     assert heads._edges([0.0, 0.0]) == [0.0, 1.0]
     assert heads._edges([-0.5, -0.1])[-1] > 0
+
+
+def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):
+    few = dataclasses.replace(table, items=(*table.items[:-1], 9))
+    picture = score_by_bin(few)
+    assert picture is not None
+    assert f"Left out for having fewer than 10 test items: {table.bins[-1]}." in picture.caption
+    assert f"from {table.bins[0]} to {table.bins[-2]}: " in picture.alt
+    assert score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None

@@ -6,9 +6,12 @@ Owns what is plotted against what, and the words beside it; how it looks is `dra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from headwise.lab.cells import MINUS
 from headwise.lab.drawing import draw_differences, draw_line, draw_means, draw_reference, name_ends, styles
@@ -36,6 +39,11 @@ OF_HEADS = "heads-by-"
 EPOCHS = 3
 # More points than this would touch.
 MARKED = 15
+# The interval of a bin of fewer test items hides every other.
+FEW = 10
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,16 @@ def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
 
 
 def score_by_bin(table: Table) -> Picture | None:
-    """Return the score by difficulty, and the difference to plain below it; None with a single bin."""
-    if len(table.bins) < 2:
+    """Return the score by difficulty, and the difference to plain below it; None with a single bin of items enough."""
+    shown = [place for place, items in enumerate(table.items) if items >= FEW]
+    if len(shown) < 2:
         return None
+
+    def kept(of_bins: Sequence[T]) -> list[T]:
+        return [of_bins[place] for place in shown]
+
+    bins = kept(table.bins)
+    left_out = [str(number) for number in table.bins if number not in bins]
     style, plain = styles(table), table.row(PLAIN)
     compared = [row for row in table.arms if row.bins_to_plain] if plain is not None else []
     with drawing(7.6, 7.4 if compared else 4.4) as figure:
@@ -92,30 +107,32 @@ def score_by_bin(table: Table) -> Picture | None:
             upper, lower = figure.subplots(), None
         for row in table.rows:
             if row.baseline:
-                draw_line(upper, table.bins, row.bins, GRAY_DASHED, width=1.2)
+                draw_line(upper, bins, kept(row.bins), GRAY_DASHED, width=1.2)
             else:
-                draw_line(upper, table.bins, row.bins, style[row.arm], label=row.arm)
+                draw_line(upper, bins, kept(row.bins), style[row.arm], label=row.arm)
         upper.set_ylabel(table.axis)
         if lower is not None:
             lower.axhline(0, color=style[PLAIN].color, linewidth=1.4)
-            width = 0.55 * min(b - a for a, b in zip(table.bins, table.bins[1:], strict=False))
+            width = 0.55 * min(b - a for a, b in pairwise(bins))
             for place, row in enumerate(compared):
                 shift = width * ((place + 0.5) / len(compared) - 0.5)
-                draw_differences(lower, [number + shift for number in table.bins], row.bins_to_plain, style[row.arm])
+                draw_differences(lower, [number + shift for number in bins], kept(row.bins_to_plain), style[row.arm])
             lower.set_ylabel("difference to plain, points")
             lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", MINUS) if value else "0")
         bottom = lower or upper
         bottom.set_xlabel(table.difficulty)
-        bottom.set_xticks(list(table.bins))
+        bottom.set_xticks(bins)
         if table.arms:
             figure.legend(loc="outside right upper", frameon=False)
-        name_ends(figure, upper, {row.arm: 100 * row.bins[-1].value for row in table.rows if row.baseline})
+        name_ends(figure, upper, {row.arm: 100 * kept(row.bins)[-1].value for row in table.rows if row.baseline})
         png = to_png(figure)
     title = f"{_metric(table)} by {table.difficulty}"
     caption = f"{title} with 95 % intervals over seeds and test items"
     caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
-    alt = f"{title}, from {table.bins[0]} to {table.bins[-1]}: " + "; ".join(
-        f"{row.arm} {100 * row.bins[0].value:.0f} to {100 * row.bins[-1].value:.0f}" for row in table.rows
+    if left_out:
+        caption += f" Left out for having fewer than {FEW} test items: {', '.join(left_out)}."
+    alt = f"{title}, from {bins[0]} to {bins[-1]}: " + "; ".join(
+        f"{row.arm} {100 * kept(row.bins)[0].value:.0f} to {100 * kept(row.bins)[-1].value:.0f}" for row in table.rows
     )
     return Picture("score-by-difficulty", png, caption, alt)
 
