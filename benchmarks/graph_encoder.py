@@ -9,8 +9,6 @@ give the same gradients, which is checked first in double precision. They are ti
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from headwise.lab.protocol import initialise
 from headwise.lab.tasks.graph2text import Graph2TextTask
 from headwise.lab.tasks.graph_data import collate, load_graphs
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES
+from timing import new_record, write
 
 PARTS = ("title", "entities", "nodes", "neighbours", "types")
 Batch = dict[str, Tensor]
@@ -71,26 +70,27 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     asked = parser.parse_args()
+    device = torch.device(asked.device)
     torch.set_num_threads(1)
     scale = GRAPH_SCALES[asked.scale]
     data = load_graphs(asked.data, scale)
     graphs = [data.train[number] for number in range(asked.graphs)]
     together, alone = (
-        [{name: one.to(asked.device) for name, one in collate(part).items()} for part in parts]
+        [{name: one.to(device) for name, one in collate(part).items()} for part in parts]
         for parts in ([graphs], [[one] for one in graphs])
     )
-    record = {"scale": asked.scale, "width": scale.width, "blocks": scale.layers, "graphs": asked.graphs}
-    record |= {
+    record = new_record("graph-encoder", device) | {
+        "scale": asked.scale,
+        "width": scale.width,
+        "blocks": scale.layers,
+        "graphs": asked.graphs,
         "nodes": int((together[0]["nodes"] != 0).sum()),
-        "device": asked.device,
-        "threads": 1,
-        "clock": "process time" if asked.device == "cpu" else "wall",
+        "clock": "process time" if device.type == "cpu" else "wall",
     }
-    record |= {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     for name, encode in (("whole encoder", whole), ("blocks alone", blocks)):
-        model = Graph2TextTask().model(data, scale).to(asked.device).double().eval()
+        model = Graph2TextTask().model(data, scale).to(device).double().eval()
         initialise(model, 0)
         step(model, together, encode)
         found = gradients(model)
@@ -108,8 +108,7 @@ def main() -> None:
         batched, single = (median(times[way]) for way in times)
         record[name] = {"batched_ms": 1e3 * batched, "one_by_one_ms": 1e3 * single, "times_faster": single / batched}
         print(f"{name}: {1e3 * batched:.1f} ms batched, {1e3 * single:.1f} ms one by one: {single / batched:.1f} times")
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(record, device, asked.out)
 
 
 if __name__ == "__main__":

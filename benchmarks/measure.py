@@ -8,7 +8,6 @@ other side only runs the model and the score once for each head removed: it read
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from minilm import pretrained
-from overhead import console, machine, write
+from timing import console, default_device, new_record, write
 
 TARGET = 0.6
 LENGTH = 40
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     model = pretrained().to(device).eval()
     heads = hw.find_heads(model)
     torch.manual_seed(0)
@@ -80,10 +79,9 @@ def main() -> None:
         )
     ratio = median(a / b for a, b in zip(*seconds.values(), strict=True))
     heads_removed = sum(site.num_heads for site in heads)
-    record: dict = {"benchmark": "measure", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    record = new_record("measure", device)
     record |= {"sentences": arguments.sentences, "batch": arguments.batch, "length": LENGTH, "rounds": arguments.rounds}
     record |= {"heads": heads_removed, "ratio": ratio, "target": TARGET, "seconds": seconds}
-    record["machine"]["load after"] = os.getloadavg()[0]
     console.print(
         f"measure with {heads_removed} heads removed, over {heads_removed} evaluations: {ratio:.3f} (target {TARGET})"
     )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 import headwise as hw
-from overhead import console, interleaved, machine, ratio, write
+from timing import console, default_device, interleaved, new_record, ratio, write
 
 PLAIN, AGAIN = "as it is", "as it is, again"
 TARGET = 1.05
@@ -53,7 +51,7 @@ def reading(**what: bool) -> Callable[[nn.Module], Callable[[], float]]:
     return attach
 
 
-def penalized(term: object) -> Callable[[nn.Module], Callable[[], Tensor]]:
+def penalized(term: hw.Output | hw.Position) -> Callable[[nn.Module], Callable[[], Tensor]]:
     return lambda model: hw.Disagreement(hw.find_heads(model), term)
 
 
@@ -82,14 +80,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record: dict = {"benchmark": "minilm", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    device = default_device()
+    record = new_record("minilm", device)
     torch.manual_seed(0)
     ids = torch.randint(1000, 20_000, (BATCH, LENGTH), device=device)
     padded = torch.ones(BATCH, LENGTH, dtype=torch.int64, device=device)
     padded[::2, LENGTH // 2 :] = 0
     batch = {"input_ids": ids, "attention_mask": padded}
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], object]] = {}
     for name, attach in VARIANTS.items():
         model = pretrained().to(device)
         extra = attach(model)
@@ -97,7 +95,6 @@ def main() -> None:
     seconds = interleaved(device, runs, arguments.rounds, "MiniLM")
     ratios = {name: ratio(seconds, name, PLAIN) for name in runs if name != PLAIN}
     record |= {"batch": BATCH, "length": LENGTH, "rounds": arguments.rounds, "ratio": ratios, "seconds": seconds}
-    record["machine"]["load after"] = os.getloadavg()[0]
     console.print(
         f"MiniLM, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds; time of a step over the model as it is"
     )

@@ -11,20 +11,14 @@ same card.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 import headwise as hw
@@ -32,9 +26,11 @@ from headwise.aggregators import build
 from headwise.disagreement import output_similarity
 from headwise.ensembles import apply_rule, ensembles_of
 from headwise.particles import Rule
+from timing import console, default_device, interleaved, new_record, ratio, write
 
 VOCABULARY, WIDTH, HEADS, LAYERS, INNER = 10_000, 512, 8, 6, 2048
-RULE = hw.SVGD(alpha=0.01)
+ALPHA = 0.01
+RULE = hw.SVGD(alpha=ALPHA)
 # sentences x tokens
 SHAPES = {"cpu": "32x64,4x512", "cuda": "128x64,16x512"}
 # What a step on CUDA may take of a plain step.
@@ -50,7 +46,6 @@ HALF = False
 COMPILE = True
 # Whether whole steps with repulsion are timed on a CPU too.
 WHOLE_STEPS = False
-console = Console()
 
 
 class Translation(nn.Module):
@@ -99,7 +94,7 @@ def no_penalty(_model: Translation) -> Callable[[], Tensor]:
     return lambda: zero
 
 
-def with_penalty(term: object) -> Callable[[Translation], Callable[[], Tensor]]:
+def with_penalty(term: hw.Output | hw.Position) -> Callable[[Translation], Callable[[], Tensor]]:
     return lambda model: hw.Disagreement(hw.find_heads(model), term)
 
 
@@ -120,6 +115,7 @@ def naive_output(model: Translation) -> Callable[[], Tensor]:
     def penalty() -> Tensor:
         total = torch.zeros(())
         for capture in taps.read():
+            assert capture.outputs is not None
             heads = capture.outputs.unbind(2)
             pairs = [F.cosine_similarity(a, b, dim=-1).mean() for a in heads for b in heads]
             total = total + torch.stack(pairs).mean() / 18
@@ -128,48 +124,11 @@ def naive_output(model: Translation) -> Callable[[], Tensor]:
     return penalty
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(device: torch.device, run: Callable[[], object]) -> float:
-    synchronize(device)
-    if device.type == "cuda":
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        run()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def interleaved(
-    device: torch.device, runs: dict[str, Callable[[], object]], rounds: int, description: str
-) -> dict[str, list[float]]:
-    """Seconds of each run in each round, after one round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in track(range(rounds + 1), description, console=console, transient=True):
-        for name, run in runs.items():
-            elapsed = timed(device, run)
-            if number:
-                seconds[name].append(elapsed)
-    return seconds
-
-
-def ratio(seconds: dict[str, list[float]], name: str, against: str) -> float:
-    """Median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
-
-
 def naive_svgd(model: nn.Module) -> None:
     """SVGD by double loops over pairs of heads, one projection at a time."""
     for slab in hw.find_heads(model).slabs():
         theta = slab.view(slab.parameter.detach()).flatten(1)
+        assert slab.parameter.grad is not None
         gradient = slab.view(slab.parameter.grad)
         flat, count = gradient.flatten(1).clone(), slab.heads
         distances = sorted(
@@ -182,7 +141,7 @@ def naive_svgd(model: nn.Module) -> None:
             for j in range(count):
                 difference = theta[i] - theta[j]
                 kernel = math.exp(-float(difference.square().sum()) / bandwidth)
-                new += kernel * flat[j] - RULE.alpha * 2 / bandwidth * kernel * difference
+                new += kernel * flat[j] - ALPHA * 2 / bandwidth * kernel * difference
             gradient[i].copy_((new * RULE.step_size / count).view_as(gradient[i]))
 
 
@@ -287,8 +246,8 @@ def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
     source = torch.randn(COPIED[device.type], device=device)
     target = torch.empty_like(source)
 
-    def repeat(run: Callable[[], object]) -> Callable[[], None]:
-        return lambda: [run() for _ in range(REPEATS)] and None
+    def repeat(run: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [run() for _ in range(REPEATS)]
 
     runs = {
         "copy": repeat(lambda: target.copy_(source)),
@@ -339,27 +298,9 @@ def penalize(outputs: Tensor) -> None:
     output_similarity(outputs).backward()
 
 
-def machine(device: torch.device) -> dict[str, object]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load before": os.getloadavg()[0],
-    }
-
-
 def heading(device: torch.device) -> dict:
     """What a record begins with."""
-    return {
-        "benchmark": "overhead",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(device),
+    return new_record("overhead", device) | {
         "cuda": device.type == "cuda",
         "wanted on CUDA, of a plain step": TARGETS,
     }
@@ -396,7 +337,7 @@ def show(record: dict) -> None:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device().type)
     parser.add_argument("--shapes", help=f"batches, for example 32x64; by default {SHAPES}")
     parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
     parser.add_argument("--only", action="append", default=[], help="a variant of the model beside plain; repeatable")
@@ -421,21 +362,8 @@ def main(given: Sequence[str] | None = None) -> None:
         batch, length = map(int, shape.split("x"))
         naive = not arguments.skip_naive and not arguments.only
         record["models"].append(model_table(device, batch, length, arguments.rounds, naive, arguments.only))
-    record["machine"]["load after"] = os.getloadavg()[0]
     show(record)
     write(record, device, arguments.out)
-
-
-def write(record: dict, device: torch.device, out: Path | None) -> None:
-    """Write a record: to `out`, or to the first free name of its date and benchmark in the folder of records."""
-    folder, name = Path(__file__).parent / "records", f"{record['date']}-{record['benchmark']}-{device.type}"
-    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
-    out = out or next(folder / f"{n}.json" for n in names if not (folder / f"{n}.json").exists())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".part")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(out)
-    console.print(f"\nwritten to {out}")
 
 
 if __name__ == "__main__":

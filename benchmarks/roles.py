@@ -9,11 +9,8 @@ bench-roles`.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import headwise as hw
-from overhead import console, interleaved, machine, new_record, ratio
+from timing import console, default_device, interleaved, new_record, ratio, write
 
 WORDS, WIDTH, HEADS, LAYERS, INNER, BATCH = 20_000, 96, 6, 2, 256, 32
 MARKS, RELATIONS = ",;.?!", ("nsubj", "obj", "amod", "advmod", "det", "case", "punct", "obl", "conj")
@@ -118,8 +115,8 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=10_000)
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record: dict = {"benchmark": "roles", "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+    device = default_device()
+    record = new_record("roles", device)
     record |= {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "batch": BATCH, "sentences": arguments.sentences}
 
     made = making(device, arguments.sentences, max(1, arguments.rounds // 10))
@@ -138,13 +135,7 @@ def main() -> None:
         console.print(f"length {length}, {arguments.rounds} rounds; time of a step over {PADDING!r}")
         for name, value in ratios.items():
             console.print(f"  {name:<32} {value:8.4f}" + (f"   (target {TARGET})" if name == GUIDED else ""))
-    record["machine"]["load after"] = os.getloadavg()[0]
-    out = arguments.out or new_record(f"{record['date']}-roles-{device.type}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".part")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(out)
-    console.print(f"written to {out}")
+    write(record, device, arguments.out)
 
 
 if __name__ == "__main__":

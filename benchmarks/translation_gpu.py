@@ -149,7 +149,7 @@ def decoded_tokens(split: Any, beams: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--microseconds", type=float, default=20.0, help="time of an operation, launch included")

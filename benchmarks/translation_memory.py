@@ -18,6 +18,9 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
+
+from timing import console, new_record, write
 
 FORMS, CHUNK, SEEN = 400_000, 20_000, 500
 LIMIT_GIB = 2.0
@@ -43,8 +46,8 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, go through an epoch and print what it took."""
     from headwise.lab.tasks.translation_cleaning import Cleaning
-    from headwise.lab.tasks.translation_corpora import own_folder
     from headwise.lab.tasks.translation_data import collate, load_translation
+    from headwise.lab.tasks.translation_own import own_folder
     from headwise.lab.token_batches import TokenBatches
 
     def peak() -> float:
@@ -96,11 +99,14 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=25, help="words of a line, on average")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--once", action="store_true", help="also drop repeated pairs, which keeps a key of each")
+    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         measure(arguments.child, arguments.vocabulary, arguments.once)
         return
+    device = torch.device("cpu")
+    record = new_record("translation-memory", device)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
         for split, pairs in (("train", arguments.pairs), ("dev", 1000), ("test", 1000)):
@@ -110,9 +116,11 @@ def main() -> None:
         output = subprocess.run(
             [*command, *(["--once"] if arguments.once else [])], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-        print(output, end="")
-        peak = json.loads(output)["peak_gib"]
-        sys.exit(0 if peak <= LIMIT_GIB else f"the peak of {peak} GiB is above {LIMIT_GIB} GiB")
+    record |= {"words a line": arguments.words, "repeated pairs dropped": arguments.once, **json.loads(output)}
+    console.print_json(data=record)
+    write(record, device, arguments.out)
+    peak = record["peak_gib"]
+    sys.exit(0 if peak <= LIMIT_GIB else f"the peak of {peak} GiB is above {LIMIT_GIB} GiB")
 
 
 if __name__ == "__main__":

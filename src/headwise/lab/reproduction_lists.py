@@ -17,8 +17,8 @@ from rich.text import Text
 
 from headwise.lab import runs
 from headwise.lab.arms import folder_of
+from headwise.lab.cells import NONE
 from headwise.lab.compare import run_folder
-from headwise.lab.grids import NONE
 from headwise.lab.reproduce import REPRODUCTIONS, Plan, seeds_at
 from headwise.lab.results import COMPARISON
 from headwise.lab.tables.reproduction import Reproduction

@@ -1,0 +1,97 @@
+"""What the benchmarks share: runs timed in turn in one process, and the record of what was measured.
+
+Owns the clock, the description of the machine, and the folder `records`, in which no record replaces another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+RECORDS = Path(__file__).parent / "records"
+console = Console()
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of one run; on CUDA between two events."""
+    synchronize(device)
+    if device.type == "cuda":
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    device: torch.device, runs: Mapping[str, Callable[[], object]], rounds: int, description: str
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, after one round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in track(range(rounds + 1), description, console=console, transient=True):
+        for name, run in runs.items():
+            elapsed = timed(device, run)
+            if number:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, against: str) -> float:
+    """Median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
+
+
+def new_record(benchmark: str, device: torch.device) -> dict[str, Any]:
+    """What a record begins with."""
+    return {"benchmark": benchmark, "date": time.strftime("%Y-%m-%d"), "machine": _machine(device)}
+
+
+def write(record: dict[str, Any], device: torch.device, out: Path | None) -> None:
+    """Write a record: to `out`, or to the first free name of its date and benchmark in the folder of records."""
+    record["machine"]["load after"] = os.getloadavg()[0]
+    name = f"{record['date']}-{record['benchmark']}-{device.type}"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    out = out or next(RECORDS / f"{n}.json" for n in names if not (RECORDS / f"{n}.json").exists())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(out)
+    console.print(f"\nwritten to {out}")
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load before": os.getloadavg()[0],
+    }
