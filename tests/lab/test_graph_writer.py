@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.checks import ShapeError
-from headwise.lab.models.graph_encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places
+from headwise.lab.models.graph_encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places, pack
 from headwise.lab.models.graph_writer import GraphWriter, Memory
 from headwise.lab.protocol import initialise
 from headwise.lab.tasks.graph_coder import END, START, EncodedGraph
@@ -303,3 +305,30 @@ def test_shapes_that_do_not_fit_are_refused():
         model(**{**batch, "title": batch["title"][:2]})
     with pytest.raises(ShapeError, match="neighbours has shape"):
         model(**{**batch, "neighbours": batch["neighbours"][:, :2]})
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_graphs_share_rows_without_touching(sizes: list[int]):
+    rows, offsets = pack(sizes)
+    taken = [
+        (row, place)
+        for row, start, size in zip(rows, offsets, sizes, strict=True)
+        for place in range(start, start + size)
+    ]
+    assert len(set(taken)) == sum(sizes)
+    assert max(place for _, place in taken) == max(sizes) - 1
+    assert set(rows) == set(range(max(rows) + 1))
+    # each row but one is more than half full: what else would have been put into it
+    fill = [sum(size for row, size in zip(rows, sizes, strict=True) if row == one) for one in range(max(rows) + 1)]
+    assert sum(2 * used <= max(sizes) for used in fill) <= 1
+
+
+def test_rows_without_a_node_have_weights_and_no_nan():
+    torch.manual_seed(0)
+    encoder = GraphEncoder(6, width=8, layers=1, heads=2, dropout=0.0)
+    nodes = torch.tensor([[1, -1, 4, 5], [1, -2, 0, 0], [1, 5, 4, 0]])
+    taps = hw.Taps(hw.find_heads(encoder), weights=True)
+    encoder(torch.randn(2, 8), nodes, (nodes != 0)[:, :, None] & (nodes != 0)[:, None])
+    (capture,) = taps.read()
+    assert capture.weights is not None
+    torch.testing.assert_close(capture.weights.sum(dim=-1), torch.ones(capture.weights.shape[:-1]))

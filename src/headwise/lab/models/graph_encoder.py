@@ -6,6 +6,7 @@ headwise's, so that every method of the library reaches it. Must not know words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from headwise.checks import ShapeError
 from headwise.lab.models.sized_attention import SizedAttention
 
-__all__ = ["CORRECT", "RELEASED", "Departures", "GraphBlock", "GraphEncoder", "Places"]
+__all__ = ["CORRECT", "RELEASED", "Departures", "GraphBlock", "GraphEncoder", "Places", "pack"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class GraphBlock(nn.Module):
 
     def forward(self, states: Tensor, places: Places) -> Tensor:
         """Return the new states [T, d] of all nodes of the batch, graph by graph."""
-        query = keys = places.padded(states)
+        query = keys = places.shared(states)
         if self.departures.detached:
             keys = query.detach()
         if self.departures.scaled_by_width:
@@ -160,6 +161,9 @@ class GraphEncoder(nn.Module):
 class Places:
     """Where the nodes of a batch stand, one after another and graph by graph, and who may attend whom.
 
+    Graphs differ much in size. In the attention several small ones share a row as long as the largest graph, so that
+    little is computed of padding: R rows of W places, with R at most B and W the nodes of the largest.
+
     Args:
         nodes: As `GraphEncoder.forward` takes them, [B, N].
         neighbours: Likewise, [B, N, N].
@@ -167,29 +171,80 @@ class Places:
 
     Attributes:
         flat: The place of each real node in [B N], [T].
-        padding: True where there is no node, [B, N].
-        strangers: True where the node of the row may not attend that of the column, [B H, N, N]. What is no node
-            attends the root, so that no row of weights is empty.
+        padding: True where no node stands, [R, W].
+        strangers: True where the node of the row may not attend that of the column, [R H, W, W]. What is no node
+            attends the first of its row, so that no row of weights is empty.
+
+    Example:
+        >>> nodes = torch.tensor([[1, 4, 5, 4], [1, 4, 0, 0], [1, 5, 0, 0]])
+        >>> real = nodes != 0
+        >>> places = Places(nodes, real[:, :, None] & real[:, None], heads=2)
+        >>> places.padding.shape, places.shared(torch.ones(8, 3)).shape
+        (torch.Size([2, 4]), torch.Size([2, 4, 3]))
     """
 
     def __init__(self, nodes: Tensor, neighbours: Tensor, *, heads: int) -> None:
-        self.padding = nodes == 0
-        self.flat = (~self.padding).flatten().nonzero().squeeze(1)
-        # the last row of the states with a row of zeros behind them stands for no node
-        rows = nodes.new_full((nodes.numel(),), len(self.flat))
-        rows[self.flat] = torch.arange(len(self.flat), device=nodes.device)
-        self.rows = rows.view(nodes.shape)
-        allowed = neighbours.clone()
+        real = nodes != 0
+        self.flat = real.flatten().nonzero().squeeze(1)
+        self.rows = _rows(self.flat, nodes.shape)
+        sizes = real.sum(dim=1)
+        row, offset = (torch.tensor(one, device=nodes.device) for one in pack(sizes.tolist()))
+        # the place of each node in its shared row, [B, N]
+        within = offset[:, None] + real.cumsum(dim=1) - 1
+        wide = int(sizes.max())
+        shape = torch.Size((int(row.max()) + 1, wide))
+        self.seats = (row[:, None] * wide + within).flatten()[self.flat]
+        self.shared_rows = _rows(self.seats, shape)
+        self.padding = self.shared_rows == len(self.flat)
+        graph, one, other = (neighbours & real[:, :, None] & real[:, None]).nonzero(as_tuple=True)
+        allowed = neighbours.new_zeros(*shape, wide)
+        allowed[row[graph], within[graph, one], within[graph, other]] = True
         allowed[:, :, 0] |= self.padding
         self.strangers = (~allowed).repeat_interleave(heads, dim=0)
 
     def padded(self, states: Tensor) -> Tensor:
         """Return states [T, d] as [B, N, d], zero where there is no node."""
-        return torch.cat([states, states.new_zeros(1, states.shape[1])])[self.rows]
+        return _spread(states, self.rows)
+
+    def shared(self, states: Tensor) -> Tensor:
+        """Return states [T, d] as [R, W, d], zero where no node stands."""
+        return _spread(states, self.shared_rows)
 
     def packed(self, states: Tensor) -> Tensor:
-        """Return states [B, N, d] as [T, d]."""
-        return states.flatten(0, 1)[self.flat]
+        """Return states [R, W, d] as [T, d]."""
+        return states.flatten(0, 1)[self.seats]
+
+
+def pack(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the row of each graph and where it begins there: the largest first, each in the first row with room.
+
+    Args:
+        sizes: Nodes of each graph; a row has room for the largest.
+
+    Example:
+        >>> pack([2, 5, 3, 1])
+        ([1, 0, 1, 2], [3, 0, 0, 0])
+    """
+    room, used = max(sizes), []
+    rows, offsets = [0] * len(sizes), [0] * len(sizes)
+    for graph in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        row = next((number for number, taken in enumerate(used) if taken + sizes[graph] <= room), len(used))
+        if row == len(used):
+            used.append(0)
+        rows[graph], offsets[graph] = row, used[row]
+        used[row] += sizes[graph]
+    return rows, offsets
+
+
+def _rows(seats: Tensor, shape: torch.Size) -> Tensor:
+    """Return which state stands at each place: the last, behind all states, where none does."""
+    rows = seats.new_full((shape.numel(),), len(seats))
+    rows[seats] = torch.arange(len(seats), device=seats.device)
+    return rows.view(shape)
+
+
+def _spread(states: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([states, states.new_zeros(1, states.shape[1])])[rows]
 
 
 class NodeKinds(nn.Embedding):
