@@ -9,6 +9,7 @@
 #   make bench-minilm  cost of taps, penalties and biases in a pretrained model
 #   make bench-roles   cost of role masks: making them, and a guided step
 #   make bench-measure  cost of measure with every head removed against separate evaluations
+#   make bench-memory  peak memory of preparing and batching a corpus of millions of pairs
 #   make bench-graphs DATA=FOLDER  a batch of graphs encoded at once against one after another; FOLDER is AGENDA's
 #   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
 #   make clean       remove .venv and what the tools cached
@@ -22,7 +23,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-graphs api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-memory bench-graphs api clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,6 +66,9 @@ bench-roles: $(VENV)/.dev
 
 bench-measure: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/measure.py $(ARGS)
+
+bench-memory: $(VENV)/.dev
+	$(BIN)/python benchmarks/translation_memory.py $(ARGS)
 
 bench-graphs: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "name AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }

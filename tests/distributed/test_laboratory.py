@@ -135,10 +135,11 @@ def assert_alone() -> None:
     assert processes.count() == 2
 
 
-COMMAND = """
-import dataclasses, sys
+COMMAND = r"""
+import dataclasses, os, sys
 
 if __name__ == "__main__":
+    os.write(2, b"one of %s\n" % os.environ["WORLD_SIZE"].encode())
     from headwise.lab import cli
     from headwise.lab.tasks.logic_scales import SCALES as scales
 
@@ -162,15 +163,22 @@ def launched(launcher: list[str], *arguments: str) -> subprocess.CompletedProces
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# several processes on one machine are what it calls multi_gpu, with and without a GPU
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no"),
+]
 
 
-def test_torchrun_runs_a_comparison(tmp_path: Path):
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_a_launcher_runs_a_comparison(launcher: list[str], tmp_path: Path):
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     out = tmp_path / "runs"
     given = ["compare", "logic", "--arms", "plain,output", "--seeds", "1", "--out", str(out)]
-    done = launched([*TORCHRUN, str(script)], *given)
+    done = launched([*launcher, str(script)], *given)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("one of 2") == 2
     # the first process alone speaks
     assert done.stdout.count("output seed 0 is done") == 1
     assert (out / "report.html").exists()

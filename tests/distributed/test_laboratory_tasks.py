@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 from distributed.processes import Processes
-from distributed.test_laboratory import assert_same_run, train
+from distributed.test_laboratory import assert_same_run, epochs, train
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.glue_scales import GLUE_SCALES
+from headwise.lab.tasks.graph_scales import GRAPH_SCALES
+from headwise.lab.tasks.probing_scales import PROBING_SCALES
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
 from headwise.lab.tasks.task import Scale
+from lab.glue_toy import write_glue, write_model
+from lab.graph_sets import write_triples
+from lab.pretraining_toy import TOY as PRETRAINED
+from lab.pretraining_toy import write_jsonl
+from lab.probing_toy import write_probing
 from lab.sentence_sets import write_texts
 from lab.sentences import write_sentences
 from lab.translation_toy import SMALLEST, write_toy_corpus
@@ -48,6 +56,23 @@ SENTENCE = dataclasses.replace(
     dropout=0.0,
     min_count=1,
 )
+PROBING = dataclasses.replace(
+    PROBING_SCALES["demo"],
+    name="toy",
+    width=12,
+    heads=3,
+    head_size=4,
+    hidden=12,
+    epochs=2,
+    batch_size=15,
+    warmup_steps=3,
+    train_examples=76,
+    dropout=0.0,
+    min_count=1,
+)
+GRAPHS = dataclasses.replace(
+    GRAPH_SCALES["demo"], name="toy", width=16, epochs=2, tokens=96, min_count=1, longest=16, beams=1, dropout=0.0
+)
 
 
 def assert_two_are_one(two: Processes, given: RunSettings, place: Path) -> None:
@@ -75,6 +100,43 @@ def test_sentence_embedding(two: Processes, tmp_path: Path):
     pytest.importorskip("spacy")
     texts = write_texts(tmp_path / "mine.tsv", 160)
     assert_two_are_one(two, _of_texts("sentence", SENTENCE, "spos+output:weight=0.7", texts), tmp_path)
+
+
+def test_probing(two: Processes, tmp_path: Path):
+    file = write_probing(tmp_path / "past_present.txt", {"va": 200, "te": 60})
+    assert_two_are_one(two, _of_texts("probing", PROBING, "svgd+output:weight=0.7", file), tmp_path)
+
+
+def test_graph_to_text(two: Processes, tmp_path: Path):
+    pytest.importorskip("nltk")
+    triples = write_triples(tmp_path / "mine.tsv", 60)
+    assert_two_are_one(two, _of_texts("graph2text", GRAPHS, "spos+output:weight=0.7", triples), tmp_path)
+
+
+def test_glue(two: Processes, tmp_path: Path):
+    scale = dataclasses.replace(
+        GLUE_SCALES["demo"],
+        name="toy",
+        epochs=2,
+        batch_size=15,
+        warmup_steps=2,
+        length=32,
+        train_examples=52,
+        pretrained=write_model(tmp_path / "model", dropout=0.0),
+    )
+    folder = write_glue(tmp_path / "glue") / "RTE"
+    assert_two_are_one(two, _of_texts("glue", scale, "svgd:layers=0+output:weight=0.7", folder), tmp_path)
+
+
+def test_pretraining(two: Processes, tmp_path: Path):
+    # what replaces a masked token is drawn apart in each process, as dropout is: the generator alone has one curve
+    scale = dataclasses.replace(PRETRAINED, dropout=0.0, discriminator_weight=0.0)
+    text = write_jsonl(tmp_path / "docs.jsonl.gz", 120)
+    given = _of_texts("pretraining", scale, "svgd:layers=0", text)
+    train(given, tmp_path / "one")
+    two.run(train, given, tmp_path / "two")
+    curves = [[epoch["train_loss"] for epoch in epochs(tmp_path / name)] for name in ("one", "two")]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-7)
 
 
 def _of_texts(task: str, scale: Scale, arm: str, texts: Path) -> RunSettings:

@@ -58,7 +58,7 @@ def toy_words() -> WordPieces:
     return learn_word_pieces(lambda: [sentence(number) for number in range(60)], 120)
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
+def write_model(folder: Path, seed: int = 0, dropout: float = 0.1) -> Path:
     """A folder of Hugging Face with a small ELECTRA and its tokenizer."""
     words = toy_words()
     torch.manual_seed(seed)
@@ -70,6 +70,8 @@ def write_model(folder: Path, seed: int = 0) -> Path:
         num_attention_heads=2,
         intermediate_size=16,
         max_position_embeddings=64,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         pad_token_id=words.padding,
     )
     ElectraForPreTraining(config).save_pretrained(folder)

@@ -216,7 +216,7 @@ def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 local_files_only=True,
-                dtype=torch.float32,
+                dtype=torch.get_default_dtype(),
             )
     except HeadwiseError:
         raise
