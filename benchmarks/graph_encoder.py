@@ -3,13 +3,13 @@
     python benchmarks/graph_encoder.py --data FOLDER [--scale cpu] [--graphs 32] [--out record.json]
 
 The encoder is everything before the decoder: titles, names of entities, and the blocks of graph attention. Both ways
-give the same gradients, which is checked first in double precision. They are timed in turn, and the median is taken.
+give the same gradients, which is checked first in double precision. They are timed in turn on one
+thread and on as many as torch takes, and the median of the ratios within a round is taken.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from headwise.lab.protocol import initialise
 from headwise.lab.tasks.graph2text import Graph2TextTask
 from headwise.lab.tasks.graph_data import collate, load_graphs
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES
-from timing import new_record, write
+from timing import console, interleaved, new_record, ratio, write
 
 PARTS = ("title", "entities", "nodes", "neighbours", "types")
 Batch = dict[str, Tensor]
@@ -53,27 +53,17 @@ def gradients(model: GraphWriter) -> list[Tensor]:
     return [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
-def seconds(model: GraphWriter, batches: list[Batch], encode: Callable[[GraphWriter, Batch], Tensor]) -> float:
-    # on one thread the time of the processor tells more than the clock where others work on the same machine
-    clock = time.process_time if batches[0]["nodes"].device.type == "cpu" else time.perf_counter
-    began = clock()
-    step(model, batches, encode)
-    if batches[0]["nodes"].device.type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--scale", default="cpu", choices=list(GRAPH_SCALES))
     parser.add_argument("--graphs", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     asked = parser.parse_args()
     device = torch.device(asked.device)
-    torch.set_num_threads(1)
+    cores = torch.get_num_threads()
     scale = GRAPH_SCALES[asked.scale]
     data = load_graphs(asked.data, scale)
     graphs = [data.train[number] for number in range(asked.graphs)]
@@ -87,7 +77,7 @@ def main() -> None:
         "blocks": scale.layers,
         "graphs": asked.graphs,
         "nodes": int((together[0]["nodes"] != 0).sum()),
-        "clock": "process time" if device.type == "cpu" else "wall",
+        "rounds": asked.rounds,
     }
     for name, encode in (("whole encoder", whole), ("blocks alone", blocks)):
         model = Graph2TextTask().model(data, scale).to(device).double().eval()
@@ -99,15 +89,20 @@ def main() -> None:
         differences = [float((one - other).abs().max()) for one, other in zip(found, gradients(model), strict=True)]
         assert max(differences) < 1e-8, f"{name}: gradients differ by {max(differences)}"
         model.float().train()
-        times: dict[str, list[float]] = {"batched": [], "one by one": []}
-        for turn in range(asked.repeats + 2):
-            for way, batches in (("batched", together), ("one by one", alone)):
-                took = seconds(model, batches, encode)
-                if turn >= 2:
-                    times[way].append(took)
-        batched, single = (median(times[way]) for way in times)
-        record[name] = {"batched_ms": 1e3 * batched, "one_by_one_ms": 1e3 * single, "times_faster": single / batched}
-        print(f"{name}: {1e3 * batched:.1f} ms batched, {1e3 * single:.1f} ms one by one: {single / batched:.1f} times")
+        runs = {
+            "batched": lambda model=model, encode=encode: step(model, together, encode),
+            "one by one": lambda model=model, encode=encode: step(model, alone, encode),
+        }
+        record[name] = {}
+        for threads in sorted({1, cores}):
+            torch.set_num_threads(threads)
+            seconds = interleaved(device, runs, asked.rounds, f"{name}, {threads} threads")
+            faster = ratio(seconds, "one by one", "batched")
+            record[name][f"{threads} threads"] = {"times faster": faster, "seconds": seconds}
+            batched, single = (1e3 * median(seconds[way]) for way in runs)
+            console.print(
+                f"{name}, {threads} threads: {batched:.1f} ms batched, {single:.1f} ms one by one: {faster:.1f} times"
+            )
     write(record, device, asked.out)
 
 

@@ -60,7 +60,7 @@ def read(model: GraphWriter, batch: dict[str, torch.Tensor]) -> Memory:
 
 
 def states(model: GraphWriter, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    _, phrases = model.phrases(model.embedding(batch["entities"]), batch["entities"] == 0)
+    _, phrases = model.phrases(batch["entities"], model.embedding)
     return model.encoder(phrases, batch["nodes"], batch["neighbours"])
 
 
@@ -69,7 +69,7 @@ def test_heads_of_the_blocks_and_of_the_decoder_are_found_and_proved():
     assert [site.num_heads for site in hw.find_heads(model.encoder)] == [4, 4, 4]
     assert len(hw.find_heads(model)) == 5
     batch = collate(GRAPHS)
-    _, phrases = model.phrases(model.embedding(batch["entities"]), batch["entities"] == 0)
+    _, phrases = model.phrases(batch["entities"], model.embedding)
     encoder = writer().encoder
     proof = hw.verify(hw.find_heads(encoder), [phrases.detach(), batch["nodes"], batch["neighbours"]])
     assert "blocks.2.attention" in str(proof)

@@ -58,7 +58,7 @@ class GraphBlock(nn.Module):
     Args:
         width: Width d.
         heads: Attention heads H; must divide `width`.
-        dropout: Dropout of what the attention puts out and in the FFN, in [0, 1).
+        dropout: Dropout of what the attention and the FFN put out, in [0, 1).
         departures: What is done as in the released code.
     """
 
@@ -75,7 +75,6 @@ class GraphBlock(nn.Module):
         self.feed_forward = nn.Sequential(
             nn.Linear(width, 4 * width),
             nn.PReLU(4 * width),
-            nn.Dropout(dropout),
             nn.Linear(4 * width, width),
             nn.Dropout(dropout),
         )

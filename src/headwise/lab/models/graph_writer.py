@@ -175,7 +175,7 @@ class GraphWriter(nn.Module):
         if self.departures.late_context and self.training:
             state = dataclasses.replace(state, graph=0 * state.graph, title=0 * state.title)
         found = []
-        for vectors in self.dropout(self.embedding(inputs)).unbind(1):
+        for vectors in self._vectors(inputs).unbind(1):
             state = self.step(memory, state, vectors)
             found.append(state.features)
         losses = self._losses(memory, torch.stack(found, dim=1), labels)
@@ -183,8 +183,8 @@ class GraphWriter(nn.Module):
 
     def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbours: Tensor, types: Tensor) -> Memory:
         """Return what the decoder reads of titles and graphs."""
-        title_states, _ = self.titles(self.dropout(self.embedding(title)), title == 0)
-        _, phrases = self.phrases(self.dropout(self.embedding(entities)), entities == 0)
+        title_states, _ = self.titles(title, self._vectors)
+        _, phrases = self.phrases(entities, self._vectors)
         states = self.encoder(phrases, nodes, neighbours)
         there = nodes[:, 1 : 1 + types.shape[1]] < 0
         copies = states[:, 1 : 1 + types.shape[1]]
@@ -226,6 +226,9 @@ class GraphWriter(nn.Module):
         word, copy = self._switch(features)
         copies = self._copies(memory, features.unsqueeze(1)).squeeze(1)
         return torch.cat([word + self._words(features).log_softmax(-1), copy + copies.log_softmax(-1)], dim=-1)
+
+    def _vectors(self, words: Tensor) -> Tensor:
+        return self.dropout(self.embedding(words))
 
     def _attended(self, memory: Memory, hidden: Tensor, cell: Tensor) -> State:
         graph = self.graph_attention(hidden, *memory.graph, memory.nodes)

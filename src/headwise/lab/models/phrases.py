@@ -5,6 +5,8 @@ Owns the vectors of words, which are also what words are said by, and the LSTM o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,12 +20,17 @@ class PhraseEncoder(nn.Module):
         super().__init__()
         self.recurrent = nn.LSTM(width, width // 2, num_layers=2, batch_first=True, bidirectional=True, dropout=dropout)
 
-    def forward(self, vectors: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states of the words [B, L, d] and the last of both directions side by side, [B, d]."""
-        lengths = (~padding).sum(dim=1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
-        states, (last, _) = self.recurrent(packed)
-        states, _ = nn.utils.rnn.pad_packed_sequence(states, batch_first=True, total_length=vectors.shape[1])
+    def forward(self, words: Tensor, vectors: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the states of the words [B, L, d] and the last of both directions side by side, [B, d].
+
+        Args:
+            words: Ids of words, [B, L], 0 behind the last.
+            vectors: Returns the vectors [T, d] of ids [T]; asked for words alone, never for padding.
+        """
+        lengths = (words != 0).sum(dim=1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        states, (last, _) = self.recurrent(packed._replace(data=vectors(packed.data)))
+        states, _ = nn.utils.rnn.pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])
         return states, torch.cat([last[-2], last[-1]], dim=-1)
 
 
