@@ -8,18 +8,17 @@ other side only runs the model and the score once for each head removed: it read
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 import headwise as hw
 from minilm import pretrained
-from timing import console, default_device, new_record, write
+from timing import console, default_device, new_record, ratio, timed, write
 
+MEASURE, SEPARATE = "measure", "separate evaluations"
 TARGET = 0.6
 LENGTH = 40
 
@@ -45,8 +44,8 @@ def separate(model: nn.Module, heads: hw.Heads, batches: list[dict[str, Tensor]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sentences", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sentences", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
     arguments = parser.parse_args()
@@ -66,24 +65,23 @@ def main() -> None:
     report = hw.measure(model, heads, batches[:1], score=fidelity({}))
     if not report.replayed:
         raise SystemExit(f"every forward was whole: {report.notes}")
-    seconds: dict[str, list[float]] = {"measure": [], "separate evaluations": []}
+    sides = {
+        MEASURE: lambda: hw.measure(model, heads, batches, score=fidelity({})),
+        SEPARATE: lambda: separate(model, heads, batches),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.rounds):
-        begun = time.perf_counter()
-        hw.measure(model, heads, batches, score=fidelity({}))
-        between = time.perf_counter()
-        separate(model, heads, batches)
-        seconds["measure"].append(between - begun)
-        seconds["separate evaluations"].append(time.perf_counter() - between)
-        console.print(
-            f"round {number + 1}: {seconds['measure'][-1]:.1f} s against {seconds['separate evaluations'][-1]:.1f} s"
-        )
-    ratio = median(a / b for a, b in zip(*seconds.values(), strict=True))
+        # each side comes first as often as the other
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            seconds[name].append(timed(device, sides[name]))
+        console.print(f"round {number + 1}: {seconds[MEASURE][-1]:.1f} s against {seconds[SEPARATE][-1]:.1f} s")
+    found = ratio(seconds, MEASURE, SEPARATE)
     heads_removed = sum(site.num_heads for site in heads)
     record = new_record("measure", device)
     record |= {"sentences": arguments.sentences, "batch": arguments.batch, "length": LENGTH, "rounds": arguments.rounds}
-    record |= {"heads": heads_removed, "ratio": ratio, "target": TARGET, "seconds": seconds}
+    record |= {"heads": heads_removed, "ratio": found, "target": TARGET, "seconds": seconds}
     console.print(
-        f"measure with {heads_removed} heads removed, over {heads_removed} evaluations: {ratio:.3f} (target {TARGET})"
+        f"measure with {heads_removed} heads removed, over {heads_removed} evaluations: {found:.3f} (target {TARGET})"
     )
     write(record, device, arguments.out)
 

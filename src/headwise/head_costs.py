@@ -7,6 +7,7 @@ the very numbers of a whole forward is tried on the first batch, and where it do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,9 +79,10 @@ def head_costs(
                 advance(1)
             for site in heads.sites:
                 one = replace(heads, sites=(site,))
-                for head in range(site.num_heads):
-                    without = _without(one, head, None if reason else recording, batch, run, score)
-                    drops[site.name][head].append(values - _same(without, values))
+                with nullcontext() if reason else recording.before(site):
+                    for head in range(site.num_heads):
+                        without = _without(one, head, batch, run, score)
+                        drops[site.name][head].append(values - _same(without, values))
                 if advance is not None:
                     advance(site.num_heads)
     if not whole:
@@ -89,15 +91,9 @@ def head_costs(
     return HeadCosts(torch.cat(whole), joined, not reason, reason)
 
 
-def _without(
-    one: Heads, head: int, recording: Recording | None, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score
-) -> Tensor:
-    (site,) = one.sites
+def _without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score) -> Tensor:
     with ablate(one, head):
-        if recording is None:
-            return _values(score, run(one.model, batch), batch)
-        with recording.before(site):
-            return _values(score, run(one.model, batch), batch)
+        return _values(score, run(one.model, batch), batch)
 
 
 def _difference(
@@ -106,13 +102,13 @@ def _difference(
     """Return why a replayed forward is not the whole one on this batch, tried at the last site; "" where it is."""
     last: Site = max(heads.sites, key=recording.reached)
     one = replace(heads, sites=(last,))
-    with recording.before(last) as spared:
-        if not spared:
-            return "no layer is done before another begins"
     name = last.name or "the model"
-    plain = _without(one, 0, None, batch, run, score)
+    plain = _without(one, 0, batch, run, score)
     try:
-        again = _without(one, 0, recording, batch, run, score)
+        with recording.before(last) as spared:
+            if not spared:
+                return "no layer is done before another begins"
+            again = _without(one, 0, batch, run, score)
     except HeadwiseError as error:
         return f"started again at {name} the model refused ({error})"
     if not torch.equal(plain, _same(again, plain)):

@@ -138,17 +138,19 @@ def record(heads: Heads) -> Iterator[Recording]:
 
 
 def replayable_modules(heads: Heads) -> list[nn.Module]:
-    """Return what may be given back: the layers of every stack of sites, the sites, and their projections.
+    """Return what may be given back: the layers of every stack, what stands beside it, the sites, their projections.
 
     >>> import headwise as hw
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3,
     ...                               enable_nested_tensor=False)
     >>> len(replayable_modules(hw.find_heads(model)))
-    6
+    7
     """
     found: dict[nn.Module, None] = {}
     for stack in dict.fromkeys(site.stack for site in heads.found if site.stack):
-        found |= dict.fromkeys(heads.model.get_submodule(stack).children())
+        parts = stack.split(".")
+        for depth in range(len(parts) + 1):
+            found |= dict.fromkeys(heads.model.get_submodule(".".join(parts[:depth])).children())
     for site in heads.found:
         found[site.module] = None
         found |= dict.fromkeys(slab.module for slab in site.slabs if slab.module is not None)

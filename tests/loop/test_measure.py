@@ -149,7 +149,7 @@ def test_what_ran_before_a_head_does_not_run_again():
     calls.clear()
     with torch.no_grad(), recording.before(heads.sites[1]) as spared:
         model(**batch)
-    assert spared == 2  # the layer before, and what the heads attend with
+    assert spared == 3  # the embeddings, the layer before, and what the heads attend with
     assert calls == [
         f"encoder.layer.{part}" for part in ("1.intermediate.dense", "2.attention.self.query", "2.intermediate.dense")
     ]
