@@ -77,7 +77,7 @@ def gradients(output: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @given(routings, st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16]), st.integers(0, 11))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_chunks_change_neither_values_nor_gradients(setting, heads, size, width, tokens):
     module = seeded(setting, heads=heads, size=size, width=width).double()
     given_heads = random(tokens, heads * size).requires_grad_()
@@ -215,7 +215,7 @@ def test_the_parameters_added_in_the_place_of_an_output_projection_are_the_paper
 
 
 @given(vote_settings, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_votes_have_the_shape_of_their_setting_whatever_the_sizes(setting, heads, size, capsules, capsule):
     votes = Votes(setting, heads, size, capsules * capsule, capsules)
     assert votes(torch.randn(5, heads * size)).shape == (5, heads, capsules, capsule)

@@ -115,7 +115,7 @@ def tolerance(dtype: torch.dtype, terms: int, size: float = 1.0) -> float:
 
 
 @each_term
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 6)),
     padded=st.booleans(),

@@ -106,7 +106,7 @@ def test_two_particles_under_the_released_bandwidth_see_each_other_by_one_ninth(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(count=st.integers(1, 6), width=st.integers(1, 4), seed=st.integers(0, 99), scale=st.sampled_from([0.2, 1.7]))
 @example(count=3, width=1, seed=33, scale=0.2)
 def test_values_and_repulsion_equal_the_loops(kernel: Kernel, count: int, width: int, seed: int, scale: float):

@@ -52,7 +52,7 @@ each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.ke
 
 
 @each_metric
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(2, 5), st.integers(1, 6)),
     padded=st.booleans(),
@@ -69,7 +69,7 @@ def test_value_equals_that_of_the_loop(
     assert value.tolist() == pytest.approx(metric.loop(tensor, keep), rel=EXACT, abs=EXACT)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(particles=st.integers(2, 6), length=st.integers(1, 20), seed=st.integers(0, 2**31))
 def test_parameter_cosine_and_norms_equal_those_of_the_loop(particles: int, length: int, seed: int) -> None:
     torch.manual_seed(seed)

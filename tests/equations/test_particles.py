@@ -99,7 +99,7 @@ def test_the_cosine_family_gives_the_golden_gradients(rule: Rule, wanted: list[l
     torch.testing.assert_close(update(rule, theta, g).gradient, matrix(wanted), rtol=0, atol=1e-7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.sampled_from([1, 2, 3, 4, 7]),
     width=st.integers(2, 5),
@@ -172,7 +172,7 @@ def test_svgd_and_spos_equal_the_loops(
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     count=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 999),
@@ -190,7 +190,7 @@ def test_sgld_equals_the_loop(count: int, seed: int, epsilon: float, tau: float,
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(count=st.sampled_from([1, 2, 4]), seed=st.integers(0, 999), alpha=amounts, epsilon=amounts)
 def test_the_cosine_rules_equal_the_loops(count: int, seed: int, alpha: float, epsilon: float):
     theta, g = draw(count, 3, seed=seed), draw(count, 3, seed=seed + 1)

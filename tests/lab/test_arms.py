@@ -189,7 +189,7 @@ VALUES = {
 
 
 @given(st.data())
-@limits(max_examples=60, deadline=None)
+@limits(max_examples=60)
 def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
     name = data.draw(st.sampled_from(list(named_arms())))
     drawn = {}

@@ -101,7 +101,7 @@ def test_arms_keep_their_look_in_every_figure(table):
     assert list(styles(table)) == [row.arm for row in table.arms]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(40, 460), st.floats(40, 300)), min_size=1, max_size=12))
 def test_labels_stay_in_the_frame_and_beside_their_dots(anchors):
     sizes = [(60.0, 12.0)] * len(anchors)

@@ -17,7 +17,7 @@ from headwise.lab.data import Ragged
 LENGTHS = np.random.default_rng(3).integers(1, 60, size=1_003)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=80),
     st.integers(1, 9),
@@ -109,7 +109,7 @@ def test_bad_settings_are_refused():
         LengthBatches([], batch_size=1, seed=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=12))
 def test_packed_sequences_come_back_as_they_went_in(sequences):
     packed = Ragged.of(sequences)

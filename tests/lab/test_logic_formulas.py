@@ -66,7 +66,7 @@ def related(first, second):
     }[(forward, reverse, disjoint, exhaustive)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees)
 def test_worlds_and_operators_are_those_of_the_tree(tree):
     text = written(tree)
@@ -78,7 +78,7 @@ def test_worlds_and_operators_are_those_of_the_tree(tree):
 proper = st.integers(1, ALL_WORLDS - 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(proper, proper, st.sampled_from(["any", "inside", "around", "outside", "complement", "cover", "same"]))
 def test_the_relation_is_the_one_the_definitions_give(first, other, kind):
     second = {

@@ -28,7 +28,7 @@ def built(scale, seed=0):
     return PairClassifier(11, 7, scale).eval()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     norm_first=st.booleans(),
     heads=st.sampled_from([1, 2, 4]),

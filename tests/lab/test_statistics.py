@@ -65,7 +65,7 @@ def test_the_fast_form_agrees_with_one_resample_after_the_other(shape):
     assert fast.p == pytest.approx(p, abs=4 * (0.25 / 1500) ** 0.5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 6), st.integers(2, 25), st.integers(0, 10**6))
 def test_mean_and_interval_agree_with_plain_sums_at_every_shape(seeds, items, draw):
     generator = np.random.default_rng(draw)

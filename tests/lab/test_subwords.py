@@ -24,7 +24,7 @@ def learned():
     return learn_subwords(TEXT, 340)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=60))
 @example("a </s> b <pad> <s><pad>")
 @example("e\u0301 \u1100\u1161 \ufb01 \u2126")

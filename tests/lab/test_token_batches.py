@@ -19,7 +19,7 @@ LENGTHS = np.random.default_rng(3).lognormal(3.0, 0.5, size=(2_003, 2)).astype(i
 TOKENS = 400
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=80),
     st.integers(30, 90),
@@ -39,7 +39,7 @@ def test_every_example_occurs_once_and_no_batch_exceeds_its_bounds(lengths, toke
         assert len(batch) <= (examples or len(lengths))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 70), st.integers(1, 9))
 def test_a_batch_ends_only_where_the_next_example_would_not_fit(lengths, tokens, examples):
     ordered = sorted(lengths)

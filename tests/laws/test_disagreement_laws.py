@@ -34,7 +34,7 @@ COSINES = ["output_similarity", "subspace_similarity", "output_cosine"]
 SIZES = st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(2, 6), st.integers(1, 7))
 SEEDS = st.integers(0, 2**31)
 EXACT = 1e3 * torch.finfo(torch.float64).eps
-law = settings(max_examples=20, deadline=None)
+law = settings(max_examples=20)
 
 
 def draw_vectors(sizes: tuple[int, int, int, int], seed: int) -> Tensor:

@@ -62,7 +62,7 @@ def gaussian_precision_run(rule: Rule, theta: Tensor, precision: float, steps: i
     return states
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rule=rules, count=st.integers(1, 8), width=st.integers(2, 5), seed=st.integers(0, 999), data=st.data())
 def test_permuting_heads_permutes_updates(rule: Rule, count: int, width: int, seed: int, data: st.DataObject):
     order = torch.tensor(data.draw(st.permutations(range(count))))
@@ -70,7 +70,7 @@ def test_permuting_heads_permutes_updates(rule: Rule, count: int, width: int, se
     close(step(rule, theta[order], g[order], xi[order]), step(rule, theta, g, xi)[order], terms=1e7)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rule=rules, count=st.integers(1, 8), seed=st.integers(0, 999))
 def test_every_update_is_finite_also_at_collapse(rule: Rule, count: int, seed: int):
     g, xi = draw(count, 3, seed=seed + 1), draw(count, 3, seed=seed + 2)
@@ -90,7 +90,7 @@ def test_shifting_all_heads_leaves_the_repulsion_of_a_kernel_on_distances(kernel
     close(update(rule, theta + shift, g).drive, update(rule, theta, g).drive)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(kernel=st.one_of(st.builds(RBF, bandwidths), st.builds(IMQ, bandwidths)), count=st.integers(1, 8))
 def test_rows_and_columns_of_a_distance_kernels_repulsion_sum_to_zero(kernel: Kernel, count: int):
     repulsion = kernel.matrices(geometry(draw(count, 4, seed=count), inner=False)).repulsion

@@ -10,7 +10,7 @@ from headwise.em_routing import em_gradient
 from headwise.routing import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
 from headwise.simple_routing import simple_gradient
 
-drawn = settings(max_examples=25, deadline=None)
+drawn = settings(max_examples=25)
 sizes = st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4))
 em_settings = st.builds(
     EMRouting,

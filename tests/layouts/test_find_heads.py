@@ -44,7 +44,7 @@ def test_grouped_queries_and_narrow_heads_are_counted_from_the_weights():
     assert site.width == 12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     heads=st.integers(1, 4),
     size=st.integers(1, 3),

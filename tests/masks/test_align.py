@@ -57,7 +57,7 @@ def require_right(row: AlignedRow, tables: list[hw.WordTable], encoding) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(text=TEXTS)
 def test_a_token_stands_for_the_words_it_shares_characters_with(kind: str, text: str):
     encoding = tokenizer_of(kind).encode(text)
@@ -71,7 +71,7 @@ def test_a_token_stands_for_the_words_it_shares_characters_with(kind: str, text:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pair=st.tuples(TEXTS, TEXTS), most=st.integers(4, 16), left=st.booleans(), length=st.integers(16, 20))
 def test_pairs_truncation_and_padding_on_either_side(
     kind: str, pair: tuple[str, str], most: int, left: bool, length: int
@@ -90,7 +90,7 @@ def test_pairs_truncation_and_padding_on_either_side(
         require_right(inner, list(table), one)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_words_of_tokens_is_what_comparing_all_spans_gives(data: st.DataObject):
     size = data.draw(st.integers(1, 20))

@@ -52,13 +52,13 @@ def head_masks(draw: st.DrawFn) -> hw.HeadMask:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(head_masks())
 def test_what_is_allowed_is_what_the_rules_say(mask: hw.HeadMask):
     assert torch.equal(mask.allowed(), by_loops(mask))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(head_masks(), st.data())
 def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.HeadMask, data: st.DataObject):
     cut = data.draw(st.integers(0, mask.batch))
@@ -71,7 +71,7 @@ def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.HeadMas
     assert torch.equal(hw.HeadMask.concatenate(parts).allowed(), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(head_masks(), st.integers(0, 3))
 def test_padding_adds_tokens_nobody_attends_to(mask: hw.HeadMask, extra: int):
     padded = mask.padded(mask.tokens + extra).allowed()

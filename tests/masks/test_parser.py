@@ -99,7 +99,7 @@ def test_another_pipeline_and_another_setting_have_parses_of_their_own(tmp_path:
     assert given_texts == [1, 1, 1, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(

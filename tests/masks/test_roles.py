@@ -184,7 +184,7 @@ def by_words(roles: hw.Roles, aligned: Alignment, index: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from(["film", "I", "do", "n't", "sesquipedalian", ",", "?!", "数"]), min_size=1, max_size=8),
     st.sampled_from(["", " "]),
