@@ -107,6 +107,13 @@ def test_a_table_with_uneven_rows_or_a_wrong_alignment_is_refused(header, rows, 
         Page("t").table(header, rows, align=align)
 
 
+def test_a_picture_is_as_wide_as_it_was_drawn():
+    page = Page("t")
+    # the first chunk begins with width and height
+    page.figure(png()[:16] + (1600).to_bytes(4, "big") + png()[20:], caption="", alt="ten inches")
+    assert '<img width="960" alt="ten inches"' in page.render()
+
+
 def test_a_picture_that_is_no_png_or_has_no_words_is_refused():
     with pytest.raises(SettingError, match="expected the bytes of a PNG"):
         Page("t").figure(b"GIF89a", caption="", alt="a")

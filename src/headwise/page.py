@@ -20,6 +20,8 @@ from headwise.whole_files import write_whole
 __all__ = ["Page", "write_whole"]
 
 ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
+# Dots of a picture to an inch, as figures are drawn.
+DOTS = 160
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -96,7 +98,7 @@ class Page:
         )
 
     def figure(self, png: bytes, *, caption: str, alt: str) -> None:
-        """Add a picture.
+        """Add a picture, as wide as it was drawn at 160 dots an inch, or as the page.
 
         Args:
             png: The bytes of a PNG file.
@@ -111,9 +113,11 @@ class Page:
         if not alt.strip():
             raise SettingError("alt is empty; expected what the picture shows, in words.")
         data = base64.b64encode(png).decode("ascii")
+        # a PNG's width in dots stands in its first chunk; a page has 96 to an inch
+        width = round(int.from_bytes(png[16:20], "big") * 96 / DOTS)
         self._parts.append(
-            f'<figure><div class="scroll" tabindex="0"><img alt="{_text(alt)}" src="data:image/png;base64,{data}">'
-            f"</div><figcaption>{_text(caption)}</figcaption></figure>"
+            f'<figure><div class="scroll" tabindex="0"><img width="{width}" alt="{_text(alt)}" '
+            f'src="data:image/png;base64,{data}"></div><figcaption>{_text(caption)}</figcaption></figure>'
         )
 
     def view(self, name: str, data: object, *, script: str, style: str = "") -> None:
@@ -216,7 +220,7 @@ tbody tr:hover > * { background: var(--tint); }
 .left { text-align: left; } .right { text-align: right; } .center { text-align: center; }
 th:first-child { padding-left: 0; }
 figure { margin: 1.2rem 0 1.6rem; }
-figure img { display: block; width: 100%; min-width: 32rem; max-width: 46rem; height: auto; background: #fff;
+figure img { display: block; min-width: 32rem; max-width: 100%; height: auto; background: #fff;
   border: 1px solid var(--line); border-radius: 6px; }
 figure .scroll { margin: 0; }
 figcaption { max-width: 44rem; margin-top: .5rem; font-size: .875rem; color: var(--soft); }
