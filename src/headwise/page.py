@@ -17,11 +17,12 @@ from pathlib import Path
 from headwise.checks import SettingError, require_integer
 from headwise.whole_files import write_whole
 
-__all__ = ["Page", "write_whole"]
+__all__ = ["DPI", "Page", "write_whole"]
+
+# Dots of a picture to an inch.
+DPI = 160
 
 ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
-# Dots of a picture to an inch, as figures are drawn.
-DOTS = 160
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -98,7 +99,7 @@ class Page:
         )
 
     def figure(self, png: bytes, *, caption: str, alt: str) -> None:
-        """Add a picture, as wide as it was drawn at 160 dots an inch, or as the page.
+        """Add a picture, as wide as it was drawn, at `DPI` dots an inch, or as the page.
 
         Args:
             png: The bytes of a PNG file.
@@ -114,7 +115,7 @@ class Page:
             raise SettingError("alt is empty; expected what the picture shows, in words.")
         data = base64.b64encode(png).decode("ascii")
         # a PNG's width in dots stands in its first chunk; a page has 96 to an inch
-        width = round(int.from_bytes(png[16:20], "big") * 96 / DOTS)
+        width = round(int.from_bytes(png[16:20], "big") * 96 / DPI)
         self._parts.append(
             f'<figure><div class="scroll" tabindex="0"><img width="{width}" alt="{_text(alt)}" '
             f'src="data:image/png;base64,{data}"></div><figcaption>{_text(caption)}</figcaption></figure>'

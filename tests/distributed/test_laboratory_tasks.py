@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,52 +27,24 @@ from lab.sentence_sets import write_texts
 from lab.sentences import write_sentences
 from lab.translation_toy import SMALLEST, write_toy_corpus
 
-# Batches are of unequal size, by tokens or because the last one is short; without dropout nothing is drawn apart.
+# Batches divide unevenly, and by tokens or at the end are of unequal size; without dropout nothing is drawn apart.
+SMALL: dict[str, Any] = {
+    "name": "toy",
+    "epochs": 2,
+    "batch_size": 15,
+    "warmup_steps": 3,
+    "train_examples": 76,
+    "dropout": 0.0,
+}
 TRANSLATION = dataclasses.replace(SMALLEST, epochs=2, train_examples=75, averaged=2)
-CLASSIFICATION = dataclasses.replace(
-    CLASSIFICATION_SCALES["demo"],
-    name="toy",
-    width=12,
-    heads=4,
-    head_size=3,
-    hidden=12,
-    epochs=2,
-    batch_size=15,
-    warmup_steps=3,
-    train_examples=76,
-    dropout=0.0,
-)
+CLASSIFICATION = dataclasses.replace(CLASSIFICATION_SCALES["demo"], **SMALL, width=12, heads=4, head_size=3, hidden=12)
 SENTENCE = dataclasses.replace(
-    SENTENCE_SCALES["demo"],
-    name="toy",
-    width=8,
-    units=6,
-    attention=5,
-    heads=4,
-    hidden=10,
-    epochs=2,
-    batch_size=15,
-    warmup_steps=3,
-    train_examples=76,
-    dropout=0.0,
-    min_count=1,
+    SENTENCE_SCALES["demo"], **SMALL, width=8, units=6, attention=5, heads=4, hidden=10, min_count=1
 )
-PROBING = dataclasses.replace(
-    PROBING_SCALES["demo"],
-    name="toy",
-    width=12,
-    heads=3,
-    head_size=4,
-    hidden=12,
-    epochs=2,
-    batch_size=15,
-    warmup_steps=3,
-    train_examples=76,
-    dropout=0.0,
-    min_count=1,
-)
+PROBING = dataclasses.replace(PROBING_SCALES["demo"], **SMALL, width=12, heads=3, head_size=4, hidden=12, min_count=1)
+# five texts of 16 words a batch
 GRAPHS = dataclasses.replace(
-    GRAPH_SCALES["demo"], name="toy", width=16, epochs=2, tokens=96, min_count=1, longest=16, beams=1, dropout=0.0
+    GRAPH_SCALES["demo"], name="toy", width=16, epochs=2, tokens=80, min_count=1, longest=16, beams=1, dropout=0.0
 )
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from headwise.lab.labels import Box, place_labels
 from headwise.lab.statistics import Estimate
 from headwise.lab.table import PLAIN, Table
-from headwise.plots.drawing import DPI, GRAY, Style, draw_range, styles_of
+from headwise.page import DPI
+from headwise.plots.drawing import GRAY, Style, draw_range, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from headwise.checks import DataError
 from headwise.page import Page
-from headwise.plots.drawing import drawing, to_png
+from headwise.plots.drawing import drawing_panels, to_png
 from headwise.role_masks import Roles
 from headwise.roles import Rare
 from headwise.whole_files import write_whole
@@ -152,15 +152,10 @@ def _grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
 def _picture(table: WordTable, shown: Sequence[RoleCells]) -> bytes:
     from matplotlib.patches import Patch
 
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
     side = max(2.6, 0.24 * len(table) + 1.0)
-    with drawing(columns * side, rows * (side + 0.35)) as figure:
-        every = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes, one in zip(every, shown, strict=False):
+    with drawing_panels(len(shown), 3, panel=(side, side + 0.35), margin=(0.0, 0.0)) as (figure, places):
+        for axes, one in zip(places, shown, strict=True):
             _draw(axes, table, one)
-        for axes in every[len(shown) :]:
-            axes.set_axis_off()
         patches = [Patch(color=color, label=label) for color, label in zip(COLORS, LABELS, strict=True)]
         figure.legend(handles=patches[::-1], loc="outside lower left", ncols=3, frameon=False)
         return to_png(figure)
