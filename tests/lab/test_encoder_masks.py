@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.checks import MaskError, SettingError
-from headwise.lab.encoder_masks import additive, mask_encoder
+from headwise.lab.encoder_masks import MaskFunction, mask_encoder
 from headwise.lab.models.marian import Marian
 from headwise.lab.models.seq2seq import END, START, Seq2Seq, Seq2SeqConfig
 from headwise.lab.protocol import initialise
@@ -36,23 +36,27 @@ def built(kind: str, seed: int = 6, **changes) -> Seq2Seq | Marian:
     return model.double().eval()
 
 
-def roles(ids: Tensor, _real: Tensor) -> Tensor:
-    """Head 0 sees a window of 3; head 1 sees even ids but the end, which is padding alone in one source."""
+def roles(ids: Tensor) -> Tensor:
+    """Role 0 sees a window of 3; role 1 sees even ids but the end, which is padding alone in one source."""
     places = torch.arange(ids.shape[1])
     window = ((places[:, None] - places[None]).abs() <= 1).expand(len(ids), -1, -1)
     even = ((ids % 2 == 0) & (ids != 2))[:, None].expand_as(window)
     return torch.stack([window, even], dim=1)
 
 
+def masks(heads: tuple[int, ...] = (0, 1)) -> MaskFunction:
+    return lambda ids, real: hw.HeadMask(roles(ids), real, num_heads=HEADS, heads=heads)
+
+
 def allowed(guided: tuple[int, ...] = (0, 1)) -> Tensor:
     """What each head may see, padding included, written out cell by cell."""
-    masks, batch, length = roles(SOURCE, REAL), *SOURCE.shape
+    role, batch, length = roles(SOURCE), *SOURCE.shape
     found = torch.zeros(batch, HEADS, length, length, dtype=torch.bool)
     for b in range(batch):
         for head in range(HEADS):
             for query in range(length):
                 real = [key for key in range(length) if REAL[b, key]]
-                seen = [key for key in real if head not in guided or masks[b, guided.index(head), query, key]]
+                seen = [key for key in real if head not in guided or role[b, guided.index(head), query, key]]
                 for key in seen or real:
                     found[b, head, query, key] = True
     return found
@@ -155,7 +159,7 @@ def test_a_masked_encoder_is_searched_as_one_computed_by_hand(kind, changes, bea
     free = generated(model, beams, 0.6)
     with torch.no_grad():
         expected = [searched(model, states, row, beams, 0.6) for row in range(len(SOURCE))]
-    with mask_encoder(model, roles):
+    with mask_encoder(model, masks()):
         encoder = model.get_encoder()(input_ids=SOURCE, attention_mask=REAL.long())
         torch.testing.assert_close(encoder.last_hidden_state[REAL], states[REAL], rtol=1e-6, atol=1e-6)
         for use_cache in (True, False):
@@ -170,7 +174,7 @@ def test_guided_heads_attend_only_where_they_may_and_the_others_everywhere(kind,
     model = built(kind)
     sites = hw.find_heads(model).kind("self")
     may = allowed(guided)
-    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, roles, guided=guided):
+    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, masks(guided)):
         generated(model, 3, 1.0)
         captures = taps.read()
     assert len(captures) == 2
@@ -182,10 +186,10 @@ def test_guided_heads_attend_only_where_they_may_and_the_others_everywhere(kind,
 def test_only_chosen_layers_are_guided():
     model = built("seq2seq")
     sites = hw.find_heads(model).kind("self")
-    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, roles, sites=sites.layers(1)) as handle:
+    with hw.Taps(sites, weights=True) as taps, mask_encoder(model, masks(), sites=sites.layers(1)) as handle:
         generated(model, 2, 1.0)
         first, second = taps.read()
-    assert list(handle.bias.calls) == ["encoder.layers.1.attention"]
+    assert list(handle.guidance.calls) == ["encoder.layers.1.attention"]
     assert bool((first.weights > 0)[0].all())
     assert torch.equal(second.weights > 0, allowed())
 
@@ -203,7 +207,7 @@ def test_gradients_of_a_masked_encoder_are_those_of_its_mask(kind):
         model(**given, labels=labels).loss.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    with mask_encoder(model, roles):
+    with mask_encoder(model, masks()):
         found = gradients()
     expected = gradients(may=allowed())
     assert len(found) == len(expected) > 10
@@ -213,7 +217,7 @@ def test_gradients_of_a_masked_encoder_are_those_of_its_mask(kind):
 
 def test_without_a_mask_for_padding_the_encoder_goes_by_its_ids():
     model = built("seq2seq")
-    with mask_encoder(model, roles):
+    with mask_encoder(model, masks()):
         one = model.encoder(SOURCE).last_hidden_state
         other = model.encoder(SOURCE, REAL.long()).last_hidden_state
     assert torch.equal(one, other)
@@ -223,32 +227,19 @@ def test_masks_that_do_not_fit_and_heads_that_are_not_there_are_refused():
     model = built("seq2seq")
     heads = hw.find_heads(model)
     with pytest.raises(SettingError, match=r"decoder\.layers\.0\.attention is no self-attention of an encoder"):
-        mask_encoder(model, roles, sites=heads.kind("decoder"))
-    for guided in ((0, 4), (1, 1), ()):
-        with pytest.raises(SettingError, match="expected different heads from 0 to 3"):
-            mask_encoder(model, roles, guided=guided)
-    good = roles(SOURCE, REAL)
+        mask_encoder(model, masks(), sites=heads.kind("decoder"))
+    good = roles(SOURCE)
     wrong = [
-        (good.float(), None, r"dtype torch\.float32; expected bool"),
-        (good[:, 0], None, r"shape \(3, 6, 6\); expected \(3 or 1, at most 4 heads, 6 or 1, 6\)"),
-        (good[:2], None, "expected"),
-        (good[..., :5], None, "expected"),
-        (good[:, :, :4], None, "expected"),
-        (good.repeat(1, 3, 1, 1), None, "at most 4 heads"),
-        (good, (0, 1, 2), "3 heads"),
+        (lambda *_: good, "the mask is a Tensor; expected a HeadMask"),
+        (lambda *_: hw.HeadMask(good, num_heads=3), "is for 3 heads and encoder.layers.0.attention has 4"),
+        (lambda *_: hw.HeadMask(good[:2], num_heads=4), "has 2 sentences and the batch 3"),
+        (lambda *_: hw.HeadMask(good[..., :5, :5], num_heads=4), "has 5 tokens and this call 6 queries"),
     ]
-    for mask, guided, message in wrong:
-        with pytest.raises(MaskError, match=message), mask_encoder(model, lambda *_, m=mask: m, guided=guided):
+    for made, message in wrong:
+        with pytest.raises(MaskError, match=message), mask_encoder(model, made):
             model.encoder(SOURCE)
         model.encoder(SOURCE)
-    with pytest.raises(MaskError, match="no input_ids"), mask_encoder(built("marian"), roles) as handle:
+    with pytest.raises(MaskError, match="no input_ids"), mask_encoder(built("marian"), masks()) as handle:
         handle._read(None, (), {"inputs_embeds": torch.zeros(1, 2, 16)})
-    with pytest.raises(hw.NotFired), mask_encoder(model, roles):
+    with pytest.raises(hw.NotFired), mask_encoder(model, masks()):
         pass
-
-
-def test_one_row_of_a_mask_may_serve_all_queries_and_one_mask_all_sources():
-    keys = torch.tensor([[[[True, False, True, False, False, False]]]])
-    wide = keys.expand(3, 1, 6, 6)
-    assert torch.equal(additive(keys, REAL, 2, None), additive(wide, REAL, 2, (0,)))
-    assert bool((additive(keys, REAL, 2, (1,))[:, 0] == 0).all())

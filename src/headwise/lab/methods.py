@@ -144,9 +144,8 @@ def _guide(model: Any, heads: Heads, masks: MakesMasks) -> None:
     if hasattr(model, "get_encoder"):
         mask_encoder(
             model,
-            lambda ids, real: masks({"input_ids": ids, "attention_mask": real}).roles,
+            lambda ids, real: masks({"input_ids": ids, "attention_mask": real}),
             sites=heads.kind("self"),
-            guided=masks.heads,
         )
         return
     model.register_forward_pre_hook(_masked(masks, guide(heads)), with_kwargs=True, prepend=True)

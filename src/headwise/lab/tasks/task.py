@@ -260,13 +260,7 @@ class WithModels(Protocol):
 
 
 class MakesMasks(Protocol):
-    """What makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's.
-
-    Attributes:
-        heads: The heads that have a role.
-    """
-
-    heads: tuple[int, ...]
+    """What makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's."""
 
     def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
         """Return the masks."""

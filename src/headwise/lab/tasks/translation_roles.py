@@ -137,7 +137,6 @@ class SourceMasks:
         self.masks = RoleMasks(
             guided, sources.table, donors, rarity, num_heads=num_heads, seed=seed, encoding=sources.pieces
         )
-        self.heads = self.masks.heads
 
     def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
         """Return the mask of "input_ids" [B, S], of which "attention_mask" [B, S] says which are real."""
