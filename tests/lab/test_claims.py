@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwise.lab.claims import MEASURED, Claim, Contrast, judge
+from headwise.lab.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
 from headwise.lab.evidence import Evidence
 from headwise.lab.results import read_results
 from headwise.lab.shown import Least, Numbers, StepTimes
@@ -197,7 +197,13 @@ def test_what_no_test_decides_is_shown_without_one_and_leaves_the_others_p_value
     assert (together[1].verdict, together[1].found[0].adjusted) == (MEASURED, None)
     assert together[1].shown == ("step time over plain: svgd 2.00, spos not run", "size: plain 1,000")
     (nothing,) = judge([Claim("", shown=(StepTimes(("svgd",), "big"),))], {"": evidence})
-    assert (nothing.verdict, nothing.shown) == (MEASURED, ("step time over plain in big: svgd not run",))
+    assert (nothing.verdict, nothing.shown) == (UNMEASURED, ("step time over plain in big: svgd not run",))
+    asked = (Numbers("structure_win", "win, %", ("svgd", "spos")), Least("NLL", "svgd", ("", "big")))
+    (nobody,) = judge([Claim("", shown=asked)], {"": evidence})
+    shown = ("win, %: svgd not measured, spos not run", "least NLL of svgd: not run in all of , big")
+    assert (nobody.verdict, nobody.shown) == (UNMEASURED, shown)
+    (some,) = judge([Claim("", shown=(*asked, Least("NLL", "svgd", ("",))))], {"": evidence})
+    assert some.verdict == MEASURED
 
 
 def test_one_arm_on_both_sides_is_no_contrast(tmp_path):

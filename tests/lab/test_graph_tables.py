@@ -60,7 +60,9 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     assert "plain over nearest" in control["contrasts"][0]
     assert "points" in control["contrasts"][0]
     assert control["verdict"] == "no verdict (1 seed)"
-    assert "not run" in records["table-5"]["claims"][0]["contrasts"][0]
+    unasked = records["table-5"]["claims"][0]
+    assert unasked["contrasts"][0] == "win, %: svgd not measured"
+    assert unasked["verdict"] == "no verdict (nothing measured)"
     folder = plans[0].comparison.out
     evidence = read_evidence(folder, ["plain"], [0, 1])
     assert evidence is not None

@@ -21,7 +21,7 @@ __all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
 
 # A claim is settled at this adjusted p-value.
 LEVEL = 0.05
-MEASURED = "measured, not tested"
+MEASURED, UNMEASURED = "measured, not tested", "no verdict (nothing measured)"
 
 Array = NDArray[np.float64]
 
@@ -152,7 +152,8 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     Each contrast is the mean over shared seeds and test items, with the hierarchical bootstrap of
     `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
     every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
-    with fewer than five seeds there is no verdict, and without a test the words are "measured, not tested".
+    with fewer than five seeds there is no verdict, and without a test the words are "measured, not tested", where there
+    is anything to measure.
 
     Args:
         claims: The claims of one table or figure.
@@ -172,8 +173,7 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
             replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
         ]
         shown = tuple(number.text(parts) for number in claim.shown)
-        words = _verdict(found) if claim.tested and found else MEASURED
-        judged.append(Judged(claim, tuple(found), shown, words))
+        judged.append(Judged(claim, tuple(found), shown, _words(claim, found, parts)))
     return tuple(judged)
 
 
@@ -287,6 +287,13 @@ def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np
     if ends is None:
         return np.ones(len(bins), dtype=bool)
     return (bins >= ends[0]) & (bins <= ends[1])
+
+
+def _words(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
+    if claim.tested and found:
+        return _verdict(found)
+    measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
+    return MEASURED if measured else UNMEASURED
 
 
 def _verdict(found: Sequence[Found]) -> str:

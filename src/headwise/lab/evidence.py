@@ -33,6 +33,10 @@ class Evidence:
     results: Results
     numbers: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
 
+    def has(self, arm: str) -> bool:
+        """Return whether an arm has a run."""
+        return any(known == arm for known, _ in self.numbers)
+
     def of(self, arm: str, name: str) -> dict[int, float]:
         """Return a number of an arm by seed, of the runs that have it."""
         return {

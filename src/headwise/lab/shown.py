@@ -15,7 +15,7 @@ from headwise.lab.results import STEP_RATIO
 
 __all__ = ["Least", "Numbers", "Shown", "StepTimes"]
 
-ABSENT = "not run"
+ABSENT, UNMEASURED = "not run", "not measured"
 
 
 class Shown(Protocol):
@@ -28,6 +28,10 @@ class Shown(Protocol):
 
     def named(self, canonical: Callable[[str, str], str]) -> Shown:
         """Return it with each arm's name replaced by `canonical(part, name)`."""
+        ...
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether any of them is there."""
         ...
 
     def text(self, parts: Mapping[str, Evidence]) -> str:
@@ -64,13 +68,22 @@ class Numbers:
         """Return it with canonical names, each once."""
         return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
 
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether any arm has the number."""
+        return any(self._mean(arm, parts) is not None for arm in self.arms)
+
     def text(self, parts: Mapping[str, Evidence]) -> str:
         """Return "label: arm number, arm number"."""
-        found = [(arm, parts[self.part].mean(arm, self.measure) if self.part in parts else None) for arm in self.arms]
-        return _listed(self.label, self.part, [(arm, self._written(value)) for arm, value in found])
+        return _listed(self.label, self.part, [(arm, self._written(arm, parts)) for arm in self.arms])
 
-    def _written(self, value: float | None) -> str:
-        return ABSENT if value is None else f"{self.scale * value:,.{self.digits}f}"
+    def _mean(self, arm: str, parts: Mapping[str, Evidence]) -> float | None:
+        return parts[self.part].mean(arm, self.measure) if self.part in parts else None
+
+    def _written(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+        value = self._mean(arm, parts)
+        if value is not None:
+            return f"{self.scale * value:,.{self.digits}f}"
+        return UNMEASURED if self.part in parts and parts[self.part].has(arm) else ABSENT
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,10 @@ class StepTimes:
     def named(self, canonical: Callable[[str, str], str]) -> StepTimes:
         """Return it with canonical names, each once."""
         return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether the steps of any arm were timed."""
+        return any(self._ratio(arm, parts) != ABSENT for arm in self.arms)
 
     def text(self, parts: Mapping[str, Evidence]) -> str:
         """Return "step time over plain: arm ratio, arm ratio"."""
@@ -133,17 +150,26 @@ class Least:
         """Return it with the canonical name."""
         return replace(self, arm=canonical(self.among[0], self.arm))
 
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether a seed has the number in every part."""
+        return bool(self._seeds(parts))
+
     def text(self, parts: Mapping[str, Evidence]) -> str:
         """Return where it is least, the means behind that, and how many seeds say the same."""
         found = {part: parts[part].of(self.arm, self.measure) for part in self.among if part in parts}
-        seeds = set.intersection(*(set(values) for values in found.values())) if found else set()
-        if not seeds or len(found) < len(self.among):
+        seeds = self._seeds(parts)
+        if not seeds:
             return f"least {self.measure} of {self.arm}: {ABSENT} in all of {', '.join(self.among)}"
         means = {part: statistics.fmean(values[seed] for seed in seeds) for part, values in found.items()}
         least = min(means, key=lambda part: means[part])
         agreeing = sum(min(found, key=lambda part: found[part][seed]) == least for seed in seeds)
         listed = ", ".join(f"{part} {mean:.3f}" for part, mean in means.items())
         return f"least {self.measure} of {self.arm}: {least} ({listed}; {agreeing} of {len(seeds)} seeds agree)"
+
+    def _seeds(self, parts: Mapping[str, Evidence]) -> set[int]:
+        return set.intersection(
+            *(set(parts[part].of(self.arm, self.measure)) if part in parts else set() for part in self.among)
+        )
 
 
 def _listed(label: str, part: str, found: list[tuple[str, str]]) -> str:
