@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from headwise.lab import inspection_commands, probing_commands, rating_commands, translation_commands
+from headwise.lab import (
+    inspection_commands,
+    probing_commands,
+    rating_commands,
+    translation_commands,
+    writing_commands,
+)
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
@@ -263,6 +269,7 @@ app.command()(rating_commands.ratings)
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)
+app.command()(writing_commands.write)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
