@@ -102,5 +102,5 @@ def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
     verdicts = [claim["verdict"] for claim in record["claims"]]
     assert len(verdicts) == 7
     assert all("no verdict" in verdict for verdict in verdicts)
-    assert "in parentheses what is not told from the majority baseline" in grid["title"]
+    assert "in parentheses what is not told to be better than the majority baseline" in grid["title"]
     assert "mean (TrDep, BShif)" in (tmp_path / "paper" / "RESULTS.md").read_text()
