@@ -29,7 +29,7 @@ from headwise.lab.models.nearest_text import nearest_texts
 from headwise.lab.tasks.graph_coder import EncodedGraph, GraphCoder
 from headwise.lab.tasks.graph_data import GraphData, Graphs, collate, load_graphs
 from headwise.lab.tasks.graph_decoding import written
-from headwise.lab.tasks.graph_files import FORM, spelled
+from headwise.lab.tasks.graph_files import FORM, read_graphs, spelled
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph_scores import SHOWN, repeated_clauses, scores, signatures
 from headwise.lab.tasks.task import Answers
@@ -69,6 +69,10 @@ class Graph2TextTask:
         if folder is None:
             raise DataError(f"graph2text needs --data: AGENDA's folder, or a file with {FORM}.")
         return load_graphs(folder, scale)
+
+    def find(self, folder: Path, scale: GraphScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without graphs and texts."""
+        read_graphs(folder)
 
     def model(self, data: GraphData, scale: GraphScale) -> GraphWriter:
         """Return GraphWriter."""
