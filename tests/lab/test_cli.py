@@ -261,6 +261,8 @@ def test_what_a_task_cannot_use_is_refused(capsys):
 def test_the_runs_of_a_reproduction_with_several_sets_are_listed(capsys):
     for folder in ("cr", "trec", "subj", "mpqa", "mr", "sst2"):
         (Path("sets") / folder).mkdir(parents=True)
+        for split in ("train", "test"):
+            (Path("sets") / folder / f"{split}.tsv").touch()
     assert call("reproduce", "guided/table-3", "--data", "sets", "--dry-run") == 0
     assert "180 runs to do" in capsys.readouterr().out
     assert "nowhere/cr does not exist" in refused(capsys, "reproduce", "guided/table-3", "--data", "nowhere")

@@ -16,7 +16,7 @@ from headwise.lab import reproduce as reproducing
 from headwise.lab import runs
 from headwise.lab.grids import NONE
 from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
-from headwise.lab.reproduction_data import without_absent
+from headwise.lab.reproduction_data import with_data
 from headwise.lab.reproduction_lists import show_plans
 from headwise.lab.tables.glue_averages import averages
 from headwise.lab.tables.records import render
@@ -77,9 +77,9 @@ def test_the_table_names_the_eight_sets_and_the_second_way_to_rte():
 @pytest.mark.usefixtures("inline")
 def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place):
     table, data, out = reproducing.REPRODUCTIONS["repulsive/table-3"], place / "data", place / "out"
-    plans = make_plans(table, "demo", seeds=1, data=data, out=out, workers=1)
+    found = with_data(table, "demo", data)
+    plans = make_plans(found, "demo", seeds=1, data=data, out=out, workers=1)
     assert [plan.part.name for plan in plans] == ["MNLI", "RTE", "RTE after MNLI"]
-    found = without_absent(table, [plan.part.name for plan in plans], "demo", data)
     screen = Console(record=True, width=200)
     show_plans(found, plans, screen)
     shown = screen.export_text(clear=False)
@@ -115,12 +115,29 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     assert all(plan.finished == plan.folders for plan in plans)
 
 
+def test_what_begins_with_a_set_that_is_not_there_is_left_out_too(place):
+    table = reproducing.REPRODUCTIONS["repulsive/table-3"]
+    (place / "data" / "glue" / "MNLI" / "train.tsv").unlink()
+    found = with_data(table, "demo", place / "data")
+    assert [part.name for part in found.parts] == ["RTE"]
+    assert found.left_out[-1] == "RTE after MNLI (MNLI is not there)"
+    assert "MNLI (no train.tsv)" in found.left_out
+    # a claim about an average needs two sets
+    assert {part for claim in found.claims for one in claim.contrasts for part in one.parts} == {"RTE"}
+    alone = table.only(("RTE after MNLI",), "demo")
+    with pytest.raises(DataError, match="begins with the runs of MNLI, which is not among the parts to run"):
+        make_plans(alone, "demo", seeds=1, data=place / "data", out=place / "out", workers=1)
+
+
 def test_a_folder_without_any_of_the_sets_is_refused(place):
     table = reproducing.REPRODUCTIONS["repulsive/table-3"]
     (place / "none").mkdir()
-    with pytest.raises(
-        DataError, match=r"holds no data that repulsive/table-3 could be run on: CoLA \(not there\), SST-2"
-    ):
+    expected = (
+        r"none holds no data that repulsive/table-3 could be run on: CoLA \(not there\), SST-2 .*expected some of"
+    )
+    with pytest.raises(DataError, match=expected):
+        with_data(table, "demo", place / "none")
+    with pytest.raises(DataError, match="CoLA does not exist; at scale demo repulsive/table-3 takes a folder"):
         make_plans(table, "demo", seeds=1, data=place / "none", out=place / "out", workers=1)
 
 

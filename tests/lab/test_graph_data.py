@@ -51,6 +51,8 @@ def test_a_file_of_ones_own_has_its_mentions_found(tmp_path):
         encoding="utf-8",
     )
     (graph,) = read_triples(path)
+    path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert read_triples(path) == [graph]
     assert graph.title == ("fast", "parsing")
     assert graph.entities == (("beam", "search"), ("parsing",), ("search",))
     assert graph.types == ("method", "task", "entity")

@@ -113,6 +113,50 @@ def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_another_entity_changes_the_nodes_within_as_many_steps_as_blocks_and_no_other_bit(layers):
+    encoder = GraphEncoder(KINDS, width=8, layers=layers, heads=2, dropout=0.0).double()
+    initialise(encoder, 4)
+    batch = collate([graph(4, [(0, 4, 1), (1, 6, 2), (2, 4, 3)], seed=5), *GRAPHS])
+    nodes, neighbours = batch["nodes"], batch["neighbours"]
+    entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64)
+    before = encoder(entities, nodes, neighbours)
+    steps = torch.linalg.matrix_power(neighbours.double(), layers) > 0
+    kept = 0
+    for entity in range(len(entities)):
+        changed = entities.clone()
+        changed[entity] = 100 * torch.randn(8, dtype=torch.float64)
+        after = encoder(changed, nodes, neighbours)
+        ((owner, place),) = (nodes == -1 - entity).nonzero().tolist()
+        reached = torch.zeros_like(nodes, dtype=torch.bool)
+        reached[owner] = steps[owner, :, place]
+        assert ((after != before).any(dim=-1) == reached).all()
+        kept += int((~reached[owner] & (nodes[owner] != 0)).sum())
+    # all entities meet at the root, so that after three steps every node of a graph has heard of every other
+    assert (kept > 0) == (layers < 3)
+
+
+@torch.no_grad()
+def test_a_word_is_said_or_an_entity_copied_as_the_equations_have_it():
+    model, one = writer(), GRAPHS[0]
+    memory = read(model, collate([one]))
+    state = model.start(memory)
+    features = torch.cat([state.hidden, state.graph, state.title], dim=-1)[0]
+    say = 1 / (1 + math.exp(-float(model.switch.weight[0] @ features + model.switch.bias[0])))
+    assert 0.02 < say < 0.98
+    assert abs(say - 0.5) > 0.01
+    hidden = torch.tanh(model.said.weight @ features + model.said.bias)
+    words = model.embedding.weight @ hidden + model.bias.bias
+    copied = model.copied.weight @ features + model.copied.bias
+    entities = states(model, collate([one]))[0, 1:5] @ copied
+    expected = torch.cat([say * words.softmax(0), (1 - say) * entities.softmax(0)])
+    assert torch.allclose(model.log_probabilities(memory, state)[0].exp(), expected, atol=1e-12)
+    # what was copied is read as its type
+    read_as = model.heard(memory, torch.tensor([WORDS + 1]))[0]
+    assert torch.equal(read_as, model.embedding(torch.tensor(one["types"][1])))
+
+
+@torch.no_grad()
 def test_a_padded_word_and_node_is_never_read_by_the_decoder():
     model = writer()
     alone = read(model, collate([GRAPHS[1]]))

@@ -21,11 +21,12 @@ from headwise.checks import DataError, SettingError
 from headwise.lab import runs
 from headwise.lab.encodings import encodings
 from headwise.lab.frozen import open_frozen
+from headwise.lab.line_streams import LONGEST_LINE, read_lines
 from headwise.lab.tasks import translation_decoding
 from headwise.lab.tasks.subwords import END
 from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
 from headwise.lab.train import train_run
-from headwise.lab.translate import LONGEST_LINE, read_lines, translate_lines
+from headwise.lab.translate import translate_lines
 from headwise.lab.translator import open_translator
 from lab.test_translation_task import ARM, TOY, settings
 from lab.translation_toy import WORDS
@@ -79,7 +80,8 @@ def sources(trained: dict[str, Path]) -> list[str]:
 def started(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "headwise.lab.cli", "translate", *arguments],
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        # what is not flushed is not seen
+        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from headwise.lab import inspection_commands, probing_commands, rating_commands, translation_commands
+from headwise.lab import (
+    inspection_commands,
+    probing_commands,
+    rating_commands,
+    translation_commands,
+    writing_commands,
+)
 from headwise.lab.arguments import (
     GOES_ON,
     DataFolder,
@@ -199,7 +205,7 @@ def reproduce(
     from headwise.lab import reproduce as reproducing
     from headwise.lab import reproduction_lists as lists
     from headwise.lab.pool import default_workers
-    from headwise.lab.reproduction_data import with_data, without_absent
+    from headwise.lab.reproduction_data import require_data, with_data
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -216,9 +222,9 @@ def reproduce(
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )
-    planned = [plan.part.name for plan in plans]
-    reproduction = without_absent(reproduction, planned, scale, data)
     if dry_run:
+        for plan in (*plans[0].before, *plans):
+            require_data(plan.comparison.task, plan.comparison.data, plan.comparison.scale)
         lists.show_plans(reproduction, plans, standard_console())
         return
     command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
@@ -263,6 +269,7 @@ app.command()(rating_commands.ratings)
 app.command()(translation_commands.prepare)
 app.command()(translation_commands.download)
 app.command()(translation_commands.translate)
+app.command()(writing_commands.write)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

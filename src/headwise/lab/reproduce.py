@@ -21,7 +21,7 @@ from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.figures import Picture
 from headwise.lab.grids import Grid, terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
-from headwise.lab.reproduction_data import data_of, folder_of_part, lacks, missing, text_of
+from headwise.lab.reproduction_data import data_of, folder_of_part, text_of
 from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import Table, make_table
@@ -104,11 +104,10 @@ def make_plans(
     """Return the comparisons of a reproduction; nothing is written.
 
     Args:
-        reproduction: What to run.
+        reproduction: What to run; `reproduction_data.with_data` leaves out what there is no data for.
         scale: One of its scales.
         seeds: Runs an arm.
-        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter. A part
-            that a task of pretrained models has no data for is left out.
+        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
         out: Folder that holds the comparisons' folders.
         workers: Runs side by side.
         options: What the command said of the scale besides its name.
@@ -125,10 +124,9 @@ def make_plans(
         options = replace(options or ScaleOptions(scale), pretrained=before[0].comparison.out)
     for part in reproduction.parts_at(scale):
         begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
-        corpus = part.sizes[scale].corpus
-        if lacks(task, data, corpus) or (part.after and begun is None):
-            continue
-        folder = folder_of_part(reproduction, data, corpus, scale)
+        if part.after and begun is None:
+            raise DataError(f"{part.name} begins with the runs of {part.after}, which is not among the parts to run.")
+        folder = folder_of_part(reproduction, data, part.sizes[scale].corpus, scale)
         model = sized(part.sizes[scale], task.scales)
         if options is not None:
             asked = options if begun is None else replace(options, pretrained=begun)
@@ -148,9 +146,6 @@ def make_plans(
             options=options,
         )
         plans.append(Plan(part, comparison, before))
-    if not plans:
-        absent = ", ".join(reproduction.without(missing(reproduction, (), data)).left_out)
-        raise DataError(f"{data} holds no data that {reproduction.id} could be run on: {absent}.")
     return tuple(plans)
 
 

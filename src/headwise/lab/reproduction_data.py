@@ -5,17 +5,17 @@ Owns the finding of folders and of what lacks. What is run on them is `reproduce
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headwise.checks import DataError
 from headwise.lab.tables.data_names import is_there
 from headwise.lab.tables.reproduction import Reproduction
 from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Task, WithStarts
+from headwise.lab.tasks.task import FindsData, Task, WithStarts
 
-__all__ = ["data_of", "folder_of_part", "lacks", "missing", "text_of", "with_data", "without_absent"]
+__all__ = ["data_of", "folder_of_part", "require_data", "text_of", "with_data"]
 
 # Where below --data text to pre-train on is looked for; prepared shards first.
 TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
@@ -50,47 +50,56 @@ def folder_of_part(reproduction: Reproduction, data: Path | None, corpus: str | 
     return data
 
 
-def lacks(task: Task, data: Path | None, corpus: str | None) -> str:
-    """Return what a set lacks so that a task of pretrained models could run on it, "" where nothing does."""
-    if not isinstance(task, WithStarts) or data is None or corpus is None:
-        return ""
-    if not (data / corpus).is_dir():
-        return "not there"
-    found = task.lacking(data / corpus)
-    return f"no {found}" if found else ""
+def require_data(task: str, data: Path | None, scale: Any) -> None:
+    """Refuse data that a run of a task would refuse for being none of its own, without reading it all.
 
-
-def missing(reproduction: Reproduction, planned: Collection[str], data: Path | None) -> dict[str, str]:
-    """Return the parts that a task of pretrained models has no plan for, each with what lacks."""
-    task = named_task(reproduction.task)
-    found: dict[str, str] = {}
-    for part in reproduction.parts if isinstance(task, WithStarts) else ():
-        if part.name not in planned:
-            corpus = next((size.corpus for size in part.sizes.values()), None)
-            found[part.name] = lacks(task, data, corpus) or f"{part.after} is not there"
-    return found
+    Raises:
+        DataError: There is no such place, or it holds something else.
+    """
+    named = named_task(task)
+    if data is not None and isinstance(named, FindsData):
+        named.find(data, scale)
 
 
 def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Reproduction:
     """Return a reproduction with those of its parts whose data is there, where it says something without the others.
 
+    Its claims and means are then about these, and it names the others with what lacks.
+
     Raises:
         DataError: The data of none of its parts is there.
     """
-    if not reproduction.partial or data is None:
+    if not reproduction.partial and reproduction.made is None:
         return reproduction
-    parts = reproduction.parts_at(scale)
-    absent = [part.name for part in parts if not is_there(data / str(part.sizes[scale].corpus))]
-    if len(absent) == len(parts):
-        wanted = ", ".join(reproduction.corpora_at(scale))
-        raise DataError(
-            f"{data} holds no data of {reproduction.id}; expected some of {wanted}, plain, .txt or .txt.gz."
-        )
-    return reproduction.without(dict.fromkeys(absent, "not there")) if absent else reproduction
-
-
-def without_absent(reproduction: Reproduction, planned: Collection[str], scale: str, data: Path | None) -> Reproduction:
-    """Return a reproduction without the parts that have no plan, as there is no data for them."""
+    task, place = named_task(reproduction.task), data_of(reproduction, data)
     at = replace(reproduction, parts=reproduction.parts_at(scale))
-    absent = missing(at, planned, data_of(reproduction, data))
-    return reproduction.without(absent) if absent else reproduction
+    there: list[str] = []
+    absent: dict[str, str] = {}
+    for part in at.parts:
+        lack = "" if place is None else _lack(task, place, part.sizes[scale].corpus)
+        if not lack and part.after and part.after not in there:
+            asked = any(one.name == part.after for one in at.parts)
+            lack = f"{part.after} is not there" if asked else f"begins with {part.after}, which --part leaves out"
+        if lack:
+            absent[part.name] = lack
+        else:
+            there.append(part.name)
+    if not absent:
+        return reproduction
+    left = at.without(absent)
+    if not there:
+        raise DataError(
+            f"{place} holds no data that {at.id} could be run on: {', '.join(left.left_out)}; expected some of "
+            f"{', '.join(at.corpora_at(scale))}."
+        )
+    return left
+
+
+def _lack(task: Task, place: Path, corpus: str | None) -> str:
+    """Return what of a part's data lacks, "" where nothing does."""
+    if corpus is None:
+        return ""
+    if not is_there(place / corpus):
+        return "not there"
+    found = task.lacking(place / corpus) if isinstance(task, WithStarts) else ""
+    return f"no {found}" if found else ""

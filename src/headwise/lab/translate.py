@@ -1,30 +1,16 @@
-"""Lines in, translations out: a stream of text through a translator, in memory that does not grow with it.
+"""Lines in, translations out: a stream of text through a translator.
 
-Owns the reading of lines, the window inside which lines change places, and the order and the count of what is written:
-one line out for each line in. Must not know where the streams come from.
+Owns what is said of lines too long. Reading and writing lines is `line_streams`'.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import IO, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import IO, Protocol
 
-from headwise.checks import DataError, require_integer
+from headwise.lab.line_streams import LONGEST_LINE, TextLine, answer_lines
 
-__all__ = ["TextLine", "read_lines", "translate_lines"]
-
-# Bytes of a line that are looked at: far more than any sentence. A stream without ends of lines still fits in memory.
-LONGEST_LINE = 1 << 16
-
-
-class TextLine(NamedTuple):
-    """A line of a stream: its number from 1, its text without blanks around it, and whether its end was left out."""
-
-    number: int
-    text: str
-    cut: bool = False
+__all__ = ["translate_lines"]
 
 
 class Translating(Protocol):
@@ -44,30 +30,6 @@ class Translating(Protocol):
         ...
 
 
-def read_lines(stream: IO[bytes], name: str) -> Iterator[TextLine]:
-    r"""Yield the lines of a stream as they come, whether they end in LF or CRLF; the last may lack its end.
-
-    Args:
-        stream: UTF-8 text, with or without a byte order mark.
-        name: What messages call it.
-
-    Raises:
-        DataError: A line is not UTF-8; the message names it.
-
-    Example:
-        >>> import io
-        >>> [line.text for line in read_lines(io.BytesIO(b"a b\r\n\n c"), "standard input")]
-        ['a b', '', 'c']
-    """
-    for number, (raw, cut) in enumerate(_raw_lines(stream), start=1):
-        try:
-            # a line that was cut may end inside a character
-            text, _ = codecs.utf_8_decode(raw, "strict", not cut)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason}); convert the text.") from error
-        yield TextLine(number, (text.removeprefix("\ufeff") if number == 1 else text).strip(), cut)
-
-
 def translate_lines(
     translator: Translating,
     lines: Iterable[TextLine],
@@ -79,57 +41,32 @@ def translate_lines(
 ) -> None:
     """Write one line for each line, in their order: its translation, or nothing where it holds nothing.
 
-    Lines are translated window by window; inside a window those of like length go together. What is written is
-    flushed after each window. Lines before one that cannot be read are still translated.
+    Lines are translated window by window; inside a window those of like length go together.
 
     Args:
         translator: What translates.
-        lines: The lines.
-        output: Where to.
-        window: Lines read before the first of them is written.
+        lines: The lines; blanks around them do not count.
+        output: As `line_streams.answer_lines` takes it.
+        window: Likewise.
         warn: Told, in a sentence, of each line too long to be translated whole.
-        done: Told after each window how many lines are written.
+        done: As `line_streams.answer_lines` takes it.
 
     Raises:
         SettingError: `window` is below 1.
         DataError: A line cannot be read.
     """
-    require_integer("window", window, low=1)
-    coming = iter(lines)
-    written, fault = 0, None
-    while fault is None:
-        held: list[TextLine] = []
-        try:
-            # grows line by line, so that what came before a fault is not lost
-            held.extend(islice(coming, window))
-        except DataError as error:
-            fault = error
-        if not held:
-            break
-        sources = translator.encode([line.text for line in held])
+
+    def translations(held: list[TextLine]) -> list[str]:
+        sources = translator.encode([line.text.strip() for line in held])
         for line, source in zip(held, sources, strict=True):
             if line.cut or len(source) > translator.longest:
                 warn(_too_long(line, len(source), translator.longest))
-        cut = [source[: translator.longest] for source in sources]
-        output.write("".join(f"{text}\n" for text in translator.translate(cut)).encode())
-        output.flush()
-        written += len(held)
-        done(written)
-    if fault is not None:
-        raise fault
+        return translator.translate([source[: translator.longest] for source in sources])
+
+    answer_lines(lines, translations, output, window=window, done=done)
 
 
 def _too_long(line: TextLine, subwords: int, longest: int) -> str:
     size = f"over {LONGEST_LINE:,} bytes" if line.cut else f"{subwords:,} subwords"
     kept = min(subwords, longest)
     return f"line {line.number} has {size}; its first {kept:,} subwords are translated: give one sentence a line."
-
-
-def _raw_lines(stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield each line without its end, and whether more of it was left out."""
-    while raw := stream.readline(LONGEST_LINE):
-        piece, left_out = raw, 0
-        while len(piece) == LONGEST_LINE and not piece.endswith(b"\n"):
-            piece = stream.readline(LONGEST_LINE)
-            left_out += len(piece.rstrip(b"\r\n"))
-        yield raw.removesuffix(b"\n").removesuffix(b"\r"), left_out > 0

@@ -1,30 +1,20 @@
 """The commands around the translation task: fetch a corpus, prepare it, translate with a run.
 
-Owns their options, what they say on the terminal, and the two standard streams of `translate`. Everything slow is
-imported inside.
+Owns their options and what they say on the terminal. Everything slow is imported inside.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headwise.lab.arguments import DataFolder, ScaleName, TaskName, require_known, require_task, scale_of, stoppable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
+from headwise.lab.standard_streams import standard_streams, window_of
 
 __all__ = ["download", "prepare", "translate"]
 
-# What a shell reports of a program whose reader has gone: 128 and SIGPIPE.
-READER_GONE = 141
 # Batches of a window: sorting by length inside it pays, and the first line does not wait long.
 WINDOW_BATCHES = 8
 
@@ -49,20 +39,13 @@ def translate(
 ) -> None:
     """Translate standard input to standard output, a line for each line, as it comes."""
     with stoppable("stopped."):
-        from headwise.lab.translate import read_lines, translate_lines
+        from headwise.lab.translate import translate_lines
         from headwise.lab.translator import open_translator
 
         translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch, pipeline=pipeline)
-        if window is None:
-            window = 1 if sys.stdin.isatty() else WINDOW_BATCHES * batch
-        try:
-            with _lines_done() as (done, warn):
-                lines = read_lines(sys.stdin.buffer, "standard input")
-                translate_lines(translator, lines, sys.stdout.buffer, window=window, warn=warn, done=done)
-        except BrokenPipeError:
-            # the interpreter flushes the stream once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(READER_GONE) from None
+        window = window_of(WINDOW_BATCHES * batch) if window is None else window
+        with standard_streams("lines translated") as (lines, output, done, warn):
+            translate_lines(translator, lines, output, window=window, warn=warn, done=done)
 
 
 def prepare(
@@ -103,27 +86,3 @@ def download(
     with stoppable("stopped; give the same command again to go on."):
         fetch_corpus(CORPORA[corpus], out, progress=True)
     typer.echo(f"{corpus} is in {out}, for headwise compare translation --data {out}")
-
-
-@contextmanager
-def _lines_done() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-    """Count lines on the terminal while translations go elsewhere; yields what to tell lines and warnings."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    shown = console.is_terminal and not sys.stdout.isatty()
-    columns = SpinnerColumn(), TextColumn("{task.completed:,} lines translated"), TimeElapsedColumn()
-    bars = Progress(*columns, console=console, transient=True) if shown else None
-    task = bars.add_task("") if bars else None
-
-    def done(lines: int) -> None:
-        if bars is not None and task is not None:
-            bars.update(task, completed=lines)
-
-    def warn(sentence: str) -> None:
-        console.print(f"headwise: {sentence}", highlight=False, markup=False, soft_wrap=True)
-
-    context: AbstractContextManager[object] = bars or nullcontext()
-    with context:
-        yield done, warn

@@ -1,19 +1,19 @@
 """A finished run of the translation task as something that translates.
 
-Owns what a run's folder has to hold for that: the sizes and the arm of its settings, its weights, its subwords, and
-what its roles are made from. Building the model again is `trained`'s.
+Owns what of a run is needed for that: its weights, its subwords, and what its roles are made from. Reading its
+settings is `finished`'s, building the model again `trained`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.checks import DataError, HeadwiseError, require_integer, require_range
+from headwise.checks import DataError, require_integer, require_range
 from headwise.lab import runs
-from headwise.lab.results import COMPARISON
+from headwise.lab.finished import finished_record, kept_file, scale_record
 from headwise.lab.tasks.named import named_task
 from headwise.lab.tasks.subwords import END, Subwords, read_subwords
 from headwise.lab.tasks.translation import translation_model
@@ -117,16 +117,15 @@ def open_translator(
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
         SettingError: A setting is outside its range.
     """
-    record = _record(folder)
-    scale, arm = _scale(folder, record), read_arm(folder, record)
+    record = finished_record(folder, TASK)
+    scale, arm = scale_record(folder, record, TranslationScale), read_arm(folder, record)
     decoding = Decoding(
         scale.beams if beams is None else beams,
         scale.length_penalty if length_penalty is None else length_penalty,
         batch,
     )
     for name in (runs.WEIGHTS, TOKENIZER):
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name} is missing; a run keeps it when it ends: train this one again.")
+        kept_file(folder, name)
     if arm.guided is None and pipeline is not None:
         raise DataError(f"the heads of {folder} have no roles; leave --pipeline out.")
     subwords = read_subwords(folder / TOKENIZER)
@@ -136,36 +135,3 @@ def open_translator(
     model = translation_model(scale, subwords.vocabulary_size)
     revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)
-
-
-def _record(folder: Path) -> Mapping[str, Any]:
-    if not folder.is_dir():
-        state = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {state}; expected the folder of a finished run of headwise compare {TASK}.")
-    if not (folder / runs.SETTINGS).is_file():
-        inside = sorted(path.parent for path in folder.glob(f"*/*/{runs.WEIGHTS}"))
-        advice = f"name one of its runs, such as {inside[0]}" if inside else "expected the folder of a finished run"
-        kind = "holds a comparison" if (folder / COMPARISON).is_file() else "holds no run"
-        raise DataError(f"{folder} {kind} (it has no {runs.SETTINGS}); {advice}.")
-    record = runs.read_json(folder / runs.SETTINGS)
-    task = record.get("task") if isinstance(record, dict) else None
-    if task != TASK:
-        raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {TASK}.")
-    if "arm" not in record:
-        raise DataError(f"{folder} holds the baseline {record.get('baseline')!r}, which has no model; name a run.")
-    lacking = {"seed", "data", "scale"} - record.keys()
-    if lacking:
-        raise DataError(f"{folder / runs.SETTINGS} has no {min(lacking)}; was it changed since the run began?")
-    if not runs.is_finished(folder):
-        raise DataError(f"{folder} holds a run that is not finished; give the command that began it again.")
-    return record
-
-
-def _scale(folder: Path, record: Mapping[str, Any]) -> TranslationScale:
-    known = {field.name for field in fields(TranslationScale)}
-    try:
-        return TranslationScale(**{name: value for name, value in record["scale"].items() if name in known})
-    except (KeyError, TypeError, AttributeError, HeadwiseError) as error:
-        raise DataError(
-            f"{folder / runs.SETTINGS} does not say the sizes of the model ({error}); was it made by another version?"
-        ) from error

@@ -27,8 +27,8 @@ def grouped_grid(
 ) -> Grid:
     """Return parts by arms, the paper's number before ours, and below a group the means over its parts that were run.
 
-    A score in parentheses is not told from the majority baseline: its 95 % interval reaches down to it. The paper's
-    means are over the same parts as ours.
+    A score in parentheses is not told to be better than the majority baseline: its 95 % interval reaches down to it.
+    The paper's means are over the same parts as ours.
 
     Args:
         title: Of the grid.
@@ -56,7 +56,7 @@ def grouped_grid(
     header = ["task", MAJORITY]
     for arm in arms:
         header += [f"{arm}, paper", f"{arm}, here"] if arm in known else [f"{arm}, here"]
-    title += "; in parentheses what is not told from the majority baseline"
+    title += "; in parentheses what is not told to be better than the majority baseline"
     return Grid(title, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
 
 

@@ -39,6 +39,7 @@ from headwise.lab.tasks.classification_data import (
     collate,
     load_data,
 )
+from headwise.lab.tasks.classification_files import find_layout
 from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.word_rarity import idf
@@ -68,6 +69,10 @@ class ClassificationTask:
     ) -> ClassificationData:
         """Return the data; see `load_data`."""
         return load_data(_named(folder), scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: ClassificationScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without a set of texts."""
+        find_layout(folder)
 
     def parts(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None

@@ -22,7 +22,7 @@ from headwise.lab.evaluation import spread_evenly
 from headwise.lab.glue_score import ACCURACY, GlueScore, glue_score
 from headwise.lab.metric import Measure
 from headwise.lab.runs import whole_folder, write_text
-from headwise.lab.tasks.glue_data import EncodedText, GlueData, GlueSplit, collator, load_glue
+from headwise.lab.tasks.glue_data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
 from headwise.lab.tasks.glue_files import GLUE, lacking, submission
 from headwise.lab.tasks.glue_scales import GLUE_SCALES, GlueScale
 from headwise.lab.tasks.glue_start import MODEL, Classifier, losses
@@ -63,6 +63,10 @@ class GlueTask:
         data = load_glue(folder, scale)
         self._padding = data.tokenizer.pad_token_id or 0
         return data
+
+    def find(self, folder: Path, scale: GlueScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without the files of a set."""
+        require_set(folder)
 
     def lacking(self, folder: Path) -> str:
         """Return the file without which the set in a folder cannot be run; "" where all are there."""

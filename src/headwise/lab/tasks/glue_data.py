@@ -23,7 +23,7 @@ from headwise.lab.tasks.glue_files import GlueExample, GlueSet, glue_set, lackin
 from headwise.lab.tasks.glue_scales import GlueScale
 from headwise.lab.tasks.glue_start import Start, find_start, open_tokenizer
 
-__all__ = ["EncodedText", "GlueData", "GlueSplit", "collator", "load_glue"]
+__all__ = ["EncodedText", "GlueData", "GlueSplit", "collator", "load_glue", "require_set"]
 
 FORMAT = "glue-1"  # changes with anything below that changes what is trained on
 DEV_SHARE, DEV_MOST = 0.1, 1_000
@@ -122,9 +122,7 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
     Raises:
         DataError: A file is missing or a line malformed, there is no model, or a split comes out empty.
     """
-    found, absent = glue_set(folder), lacking(folder)
-    if absent:
-        raise DataError(f"{folder} lacks {absent}, plain or .gz; {found.name} cannot be fine-tuned or judged without.")
+    found = require_set(folder)
     start = find_start(scale.pretrained)
     tokenizer = open_tokenizer(start.any_folder())
     train, left_out = read_split(folder, "train")
@@ -145,6 +143,18 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
     return GlueData(
         found, folder, start, tokenizer, scale.length, **encoded, left_out=left_out + more, fingerprint=fingerprint
     )
+
+
+def require_set(folder: Path) -> GlueSet:
+    """Return the set whose folder this is.
+
+    Raises:
+        DataError: It is none, or lacks a file.
+    """
+    found, absent = glue_set(folder), lacking(folder)
+    if absent:
+        raise DataError(f"{folder} lacks {absent}, plain or .gz; {found.name} cannot be fine-tuned or judged without.")
+    return found
 
 
 def collator(padding: int) -> Callable[[Sequence[EncodedText]], dict[str, Tensor]]:

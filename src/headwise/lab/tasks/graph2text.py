@@ -5,10 +5,10 @@ Owns what the laboratory asks of the task: model, batches, answers and baselines
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,14 +29,14 @@ from headwise.lab.models.nearest_text import nearest_texts
 from headwise.lab.tasks.graph_coder import EncodedGraph, GraphCoder
 from headwise.lab.tasks.graph_data import GraphData, Graphs, collate, load_graphs
 from headwise.lab.tasks.graph_decoding import written
-from headwise.lab.tasks.graph_files import FORM, spelled
+from headwise.lab.tasks.graph_files import FORM, read_graphs, spelled
 from headwise.lab.tasks.graph_scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph_scores import SHOWN, repeated_clauses, scores, signatures
 from headwise.lab.tasks.task import Answers
 from headwise.lab.tasks.text_scores import bleu_statistics
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
-__all__ = ["VOCABULARY", "Graph2TextTask", "texts_of"]
+__all__ = ["VOCABULARY", "Graph2TextTask", "graph_writer", "texts_of"]
 
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
@@ -70,13 +70,17 @@ class Graph2TextTask:
             raise DataError(f"graph2text needs --data: AGENDA's folder, or a file with {FORM}.")
         return load_graphs(folder, scale)
 
+    def find(self, folder: Path, scale: GraphScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without graphs and texts."""
+        read_graphs(folder)
+
     def model(self, data: GraphData, scale: GraphScale) -> GraphWriter:
         """Return GraphWriter."""
-        return _writer(data.coder, scale)
+        return graph_writer(data.coder, scale)
 
     def other_model(self, name: str, data: GraphData, scale: GraphScale) -> GraphWriter:  # noqa: ARG002  there is one
         """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
-        return _writer(data.coder, scale, blind=True)
+        return graph_writer(data.coder, scale, blind=True)
 
     def studied(self, model: GraphWriter) -> nn.Module:
         """Return the graph encoder: its blocks are what the arms act on."""
@@ -102,7 +106,7 @@ class Graph2TextTask:
         found = _texts(model, data.test, data)
         seconds = time.monotonic() - began
         sums, counts = self.losses(model, data).sum(axis=0)
-        free = texts_of(model, data.test, replace(data.scale, no_repeat=0), beams=1)
+        free = texts_of(model, data.test, dataclasses.replace(data.scale, no_repeat=0), beams=1)
         measures = {
             "NLL": float(sums / counts),
             "decoding_seconds": seconds,
@@ -146,9 +150,7 @@ class Graph2TextTask:
 
     def keepsakes(self, data: GraphData) -> dict[str, str]:
         """Return what has an id, without which no one can ask the model anything."""
-        coder = data.coder
-        kept = {"vocabulary": coder.vocabulary, "types": coder.types, "relations": coder.relations}
-        return {VOCABULARY: json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+        return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
 
 
 def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
@@ -173,7 +175,8 @@ def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: in
     return [spelled(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
 
 
-def _writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+def graph_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+    """Return the model of a scale for what has an id; `blind` as in `GraphWriter`."""
     return GraphWriter(
         len(coder.vocabulary),
         coder.nodes,

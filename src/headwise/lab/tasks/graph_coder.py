@@ -51,6 +51,11 @@ class GraphCoder:
         """The id of each word."""
         return {word: index for index, word in enumerate(self.vocabulary)}
 
+    @cached_property
+    def known_types(self) -> frozenset[str]:
+        """The types that have an id."""
+        return frozenset(word[1:-1] for word in self.vocabulary[len(SPECIAL) : len(SPECIAL) + self.types])
+
     @property
     def unwritten(self) -> tuple[int, ...]:
         """Ids that are never written: padding, unknown, start and types."""

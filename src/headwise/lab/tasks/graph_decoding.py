@@ -6,7 +6,7 @@ holds. Must not know files or scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["search", "written"]
 
-# Graphs written about at once, times the beams.
+# Graphs written about at once, times the beams; and the pairs of nodes of those graphs, which attention grows with.
 ROWS = 128
+PAIRS = 1 << 22
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def written(
     device = next(model.parameters()).device
     found: list[list[int]] = [[] for _ in graphs]
     sizes = [len(one["entities"]) + len(one["triples"]) for one in graphs]
-    for batch in length_sorted(sizes, max(1, ROWS // beams)) if graphs else ():
+    for batch in _batches(sizes, max(1, ROWS // beams)) if graphs else ():
         inputs = {name: one.to(device) for name, one in collate([graphs[index] for index in batch]).items()}
         texts = search(
             model,
@@ -117,6 +118,19 @@ def search(
         )
         state = state.rows((first + came_from).flatten())
     return [max(one, key=lambda scored: scored[0])[1] for one in ended]
+
+
+def _batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
+    """Yield graphs of like size, fewer at once where they are very large; a triple has two nodes."""
+    for batch in length_sorted(sizes, examples):
+        held: list[int] = []
+        for index in batch:
+            # the shortest come first
+            if held and (len(held) + 1) * (1 + 2 * sizes[index]) ** 2 > PAIRS:
+                yield held
+                held = []
+            held.append(index)
+        yield held
 
 
 def _ban_repeats(following: Tensor, texts: Tensor, order: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 
-__all__ = ["Graph", "GraphSet", "read_agenda", "read_graphs", "read_triples", "spelled"]
+__all__ = ["Graph", "GraphSet", "parse_triples", "read_agenda", "read_graphs", "read_triples", "spelled"]
 
 RELATIONS = "relations.vocab"
 AGENDA: Mapping[str, str] = {
@@ -27,6 +27,7 @@ TYPED = re.compile(r"^(.*\S)\s+<(\w+)>$")
 WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*|[^\w\s]")
 UNTYPED = "entity"
 FORM = "a title, triples (head | relation | tail ; ...) and a text, with tabs between"
+ASKED = "a title and triples (head | relation | tail ; ...), with a tab between"
 
 
 @dataclass(frozen=True)
@@ -124,25 +125,40 @@ def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
     Raises:
         DataError: A line does not fit; the message names it.
     """
-    return [_agenda(fields, relations, path, number) for number, fields in _rows(path, (6,), "AGENDA's six")]
+    return [_agenda(line, relations, path, number) for number, line in _rows(path, "AGENDA's six fields")]
 
 
-def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
-    """Return the graphs of a user's own file: a title, triples and a text in each line, with tabs between.
+def read_triples(path: Path) -> list[Graph]:
+    """Return the graphs of a user's own file, each line as `parse_triples` reads it; every line has a text.
+
+    Raises:
+        DataError: A line does not fit; the message names it.
+    """
+    return [parse_triples(line, str(path), number) for number, line in _rows(path, FORM)]
+
+
+def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True) -> Graph:
+    r"""Return the graph of a line of a user's own: a title, triples and a text, with tabs between.
 
     Triples are written `head | relation | tail`, with ` ; ` between them; an entity without a triple stands alone.
     Behind an entity may stand its type in angle brackets, as in `beam search <method>`. Mentions are found in the text:
     the words of an entity, the longest first. Everything is lower-cased but the relations' names.
 
     Args:
-        path: The file.
-        needs_text: Whether every line needs a text; without, the third field may be absent.
+        line: The line, without its end.
+        name: What messages call the file.
+        number: The line's number there.
+        needs_text: Whether it needs a text; without, the third field may be absent.
 
     Raises:
-        DataError: A line does not fit; the message names it.
+        DataError: The line does not fit; the message names it.
+
+    Example:
+        >>> parse_triples("Fast\tlda <method> | for | text", "mine.tsv", 1, needs_text=False).types
+        ('method', 'entity')
     """
-    allowed = (3,) if needs_text else (2, 3)
-    return [_triples(fields, path, number, needs_text) for number, fields in _rows(path, allowed, FORM)]
+    fields = _fields(line, (3,) if needs_text else (2, 3), FORM if needs_text else ASKED, name, number)
+    return _triples(fields, name, number, needs_text)
 
 
 def spelled(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str:
@@ -154,9 +170,9 @@ def spelled(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str
     return " ".join(word if isinstance(word, str) else " ".join(entities[word]) for word in text)
 
 
-def _agenda(fields: Sequence[str], relations: Sequence[str], path: Path, number: int) -> Graph:
+def _agenda(line: str, relations: Sequence[str], path: Path, number: int) -> Graph:
     where = f"{path}, line {number}"
-    title, entities, types, triples, text, _ = fields
+    title, entities, types, triples, text, _ = _fields(line, (6,), "AGENDA's six", str(path), number)
     phrases = tuple(tuple(one.lower().split()) for one in entities.split(BETWEEN))
     kinds = tuple(one.strip("<>") for one in types.split())
     if not all(phrases):
@@ -191,8 +207,8 @@ def _agenda(fields: Sequence[str], relations: Sequence[str], path: Path, number:
     return Graph(tuple(title.lower().split()), phrases, kinds, tuple(edges), tuple(words), number)
 
 
-def _triples(fields: Sequence[str], path: Path, number: int, needs_text: bool) -> Graph:
-    where = f"{path}, line {number}"
+def _triples(fields: Sequence[str], name: str, number: int, needs_text: bool) -> Graph:
+    where = f"{name}, line {number}"
     types: dict[tuple[str, ...], str] = {}
     edges = []
 
@@ -236,16 +252,21 @@ def _with_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) ->
             place += 1
 
 
-def _rows(path: Path, allowed: Sequence[int], expected: str) -> Iterator[tuple[int, list[str]]]:
+def _fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
+    fields = line.split("\t")
+    if len(fields) not in allowed:
+        raise DataError(f"{name}, line {number}: {len(fields)} fields; expected {expected}.")
+    return fields
+
+
+def _rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line that is not blank."""
     empty = True
     for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        fields = line.split("\t")
-        if len(fields) not in allowed:
-            raise DataError(f"{path}, line {number}: {len(fields)} fields; expected {expected}.")
-        empty = False
-        yield number, fields
+        text = line.removeprefix("\ufeff") if number == 1 else line
+        if text.strip():
+            empty = False
+            yield number, text
     if empty:
         raise DataError(f"{path} has no lines; expected {expected} in each.")
 

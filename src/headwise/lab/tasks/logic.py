@@ -19,7 +19,7 @@ from headwise.lab.evaluation import scores_by_bin, spread_evenly
 from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.tasks.class_answers import BATCH, cross_entropies, predicted_classes
-from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, load_logic
+from headwise.lab.tasks.logic_data import Example, LogicData, LogicSplit, collate, find_files, load_logic
 from headwise.lab.tasks.logic_scales import SCALES, Scale
 from headwise.lab.tasks.task import Answers
 
@@ -42,6 +42,10 @@ class LogicTask:
     def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
         return load_logic(folder, scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: Scale) -> None:
+        """Refuse a place without the published files."""
+        find_files(folder, scale)
 
     def model(self, data: LogicData, scale: Scale) -> PairClassifier:
         """Return a pair classifier."""

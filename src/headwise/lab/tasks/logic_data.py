@@ -26,7 +26,7 @@ from headwise.lab.tasks.logic_formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic_generator import generate
 from headwise.lab.tasks.logic_scales import Scale
 
-__all__ = ["Example", "LogicData", "LogicSplit", "collate", "load_logic"]
+__all__ = ["Example", "LogicData", "LogicSplit", "collate", "find_files", "load_logic"]
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 GENERATOR_SEED = 0
@@ -98,6 +98,16 @@ class LogicData:
         return "pairs: " + ", ".join(f"{size:,} {name}" for name, size in sizes.items())
 
 
+def find_files(folder: Path, scale: Scale) -> dict[str, Path]:
+    """Return the published files that a scale reads, by name.
+
+    Raises:
+        DataError: The folder or a file is missing, or one is there in two forms.
+    """
+    most = max(scale.train_operators, *scale.test_bins)
+    return require_files(folder, [*(f"train{k}" for k in range(most + 1)), *(f"test{k}" for k in scale.test_bins)])
+
+
 def load_logic(folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
     """Return the data of a scale, from published files or else from the generator.
 
@@ -120,8 +130,7 @@ def load_logic(folder: Path | None, scale: Scale, cache: Path | None, *, progres
         fingerprint = digest(f"{ENCODING} {source} {kept}")
         pairs = _generated(scale, most, progress)
     else:
-        names = [f"train{k}" for k in range(most + 1)] + [f"test{k}" for k in scale.test_bins]
-        files = require_files(folder, names)
+        files = find_files(folder, scale)
         fingerprint = digest(f"{ENCODING} files {kept}", files.values())
         pairs = _read(files, scale, most)
     stored = cached_arrays(cache, f"logic-{fingerprint}", lambda: _encode(pairs, scale))

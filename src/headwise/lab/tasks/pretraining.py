@@ -65,6 +65,13 @@ class PretrainingTask:
             folder, scale.preparation, cache, scale.masked, scale.dev_rows, scale.test_rows, progress=progress
         )
 
+    def find(self, folder: Path, scale: PretrainingScale) -> None:
+        """Refuse a place without text."""
+        if (folder / RECORD).exists():
+            _require_sizes(open_text(folder, scale.masked, scale.dev_rows, scale.test_rows), scale)
+        else:
+            text_files(folder)
+
     def prepare(
         self, folder: Path, scale: PretrainingScale, place: Path, *, tokenizer: Path | None, progress: bool = False
     ) -> PretrainingData:

@@ -18,6 +18,7 @@ from headwise.lab.tasks.classification import ClassificationTask, word_vectors, 
 from headwise.lab.tasks.classification_data import ClassificationData
 from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.tasks.probing_data import ProbingData, load_probing
+from headwise.lab.tasks.probing_files import probing_file
 from headwise.lab.tasks.probing_scales import PROBING_SCALES
 from headwise.lab.tasks.task import Answers
 
@@ -46,6 +47,10 @@ class ProbingTask(ClassificationTask):
                 "sentence in each line."
             )
         return load_probing(folder, scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: ClassificationScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without the file of a task."""
+        probing_file(folder)
 
     def parts(
         self,

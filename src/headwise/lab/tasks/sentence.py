@@ -22,6 +22,7 @@ from headwise.lab.metric import Accuracy, Measure
 from headwise.lab.models.self_attentive import SelfAttentive
 from headwise.lab.models.sentence import SentenceClassifier, SentenceCNN, SentenceLSTM, TextClassifier, WordVectors
 from headwise.lab.tasks.sentence_data import Encoded, SentenceData, Sentences, collate, load_sentences
+from headwise.lab.tasks.sentence_files import read_set
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence_scores import LEAST, SHOWN, scores
 from headwise.lab.tasks.task import Answers
@@ -59,6 +60,10 @@ class SentenceTask:
                 "test.tsv and perhaps dev.tsv), or a file of your own with a label and one text, or two, in each line."
             )
         return load_sentences(folder, scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: SentenceScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without a set of texts or pairs."""
+        read_set(folder)
 
     def model(self, data: SentenceData, scale: SentenceScale) -> SelfAttentive:
         """Return a bidirectional LSTM with additive attention."""

@@ -299,6 +299,19 @@ class Exporting(Protocol):
 
 
 @runtime_checkable
+class FindsData(Protocol):
+    """A task that can say of a place whether it holds its data, before a run reads all of it."""
+
+    def find(self, folder: Path, scale: Any) -> None:
+        """Refuse a place that `load` would refuse for holding something else.
+
+        Raises:
+            DataError: There is no such place, or it holds no data of the task.
+        """
+        ...
+
+
+@runtime_checkable
 class WithStarts(Protocol):
     """A task whose runs begin with models that were trained before, perhaps one for each arm."""
 

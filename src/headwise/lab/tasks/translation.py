@@ -26,6 +26,7 @@ from headwise.lab.models.seq2seq import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.pipelines import pipeline_digest
 from headwise.lab.tasks.task import Answers, MakesMasks
 from headwise.lab.tasks.text_scores import bleu_statistics
+from headwise.lab.tasks.translation_corpora import find_files
 from headwise.lab.tasks.translation_data import (
     TranslationData,
     TranslationExample,
@@ -86,6 +87,13 @@ class TranslationTask:
         corpus, files = corpus_at(folder)
         data = load_translation(corpus, files, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
         return ScaledTranslation(data, scale)
+
+    def find(self, folder: Path, scale: TranslationScale) -> None:
+        """Refuse a place without a corpus."""
+        if (folder / RECORD).exists():
+            _require_vocabulary(folder, ScaledTranslation(open_prepared(folder), scale))
+        else:
+            find_files(*corpus_at(folder))
 
     def prepare(
         self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
