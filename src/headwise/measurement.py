@@ -181,7 +181,7 @@ def _read(
             for capture in [capture for tap in taps for capture in tap.read()]:
                 fits = _fits(capture, mask)
                 if mask is not None and capture.weights is not None and not fits:
-                    notes.append(f"roles were not looked for in {capture.site.kind}-attention of other lengths.")
+                    notes.append(_without_roles(capture))
                 sums[capture.site.name].add(capture, mask if fits else None)
             step(1)
     return sums, names, notes
@@ -195,6 +195,12 @@ def _fits(capture: Capture, mask: HeadMask | None) -> bool:
         and capture.site.kind != "cross"
         and (weights.shape[2] == weights.shape[3] == mask.tokens)
     )
+
+
+def _without_roles(capture: Capture) -> str:
+    if capture.site.kind == "pooling":
+        return "roles are of pairs of words, and were not looked for in attention with one query a text."
+    return f"roles were not looked for in {capture.site.kind}-attention of other lengths."
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -36,7 +36,7 @@ from headwise.lab.tasks.task import Answers
 from headwise.lab.tasks.text_scores import bleu_statistics
 from headwise.lab.token_batches import TokenBatches, token_sorted
 
-__all__ = ["VOCABULARY", "Graph2TextTask", "texts_of"]
+__all__ = ["VOCABULARY", "Graph2TextTask", "texts_of", "writer_of"]
 
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
@@ -72,11 +72,11 @@ class Graph2TextTask:
 
     def model(self, data: GraphData, scale: GraphScale) -> GraphWriter:
         """Return GraphWriter."""
-        return _writer(data.coder, scale)
+        return writer_of(data.coder, scale)
 
     def other_model(self, name: str, data: GraphData, scale: GraphScale) -> GraphWriter:  # noqa: ARG002  there is one
         """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
-        return _writer(data.coder, scale, blind=True)
+        return writer_of(data.coder, scale, blind=True)
 
     def studied(self, model: GraphWriter) -> nn.Module:
         """Return the graph encoder: its blocks are what the arms act on."""
@@ -173,7 +173,8 @@ def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: in
     return [spelled(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
 
 
-def _writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+def writer_of(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+    """Return a new GraphWriter of a scale; a blind one reads no graph."""
     return GraphWriter(
         len(coder.vocabulary),
         coder.nodes,
