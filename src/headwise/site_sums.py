@@ -72,8 +72,9 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
         if sums.moments.count > 1:
             pairs["output_cka"] = _matrix(sums.moments.linear_cka_matrix())
         if sums.moments.count < 10 * site.head_size:
+            of = "queries" if site.kind == "pooling" else "tokens"
             notes.append(
-                f"CKA is over {sums.moments.count} tokens; heads of {site.head_size} numbers want "
+                f"CKA is over {sums.moments.count} {of}; heads of {site.head_size} numbers want "
                 f"{10 * site.head_size} or more, fewer raise it."
             )
     pairs |= _of_parameters(site, notes)
