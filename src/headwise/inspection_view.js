@@ -11,7 +11,8 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  const number = (value, digits) => value.toFixed(digits).replace("-", "\u2212");
+  // what rounds to zero has no sign
+  const number = (value, digits) => value.toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "\u2212");
   const signed = (value) => (value < 0 ? "" : "+") + number(value, 4);
   const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
