@@ -274,7 +274,7 @@ def frobenius_penalty_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[
     wide = weights.to(accumulation_dtype(weights))
     if keep is not None:
         wide = wide.masked_fill(~keep[..., None, None], 0.0)
-    with _autocast_off(wide):
+    with autocast_off(wide):
         overlap = wide @ wide.mT
     excess = overlap - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
     penalty = excess.square().sum((-2, -1))
@@ -316,7 +316,7 @@ class _MeanCosine(torch.autograd.Function):
             # A second derivative must see how these depend on the vectors.
             inverse_norm, resultant = _resultant(wide)
         towards = grads[0].unsqueeze(-1) * inverse_norm * (2 / vectors.shape[-2] ** 2)
-        with _autocast_off(wide):
+        with autocast_off(wide):
             along = (wide @ resultant.unsqueeze(-1)).squeeze(-1)
         radial = towards * inverse_norm.square() * along
         gradient = torch.addcmul(wide * -radial.unsqueeze(-1), towards.unsqueeze(-1), resultant.unsqueeze(-2))
@@ -329,7 +329,7 @@ def _resultant(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """1/|x_h| (0 for a zero vector) [..., H] and Σ_h x_h/|x_h| [..., e]."""
     norm = torch.linalg.vector_norm(vectors, dim=-1)
     inverse_norm = norm.masked_fill(norm <= ZERO_NORM, math.inf).reciprocal()
-    with _autocast_off(vectors):
+    with autocast_off(vectors):
         return inverse_norm, (inverse_norm.unsqueeze(-2) @ vectors).squeeze(-2)
 
 
@@ -350,7 +350,7 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
+def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
     # Autocast would run a float32 product in half precision.
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

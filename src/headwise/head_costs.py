@@ -7,7 +7,7 @@ the very numbers of a whole forward is tried on the first batch, and where it do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.ablation import ablate
 from headwise.checks import HeadwiseError, ShapeError
 from headwise.heads import Heads, Site
-from headwise.prefixes import Recording, record
+from headwise.prefixes import Recording, record, tensors_of
 
 __all__ = ["EVERY_FORWARD_WHOLE", "HeadCosts", "Score", "head_costs"]
 
@@ -50,6 +50,7 @@ def head_costs(
     *,
     replay: bool = True,
     advance: Callable[[int], None] | None = None,
+    around: Callable[[Any], AbstractContextManager[object]] = nullcontext,
 ) -> HeadCosts:
     """Remove each head alone, on every batch, and return what that costs each item.
 
@@ -60,6 +61,7 @@ def head_costs(
         score: Given output and batch, one number an item, [N]; larger is better.
         replay: Whether what runs before a head may be given back instead of computed again.
         advance: Told how many forwards are done, for a progress bar.
+        around: Given a batch, what its forward with all heads runs inside of; it must leave that forward as it is.
 
     Raises:
         NotFired: A forward does not go through a site.
@@ -70,10 +72,12 @@ def head_costs(
     reason = "" if replay else "asked for"
     with torch.no_grad():
         for batch in batches:
-            with record(heads) as recording:
-                values = _values(score, run(heads.model, batch), batch)
+            with record(heads) as recording, around(batch):
+                output = run(heads.model, batch)
+            values = _values(score, output, batch)
             if not whole and not reason:
-                reason = _difference(heads, recording, batch, run, score)
+                reason = _difference(heads, recording, batch, run, output)
+            del output
             whole.append(values)
             if advance is not None:
                 advance(1)
@@ -97,23 +101,34 @@ def _without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], 
 
 
 def _difference(
-    heads: Heads, recording: Recording, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score
+    heads: Heads, recording: Recording, batch: Any, run: Callable[[nn.Module, Any], Any], whole: Any
 ) -> str:
-    """Return why a replayed forward is not the whole one on this batch, tried at the last site; "" where it is."""
+    """Return why a forward that begins at the last site is not the whole one on this batch; "" where it is."""
     last: Site = max(heads.sites, key=recording.reached)
-    one = replace(heads, sites=(last,))
     name = last.name or "the model"
-    plain = _without(one, 0, batch, run, score)
     try:
         with recording.before(last) as spared:
             if not spared:
                 return "no layer is done before another begins"
-            again = _without(one, 0, batch, run, score)
+            again = run(heads.model, batch)
     except HeadwiseError as error:
         return f"started again at {name} the model refused ({error})"
-    if not torch.equal(plain, _same(again, plain)):
-        return f"started again at {name} the model gave other scores, by up to {float((again - plain).abs().max()):.2g}"
-    return ""
+    before, after = list(tensors_of(whole)), list(tensors_of(again))
+    if not before:
+        return f"the model puts out a {type(whole).__name__}, in which no tensor was found to compare"
+    if [one.shape for one in before] != [other.shape for other in after]:
+        return f"started again at {name} the model put out something else"
+    apart = [
+        float((one.double() - other.double()).abs().max())
+        for one, other in zip(before, after, strict=True)
+        if _differ(one, other)
+    ]
+    return f"started again at {name} the model put out other numbers, by up to {max(apart):.2g}" if apart else ""
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    # what stands at padding may be no number in both
+    return bool(((one != other) & ~((one != one) & (other != other))).any())
 
 
 def _values(score: Score, output: Any, batch: Any) -> Tensor:

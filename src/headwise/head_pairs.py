@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.checks import MaskError, ShapeError
-from headwise.disagreement import accumulation_dtype, require_floating, require_keep
+from headwise.disagreement import accumulation_dtype, autocast_off, require_floating, require_keep
 
 __all__ = [
     "PairSums",
@@ -22,6 +22,10 @@ __all__ = [
     "mean_over_pairs",
     "parameter_pairs",
 ]
+
+
+# Tokens whose vectors or rows are compared at once, so that what is made of them stays in a core's cache.
+TOGETHER = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,12 @@ def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
         tensor(0.6000, dtype=torch.float64)
     """
     units = torch.nn.functional.normalize(_items(vectors, keep), dim=-1)
-    return PairSums(torch.einsum("the,tge->hg", units, units).double(), len(units))
+    total = torch.zeros(units.shape[1], units.shape[1], dtype=torch.float64, device=units.device)
+    with autocast_off(units):
+        for part in units.split(TOGETHER):
+            rows = part.transpose(0, 1).flatten(1)
+            total += rows @ rows.mT
+    return PairSums(total, len(units))
 
 
 @torch.no_grad()
@@ -98,14 +107,19 @@ def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSu
     require_floating("weights", weights, 3, "[..., H, Q, K]")
     # heads first, and every row one after another: each pair is then one pass over memory
     rows = _items(weights.movedim(-3, -2), keep).transpose(0, 1).contiguous()
-    entropy = torch.special.entr(rows).sum(-1)
     heads = len(rows)
     total = torch.zeros(heads, heads, dtype=torch.float64, device=rows.device)
-    for first in range(heads - 1):
-        middle = torch.special.entr((rows[first] + rows[first + 1 :]) / 2).sum(-1)
-        divergence = (middle - (entropy[first] + entropy[first + 1 :]) / 2).clamp_min(0).double().sum(-1)
-        total[first, first + 1 :] = total[first + 1 :, first] = divergence
-    return PairSums(total, rows.shape[1]), entropy.double().sum(-1)
+    entropies = torch.zeros(heads, dtype=torch.float64, device=rows.device)
+    for part in rows.split(TOGETHER, dim=1):
+        logarithms, middles = torch.empty_like(part), torch.empty_like(part[1:])
+        entropy = _entropy(part, logarithms)
+        entropies += entropy.sum(-1, dtype=torch.float64)
+        for first in range(heads - 1):
+            middle = torch.add(part[first], part[first + 1 :], out=middles[first:]).mul_(0.5)
+            divergence = _entropy(middle, logarithms[first + 1 :])
+            divergence -= (entropy[first] + entropy[first + 1 :]) / 2
+            total[first, first + 1 :] += divergence.clamp_min_(0).sum(-1, dtype=torch.float64)
+    return PairSums(total + total.mT, rows.shape[1]), entropies
 
 
 @torch.no_grad()
@@ -149,6 +163,12 @@ def mean_over_others(matrix: Tensor) -> Tensor:
     """
     heads = matrix.shape[-1]
     return (matrix.double().sum(-1) - matrix.double().diagonal()) / (heads - 1)
+
+
+def _entropy(rows: Tensor, logarithms: Tensor) -> Tensor:
+    """Return -sum_k p_k log p_k of each row, with 0 log 0 = 0; `logarithms` is room as large as the rows."""
+    torch.clamp(rows, min=torch.finfo(rows.dtype).tiny, out=logarithms)
+    return logarithms.log_().mul_(rows).sum(-1).neg_()
 
 
 def _items(vectors: Tensor, keep: Tensor | None) -> Tensor:

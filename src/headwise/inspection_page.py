@@ -33,7 +33,8 @@ class Sentence:
 
     Attributes:
         tokens: Its tokens as they are to be read, without padding.
-        weights: For each layer of the report its attention weights [H, n, n], or None where they could not be read.
+        weights: For each layer of the report its attention weights [H, n, n], or [H, 1, n] where a sentence has one
+            query; None where they could not be read.
     """
 
     tokens: tuple[str, ...]
@@ -126,10 +127,10 @@ def _sentence(sentence: Sentence, layers: Sequence[LayerReport]) -> dict[str, An
             f"an entry for each of {len(layers)}."
         )
     for weights, layer in zip(sentence.weights, layers, strict=True):
-        if weights is not None and tuple(weights.shape) != (layer.heads, size, size):
+        if weights is not None and tuple(weights.shape) not in ((layer.heads, size, size), (layer.heads, 1, size)):
             raise SettingError(
                 f"weights of {layer.site or 'the model'} have shape {tuple(weights.shape)}; expected "
-                f"{(layer.heads, size, size)}."
+                f"{(layer.heads, size, size)}, or {(layer.heads, 1, size)} of one query."
             )
     text = " ".join(sentence.tokens)
     return {

@@ -11,7 +11,8 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  const number = (value, digits) => value.toFixed(digits).replace("-", "\u2212");
+  // what rounds to zero has no sign
+  const number = (value, digits) => value.toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "\u2212");
   const signed = (value) => (value < 0 ? "" : "+") + number(value, 4);
   const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
@@ -21,7 +22,9 @@
     if (!packed) return null;
     const size = sentence.tokens.length;
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-    return (query, key) => bytes[(state.head * size + query) * size + key] / 255;
+    // one query a token, or one for the sentence
+    const queries = bytes.length / (data.layers[state.layer].heads * size);
+    return { queries, of: (query, key) => bytes[(state.head * queries + query) * size + key] / 255 };
   };
 
   const pick = (name, label, options) => {
@@ -57,32 +60,35 @@
 
   function tokens() {
     const sentence = data.sentences[state.sentence];
-    const weight = weights();
+    const read = weights();
     if (!sentence) return make("p", "said", "No sentence was kept.");
-    if (!weight) return panel("Attention", "The attention weights of this layer cannot be read.");
+    if (!read) return panel("Attention", "The attention weights of this layer cannot be read.");
     const size = sentence.tokens.length;
-    const all = [...Array(size).keys()];
-    const shares = all.map((key) =>
-      state.token < 0 ? all.reduce((sum, query) => sum + weight(query, key), 0) / size : weight(state.token, key));
+    const pooled = read.queries !== size;
+    const queries = [...Array(read.queries).keys()];
+    const shares = sentence.tokens.map((_, key) => state.token < 0
+      ? queries.reduce((sum, query) => sum + read.of(query, key), 0) / read.queries : read.of(state.token, key));
     const largest = Math.max(...shares, 1e-9);
-    const from = state.token < 0 ? "all tokens together" : `\u201c${sentence.tokens[state.token]}\u201d`;
+    const from = pooled ? "the sentence's one query looks"
+      : state.token < 0 ? "all tokens together attend" : `\u201c${sentence.tokens[state.token]}\u201d attends`;
     const box = panel("Attention",
-      `Where ${from} attend${state.token < 0 ? "" : "s"} in head ${state.head}: the darkest token gets ` +
-      `${percent(largest)}. Choose a token to see its own row; choose it again for all.`);
+      `Where ${from} in head ${state.head}: the darkest token gets ${percent(largest)}.` +
+      (pooled ? "" : " Choose a token to see its own row; choose it again for all."));
     const line = make("div", "tokens");
     sentence.tokens.forEach((token, place) => {
-      const button = make("button", "token", token);
-      button.type = "button";
+      const button = make(pooled ? "span" : "button", "token", token);
       button.title = percent(shares[place]);
+      button.style.setProperty("--share", `${Math.round(80 * shares[place] / largest)}%`);
+      line.append(button);
+      if (pooled) return;
+      button.type = "button";
       button.setAttribute("aria-pressed", String(place === state.token));
       button.setAttribute("aria-label", `${token}, ${percent(shares[place])}`);
-      button.style.setProperty("--share", `${Math.round(80 * shares[place] / largest)}%`);
       button.addEventListener("click", () => {
         state.token = place === state.token ? -1 : place;
         draw();
         document.querySelectorAll("#inspection .token")[place].focus();
       });
-      line.append(button);
     });
     box.append(line);
     return box;

@@ -6,7 +6,7 @@ Owns the walk over batches and what is read of each attention module. The equati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -43,14 +43,16 @@ def measure(
 ) -> Report:
     """Return what the heads of a model do, layer by layer, and what the removal of each head costs.
 
-    Read in one forward a batch: for each two heads of a layer the cosine, distance and linear CKA of their outputs,
-    the cosine and distance of their values, the Jensen-Shannon divergence of their attention; for each head the
-    entropy of its attention and its share on each role's pairs; for each layer the similarities of Li et al. 2021.
+    Read in one forward a batch, with all heads: for each two heads of a layer the cosine, distance and linear CKA of
+    their outputs, the cosine and distance of their values, the Jensen-Shannon divergence of their attention; for each
+    head the entropy of its attention and its share on each role's pairs; for each layer the similarities of Li et al.
+    2021.
     Averages run over valid tokens. What cannot be read in a model is left out, and `Report.notes` says so.
 
     With a score, each head is removed alone (`ablate`) on every batch. A forward without a head gives back what was
-    computed before that head, and computes the rest: the numbers are bit for bit those of whole forwards, which is
-    tried on the first batch; where they are not, every forward is whole and the notes say so. The interval of a drop
+    computed before that head, and computes the rest: the numbers are bit for bit those of whole forwards. That is tried
+    on the first batch: begun at the last module, the model must put out with all heads what it put out as a whole;
+    where it does not, every forward is whole and the notes say so. The interval of a drop
     is Student's, at 95 %, over the paired differences of the items.
 
     The model is measured in evaluation mode, without gradients, and left in the mode it was in.
@@ -92,7 +94,7 @@ def measure(
     kept, run = list(batches), forward or _call
     if not kept:
         raise SettingError("there is no batch; expected at least one to measure heads on.")
-    total = len(kept) * (1 + (0 if score is None else 1 + sum(site.num_heads for site in heads)))
+    total = len(kept) * (1 + (0 if score is None else sum(site.num_heads for site in heads)))
     done = 0
 
     def step(forwards: int) -> None:
@@ -102,8 +104,17 @@ def measure(
             advance(done, total)
 
     with torch.no_grad(), evaluating(model):
-        sums, names, notes = _read(heads, kept, run, roles, step)
-        costs = None if score is None else head_costs(heads, kept, run, score, replay=replay, advance=step)
+        reading = Reading(heads, roles)
+        if score is None:
+            costs = None
+            for batch in kept:
+                with reading(batch):
+                    run(model, batch)
+                step(1)
+        else:
+            # what is read leaves the forward as it is: it is also the one that the forwards without a head go on from
+            costs = head_costs(heads, kept, run, score, replay=replay, advance=step, around=reading)
+    sums, names, notes = reading.sums, reading.names, reading.notes
     if costs is not None and not costs.replayed:
         notes.append(f"{EVERY_FORWARD_WHOLE}: {costs.reason}.")
     layers = tuple(layer_report(site, sums[site.name], costs, notes) for site in heads.sites)
@@ -154,37 +165,47 @@ def readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
     return {found: replace(heads, sites=tuple(sites)) for found, sites in groups.items()}, list(dict.fromkeys(notes))
 
 
-def _read(
-    heads: Heads,
-    batches: Sequence[Any],
-    run: Callable[[nn.Module, Any], Any],
-    roles: Callable[[Any], HeadMask] | None,
-    step: Callable[[int], None],
-) -> tuple[dict[str, SiteSums], tuple[str, ...], list[str]]:
-    """Return what each site did, the names of the roles, and notes."""
-    groups, notes = readable(heads)
-    sums = {site.name: SiteSums() for site in heads.sites}
-    names: tuple[str, ...] = ()
-    with ExitStack() as attached:
-        taps = [
-            attached.enter_context(Taps(sites, **dict.fromkeys(found, True)))
-            for found, sites in groups.items()
-            if found
-        ]
-        for batch in batches:
-            run(heads.model, batch)
-            mask = None if roles is None else roles(batch)
-            if mask is not None:
-                if names not in ((), mask.names):
-                    raise MaskError(f"a batch has roles {mask.names}, one before {names}; expected the same in all.")
-                names = mask.names
-            for capture in [capture for tap in taps for capture in tap.read()]:
-                fits = _fits(capture, mask)
-                if mask is not None and capture.weights is not None and not fits:
-                    notes.append(f"roles were not looked for in {capture.site.kind}-attention of other lengths.")
-                sums[capture.site.name].add(capture, mask if fits else None)
-            step(1)
-    return sums, names, notes
+class Reading:
+    """What each site does, batch by batch: a forward inside `with reading(batch)` is read.
+
+    Attributes:
+        sums: What each site did, by its name.
+        names: The names of the roles.
+        notes: What could not be read.
+    """
+
+    def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None) -> None:
+        self._groups, self.notes = readable(heads)
+        self._roles = roles
+        self.sums = {site.name: SiteSums() for site in heads.sites}
+        self.names: tuple[str, ...] = ()
+
+    @contextmanager
+    def __call__(self, batch: Any) -> Iterator[None]:
+        """Read the one forward that runs inside the block.
+
+        Raises:
+            MaskError: The roles of the batch are others than those of one before.
+            NotFired: The forward does not go through a site.
+        """
+        with ExitStack() as attached:
+            taps = [
+                attached.enter_context(Taps(sites, **dict.fromkeys(found, True), beside=True))
+                for found, sites in self._groups.items()
+                if found
+            ]
+            yield
+            captures = [capture for tap in taps for capture in tap.read()]
+        mask = None if self._roles is None else self._roles(batch)
+        if mask is not None:
+            if self.names not in ((), mask.names):
+                raise MaskError(f"a batch has roles {mask.names}, one before {self.names}; expected the same in all.")
+            self.names = mask.names
+        for capture in captures:
+            fits = _fits(capture, mask)
+            if mask is not None and capture.weights is not None and not fits:
+                self.notes.append(_without_roles(capture))
+            self.sums[capture.site.name].add(capture, mask if fits else None)
 
 
 def _fits(capture: Capture, mask: HeadMask | None) -> bool:
@@ -195,6 +216,12 @@ def _fits(capture: Capture, mask: HeadMask | None) -> bool:
         and capture.site.kind != "cross"
         and (weights.shape[2] == weights.shape[3] == mask.tokens)
     )
+
+
+def _without_roles(capture: Capture) -> str:
+    if capture.site.kind == "pooling":
+        return "roles are of pairs of words, and were not looked for in attention with one query a text."
+    return f"roles were not looked for in {capture.site.kind}-attention of other lengths."
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

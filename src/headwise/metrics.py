@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.checks import MaskError, ShapeError
-from headwise.disagreement import accumulation_dtype, require_floating, require_keep
+from headwise.disagreement import accumulation_dtype, autocast_off, require_floating, require_keep
 
 __all__ = [
     "OutputMoments",
@@ -216,10 +216,19 @@ def output_moments(outputs: Tensor, keep: Tensor | None = None) -> OutputMoments
     >>> output_moments(torch.ones(4, 2, 3)).count
     4
     """
-    tokens = _valid("outputs", outputs, keep).double()
-    mean = tokens.mean(0)
-    centered = (tokens - mean).flatten(1)
-    return OutputMoments(len(tokens), mean, (centered.mT @ centered).reshape(*mean.shape, *mean.shape))
+    tokens = _valid("outputs", outputs, keep)
+    mean = tokens.mean(0, dtype=torch.float64)
+    # what is left of the mean where tokens are float32 is taken off the products, and tiny heads do not underflow
+    shift = mean.to(tokens.dtype)
+    centered = tokens - shift
+    size = centered.abs().amax((0, 2)).double().clamp_min(torch.finfo(tokens.dtype).tiny)
+    rest = ((mean - shift.double()) / size[:, None]).flatten()
+    scaled = (centered / size[:, None].to(tokens.dtype)).flatten(1)
+    with autocast_off(tokens):
+        scatter = (scaled.mT @ scaled).double() - len(tokens) * rest[:, None] * rest
+    scales = size[:, None].expand_as(mean)
+    scatter = scatter.reshape(*mean.shape, *mean.shape) * scales[:, :, None, None] * scales
+    return OutputMoments(len(tokens), mean, scatter)
 
 
 def linear_cka(outputs: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -112,6 +112,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights or extra.weights:
             weights = _attention_weights(q, k, mask, causal_hint)
             weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+        if weights is not None and (need_weights or not extra.beside):
             dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
             heads = dropped @ v
         else:

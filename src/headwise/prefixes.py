@@ -20,7 +20,7 @@ from headwise.checks import NotFired
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 
-__all__ = ["Recording", "record", "replayable_modules"]
+__all__ = ["Recording", "record", "replayable_modules", "tensors_of"]
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ def record(heads: Heads) -> Iterator[Recording]:
     def ended(module: nn.Module, _args: tuple, output: object) -> None:
         call = open_calls[module].pop()
         call.end, call.output = recording._tick(), output
-        call.versions = tuple((tensor, tensor._version) for tensor in _tensors(output) if not tensor.is_inference())
+        call.versions = tuple((tensor, tensor._version) for tensor in tensors_of(output) if not tensor.is_inference())
 
     def reached(site: Site) -> Callable[[nn.Module, tuple], None]:
         def at(_module: nn.Module, _args: tuple) -> None:
@@ -185,12 +185,17 @@ def _stale(call: _Call) -> bool:
     return any(tensor._version != version for tensor, version in call.versions)
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
+def tensors_of(output: object) -> Iterator[Tensor]:
+    """Yield the tensors of what a module put out, in tuples, lists and mappings too.
+
+    >>> [len(one) for one in tensors_of({"a": torch.zeros(2), "b": [torch.zeros(3), None]})]
+    [2, 3]
+    """
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_of(value)

@@ -33,11 +33,13 @@ class Asked:
         biases: Added to its scores, each broadcastable to [B, H, Q, K].
         weights: Whether the attention weights are computed explicitly.
         mean_weights: Whether their mean over heads is computed.
+        beside: Whether the weights are computed beside the attention and not in its course.
     """
 
     biases: tuple[Tensor, ...] = ()
     weights: bool = False
     mean_weights: bool = False
+    beside: bool = False
 
 
 class _Forward:
@@ -114,7 +116,8 @@ def asked(
             f"a bias on the heads of {type(module).__name__} cannot be kept for the recomputation of a reentrant "
             "activation checkpoint; use use_reentrant=False."
         )
-    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean)
+    beside = all(observer.beside for observer in observers if observer.weights)
+    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean, beside)
     frame = None if compiling or again else _checkpoint_frame()[0]
     if frame is not None:
         if frame not in _forwards:

@@ -73,10 +73,10 @@ class Report:
     @property
     def summary(self) -> str:
         """What the report is of, in a sentence."""
-        said = (
-            f"{self.model}: {sum(layer.heads for layer in self.layers)} heads in {len(self.layers)} attention modules, "
-        )
-        said += f"{self.tokens} tokens"
+        modules = f"{len(self.layers)} attention module{'s' if len(self.layers) != 1 else ''}"
+        said = f"{self.model}: {sum(layer.heads for layer in self.layers)} heads in {modules}, {self.tokens} "
+        # attention with one query a text has no queries at tokens
+        said += "queries" if all(layer.kind == "pooling" for layer in self.layers) else "tokens"
         if self.whole is not None:
             said += f"; {self.score} {number(self.whole.value, 4)} over {self.items} items"
         return f"{said}."

@@ -48,11 +48,19 @@ class Attended:
 
 @dataclass(frozen=True)
 class Observer:
-    """A function called with `Attended` at each forward, and whether it needs the attention weights or their mean."""
+    """A function called with `Attended` at each forward, and whether it needs the attention weights or their mean.
+
+    Attributes:
+        see: The function.
+        weights: Whether it needs the weights; the module then attends with them.
+        mean_weights: Whether it needs their mean over heads.
+        beside: Whether the weights are computed beside the attention, which stays as it is to the bit.
+    """
 
     see: Callable[[Attended], None]
     weights: bool = False
     mean_weights: bool = False
+    beside: bool = False
 
     def shown(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
         """Call the function with what it asked for of one call."""

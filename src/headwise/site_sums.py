@@ -5,11 +5,12 @@ Owns what is computed from a capture. Must not know how captures come about, or 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headwise.captures import Capture
 from headwise.checks import HeadwiseError
-from headwise.disagreement import output_similarity_sum, position_similarity_sum, subspace_similarity_sum
+from headwise.disagreement import position_similarity_sum
 from headwise.head_costs import HeadCosts
 from headwise.head_pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
 from headwise.heads import Site
@@ -38,16 +39,18 @@ class SiteSums:
         if capture.outputs is not None:
             outputs, keep = capture.outputs, capture.query_keep
             self.queries += outputs.shape[0] * outputs.shape[1] if keep is None else int(keep.sum())
-            self._pair("output_cosine", cosine_pairs(outputs, keep))
+            cosines = cosine_pairs(outputs, keep)
+            self._pair("output_cosine", cosines)
             self._pair("output_distance", distance_pairs(outputs, keep))
-            self._term("output", output_similarity_sum(outputs, keep))
+            self._term("output", _over_all(cosines))
             if outputs.shape[2] > 1:
                 moments = output_moments(outputs, keep)
                 self.moments = moments if self.moments is None else self.moments + moments
         if capture.values is not None:
-            self._pair("value_cosine", cosine_pairs(capture.values, capture.key_keep))
+            cosines = cosine_pairs(capture.values, capture.key_keep)
+            self._pair("value_cosine", cosines)
             self._pair("value_distance", distance_pairs(capture.values, capture.key_keep))
-            self._term("subspace", subspace_similarity_sum(capture.values, capture.key_keep))
+            self._term("subspace", _over_all(cosines))
         if capture.weights is not None:
             pairs, entropy = attention_pairs(capture.weights, capture.query_keep)
             self._pair("attention_js", pairs)
@@ -72,8 +75,9 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
         if sums.moments.count > 1:
             pairs["output_cka"] = _matrix(sums.moments.linear_cka_matrix())
         if sums.moments.count < 10 * site.head_size:
+            of = "queries" if site.kind == "pooling" else "tokens"
             notes.append(
-                f"CKA is over {sums.moments.count} tokens; heads of {site.head_size} numbers want "
+                f"CKA is over {sums.moments.count} {of}; heads of {site.head_size} numbers want "
                 f"{10 * site.head_size} or more, fewer raise it."
             )
     pairs |= _of_parameters(site, notes)
@@ -94,6 +98,11 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
         roles=_matrix(shares.share.T) if shares is not None and told else (),
         chance=tuple(shares.expected.tolist()) if shares is not None and told else (),
     )
+
+
+def _over_all(cosines: PairSums) -> tuple[Tensor, Tensor]:
+    """Return `output_similarity_sum` of the same vectors, the mean over all ordered pairs, and the number of tokens."""
+    return cosines.total.sum() / cosines.total.numel(), torch.tensor(cosines.count)
 
 
 def _of_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:

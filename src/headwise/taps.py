@@ -45,7 +45,8 @@ class Taps(Handle):
         values: Whether to read V_g.
         weights: Whether to read attention weights; they are computed explicitly, as torch does with need_weights, and
             only while this is attached. A model of transformers may run sdpa or eager then.
-
+        beside: Whether weights are computed beside the attention, whose own numbers then stay what they are to the bit;
+            it costs one attention more. Without, the module attends with the weights that are read.
         mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
             over the sdpa of transformers it is computed one head at a time, beside fused attention, and the weights of
             the heads are not kept.
@@ -72,6 +73,7 @@ class Taps(Handle):
         values: bool = False,
         weights: bool = False,
         mean_weights: bool = False,
+        beside: bool = False,
     ) -> None:
         require_heads(heads)
         if not (outputs or values or weights or mean_weights):
@@ -81,6 +83,7 @@ class Taps(Handle):
         super().__init__()
         self.heads = heads
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
+        self.beside = beside
         self._calls: list[Call] = []
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
@@ -155,7 +158,7 @@ class Taps(Handle):
                     "so their mean is out of reach; read weights=True, or take Position() without recompute."
                 )
             if self.weights or self.mean_weights or (self.values and inside):
-                listener = Observer(self._see(site), weights=self.weights, mean_weights=self.mean_weights)
+                listener = Observer(self._see(site), self.weights, self.mean_weights, self.beside)
                 self._removers.append(site.reach_scores().listen(listener))
             if self.values and not inside:
                 if site.value_module is None:

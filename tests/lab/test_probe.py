@@ -135,8 +135,8 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
 
 
 def test_what_cannot_be_probed_is_refused(tmp_path, probing_folder, capsys):
-    (tmp_path / "settings.json").write_text('{"task": "logic"}')
-    with pytest.raises(DataError, match=r"holds a run of logic; probe takes runs of translation, classification"):
+    (tmp_path / "settings.json").write_text('{"task": "chess"}')
+    with pytest.raises(DataError, match=r"holds a run of chess; expected one of translation, classification"):
         open_frozen(tmp_path)
     with pytest.raises(DataError, match="absent does not exist"):
         open_frozen(tmp_path / "absent")

@@ -70,6 +70,33 @@ def test_reading_outputs_and_values_leaves_the_outputs_as_they_are_to_the_bit(fa
     assert same(plain, results(model, inputs))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("family", REACHED, ids=str)
+def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_bit(family: Family, biased: bool):
+    model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    # stock modules change class, and their fast path with them
+    hw.Taps(heads, outputs=True).remove()
+    with torch.no_grad():
+        if biased:
+            hw.bias_heads(heads, no_bias)
+        before = results(model, inputs)
+        with hw.Taps(heads, weights=True) as taps:
+            model(**inputs)
+            expected = taps.read()
+        with hw.Taps(heads, weights=True, beside=True) as taps:
+            assert same(results(model, inputs), before)
+            found = taps.read()
+        # who attends with the weights decides for all
+        with hw.Taps(heads, weights=True, beside=True) as taps, hw.Taps(heads, weights=True) as others:
+            model(**inputs)
+            assert len(others.read()) == len(taps.read())
+    for one, other in zip(found, expected, strict=True):
+        assert one.weights is not None
+        assert other.weights is not None
+        torch.testing.assert_close(one.weights, other.weights, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_captures_match_the_sites_one_to_one_and_have_the_shapes_of_the_heads(family: Family):
     model = family.build()

@@ -119,7 +119,9 @@ def _attend_over_sdpa(
     capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
     if answer.weights or (answer.mean_weights and capped):
         output, _ = _explicit(module, query, key, value, attention_mask, answer, **settings)
-        return output, None
+        if not answer.beside or not answer.weights:
+            return output, None
+        answer = replace(answer, mean_weights=False)
     if not answer.biases and not answer.mean_weights:
         return stock(module, query, key, value, attention_mask, **settings)
     mask, empty = _total(module, query, key, attention_mask, answer, settings)
@@ -143,7 +145,11 @@ def _attend_over_eager(
     if not answer.biases and not answer.weights and not answer.mean_weights:
         stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
         return stock(module, query, key, value, attention_mask, **settings)
-    return _explicit(module, query, key, value, attention_mask, answer, **settings)
+    attended = _explicit(module, query, key, value, attention_mask, answer, **settings)
+    if not answer.beside or not answer.weights or answer.biases:
+        return attended
+    stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    return stock(module, query, key, value, attention_mask, **settings)
 
 
 def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:

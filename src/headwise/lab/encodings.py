@@ -20,12 +20,13 @@ from torch import Tensor
 
 from headwise.checks import DataError
 from headwise.lab.data import digest
-from headwise.lab.frozen import Frozen
-from headwise.lab.inspected import Encoded
+from headwise.lab.encoded import Encoded
+from headwise.lab.frozen_model import Frozen
 from headwise.taps import Capture, Taps
 
 __all__ = ["Encodings", "encodings", "fingerprint"]
 
+PROBED = "expected a folder of Hugging Face, or a run of translation, classification, probing, pretraining or glue"
 FORM = "encodings-1"  # changes with anything below that changes the arrays
 LAYERS, SHAPES = "layers.npy", "shapes.json"
 
@@ -80,9 +81,11 @@ def encodings(
         advance: Told how many sentences were encoded since it was last told.
 
     Raises:
-        DataError: The cache cannot be written, or the model's states are not finite.
+        DataError: The cache cannot be written, the model's states are not finite, or it reads no sentences.
         LayoutError: The outputs of the heads cannot be read.
     """
+    if frozen.states is None:
+        raise DataError(f"{frozen.name} has no state of each token of a sentence in each layer; {PROBED}.")
     place = cache / digest(json.dumps([model, heads, list(sentences)], ensure_ascii=True))
     if not (place / SHAPES).is_file():
         try:
@@ -91,7 +94,7 @@ def encodings(
         except OSError as error:
             raise DataError(f"{cache}: the cache cannot be written ({error.strerror}); name another folder.") from None
         try:
-            _write(frozen, sentences, partial, heads=heads, advance=advance)
+            _write(frozen, sentences, frozen.states, partial, heads=heads, advance=advance)
             # a folder without shapes is what an older interruption left
             shutil.rmtree(place, ignore_errors=True)
             partial.replace(place)
@@ -103,7 +106,13 @@ def encodings(
 
 
 def _write(
-    frozen: Frozen, sentences: Sequence[str], place: Path, *, heads: bool, advance: Callable[[int], object]
+    frozen: Frozen,
+    sentences: Sequence[str],
+    states_of: Callable[[Encoded], Sequence[Tensor]],
+    place: Path,
+    *,
+    heads: bool,
+    advance: Callable[[int], object],
 ) -> None:
     layers: Any = None
     outputs: list[Any] = []
@@ -112,7 +121,7 @@ def _write(
     try:
         with torch.no_grad():
             for batch in frozen.read(sentences):
-                states = frozen.states(batch)
+                states = states_of(batch)
                 captured = [] if taps is None else taps.read()
                 if layers is None:
                     shape = len(states), len(sentences), states[0].shape[-1]

@@ -6,7 +6,7 @@ Owns the order: read, measure with a progress bar, print, write report and page.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headwise.checks import DataError
 from headwise.inspection_page import Sentence, inspection_page
-from headwise.lab import runs
-from headwise.lab.inspected import Encoded, Fidelity, Inspected, inspected_folder, read_sentences, run_encoded
-from headwise.lab.inspected_run import inspected_run
+from headwise.lab.encoded import Encoded
+from headwise.lab.frozen import open_frozen
+from headwise.lab.frozen_model import Frozen
 from headwise.masks import HeadMask
 from headwise.measurement import measure, readable
 from headwise.report import Report
@@ -58,12 +58,12 @@ def inspect_models(
         DataError: A folder holds no model, or a file cannot be read or written.
         SettingError: The other model has another shape.
     """
-    sentences = read_sentences(text)
-    roles = None if pipeline is None else _role_maker(pipeline, sentences)
-    inspected = _opened(folder, sentences)
+    inspected, lines = _encoded(folder, text)
+    other = None if against is None else _encoded(against, text)[0]
+    roles = None if pipeline is None else _role_maker(pipeline, lines, [inspected, *([other] if other else [])])
     report = _measured(inspected, roles, console)
-    before = None if against is None else _measured(_opened(against, sentences), roles, console)
-    place = out or Path("runs") / "inspect" / inspected.name
+    before = None if other is None else _measured(other, roles, console)
+    place = out or Path("runs") / "inspect" / inspected.frozen.name
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,7 +76,7 @@ def inspect_models(
     page = inspection_page(
         report,
         _sentences(inspected, shown),
-        title=f"The heads of {inspected.name}",
+        title=f"The heads of {inspected.frozen.name}",
         before=before,
         settings=f"$ {command}",
     )
@@ -84,43 +84,54 @@ def inspect_models(
     console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
 
 
-def _opened(folder: Path, sentences: Sequence[str]) -> Inspected:
-    if (folder / runs.SETTINGS).is_file():
-        return inspected_run(folder, sentences)
-    return inspected_folder(folder, sentences)
+@dataclass(frozen=True, eq=False)
+class Inspected:
+    """A frozen model, and a text as it takes it."""
+
+    frozen: Frozen
+    batches: tuple[Encoded, ...]
+
+
+def _encoded(folder: Path, text: Path) -> tuple[Inspected, Sequence[Any]]:
+    frozen = open_frozen(folder)
+    lines = frozen.lines(text)
+    return Inspected(frozen, tuple(frozen.read(lines))), lines
 
 
 def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
+    frozen, score = inspected.frozen, inspected.frozen.score()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(f"forwards of {inspected.name}", total=None)
+        bar = bars.add_task(f"forwards of {frozen.name}", total=None)
         report = measure(
-            inspected.model,
-            inspected.heads,
+            frozen.model,
+            frozen.heads,
             inspected.batches,
-            score=Fidelity(),
-            score_name=Fidelity.name,
-            forward=run_encoded,
+            score=score,
+            score_name=score.name,
+            forward=lambda _model, batch: frozen.run(batch),
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    return replace(report, notes=(*report.notes, *([inspected.note] if inspected.note else [])))
+    return replace(report, notes=(*report.notes, *([frozen.note] if frozen.note else [])))
 
 
-def _role_maker(pipeline: str, sentences: Sequence[str]) -> Callable[[Encoded], HeadMask]:
+def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
     """Return what makes the masks of the paper's five roles; which words are rare is counted in the text itself."""
     from headwise.lab.roles_command import parser_of
     from headwise.role_masks import Roles
     from headwise.word_rarity import idf
 
-    tables = parser_of(pipeline)(list(sentences))
+    wordless = next((one for one in models if any(batch.encoding is None for batch in one.batches)), None)
+    if wordless is not None:
+        raise DataError(
+            f"roles are of words, and it is not known which characters the tokens of {wordless.frozen.name} stand for; "
+            "leave --pipeline out."
+        )
+    tables = parser_of(pipeline)(list(lines))
     roles = Roles.paper(idf(tables))
 
     def masks(batch: Encoded) -> HeadMask:
-        if batch.encoding is None:
-            raise DataError(
-                "roles need a tokenizer that tells where its tokens stand in the text; leave --pipeline out."
-            )
         chosen = [tables[place] for place in batch.places]
         return roles(chosen, num_heads=len(roles.roles), encoding=batch.encoding, length=batch.keep.shape[1])
 
@@ -129,27 +140,29 @@ def _role_maker(pipeline: str, sentences: Sequence[str]) -> Callable[[Encoded], 
 
 def _sentences(inspected: Inspected, count: int) -> list[Sentence]:
     """Return the first sentences of the text with the attention weights of each layer."""
-    groups, _ = readable(inspected.heads)
-    sites = [site for what, heads in groups.items() if "weights" in what for site in heads]
+    heads = inspected.frozen.heads
+    groups, _ = readable(heads)
+    sites = [site for what, found in groups.items() if "weights" in what for site in found]
     found: dict[int, Sentence] = {}
     if not sites or count < 1:
         return []
-    with torch.no_grad(), Taps(replace(inspected.heads, sites=tuple(sites)), weights=True) as taps:
+    with torch.no_grad(), Taps(replace(heads, sites=tuple(sites)), weights=True) as taps:
         for batch in inspected.batches:
             wanted = [row for row, place in enumerate(batch.places) if place < count]
             if not wanted:
                 continue
-            run_encoded(inspected.model, batch)
+            inspected.frozen.run(batch)
             captured: dict[str, Any] = {capture.site.name: capture.weights for capture in taps.read()}
             for row in wanted:
-                weights = [_own(captured.get(site.name), batch, row) for site in inspected.heads]
+                weights = [_own(captured.get(site.name), batch, row) for site in heads]
                 found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
     return [found[place] for place in sorted(found)]
 
 
 def _own(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
-    """Return the weights between the real tokens of one sentence."""
+    """Return the weights between the real tokens of one sentence; of a site with one query a text, of that query."""
     if weights is None:
         return None
     keep = batch.keep[row]
-    return weights[row][:, keep][:, :, keep]
+    own = weights[row][:, :, keep]
+    return own[:, keep] if own.shape[1] == len(keep) else own

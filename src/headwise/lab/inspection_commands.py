@@ -14,8 +14,8 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of translation.")],
-    text: Annotated[Path, typer.Option(help="A file with a sentence a line.")],
+    model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],
+    text: Annotated[Path, typer.Option(help="A file: a sentence a line; of logic a formula, of graph2text a graph.")],
     against: Annotated[Path | None, typer.Option(help="Another model of the same shape, shown beside it.")] = None,
     pipeline: Annotated[
         str | None, typer.Option(help="A pipeline of spaCy that parses: then the roles of each head are looked for.")

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headwise.checks import DataError
 from headwise.lab import runs
 from headwise.lab.encodings import encodings, fingerprint
-from headwise.lab.frozen import Frozen, open_frozen
+from headwise.lab.frozen import open_frozen
+from headwise.lab.frozen_model import Frozen
 from headwise.lab.grids import markdown_of, terminal_grid
 from headwise.lab.probe import (
     NONE,

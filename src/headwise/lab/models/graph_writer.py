@@ -184,7 +184,7 @@ class GraphWriter(nn.Module):
     def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbours: Tensor, types: Tensor) -> Memory:
         """Return what the decoder reads of titles and graphs."""
         title_states, _ = self.titles(title, self._vectors)
-        _, phrases = self.phrases(entities, self._vectors)
+        phrases = self.entity_vectors(entities)
         states = self.encoder(phrases, nodes, neighbours)
         there = nodes[:, 1 : 1 + types.shape[1]] < 0
         copies = states[:, 1 : 1 + types.shape[1]]
@@ -203,6 +203,10 @@ class GraphWriter(nn.Module):
             types=types,
             root=states[:, 0],
         )
+
+    def entity_vectors(self, entities: Tensor) -> Tensor:
+        """Return the vectors of entities' words, [E, d], which the graph encoder begins with."""
+        return self.phrases(entities, self._vectors)[1]
 
     def start(self, memory: Memory) -> State:
         """Return the state before the first word: the root's, and what it attends to."""

@@ -128,13 +128,18 @@ def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
     return [_agenda(line, relations, path, number) for number, line in _rows(path, "AGENDA's six fields")]
 
 
-def read_triples(path: Path) -> list[Graph]:
-    """Return the graphs of a user's own file, each line as `parse_triples` reads it; every line has a text.
+def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
+    """Return the graphs of a user's own file, each line as `parse_triples` reads it.
+
+    Args:
+        path: The file.
+        needs_text: Whether each line needs a text.
 
     Raises:
         DataError: A line does not fit; the message names it.
     """
-    return [parse_triples(line, str(path), number) for number, line in _rows(path, FORM)]
+    rows = _rows(path, FORM if needs_text else ASKED)
+    return [parse_triples(line, str(path), number, needs_text=needs_text) for number, line in rows]
 
 
 def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True) -> Graph:

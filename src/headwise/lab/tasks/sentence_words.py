@@ -20,7 +20,7 @@ from headwise.lab.tasks.sentence_files import Example, read_set
 from headwise.lab.tasks.sentence_scales import SentenceScale
 from headwise.lab.word_vectors import read_word_vectors
 
-__all__ = ["Words", "load_words", "tokenized"]
+__all__ = ["Words", "load_words", "tokenized", "words_in_place"]
 
 ENCODING = "sentence-1"  # changes with anything below that changes the arrays
 TOKENIZER = "en"
@@ -96,6 +96,19 @@ def tokenized(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[
     >>> list(tokenized(["Didn't like  it."]))
     [['did', "n't", 'like', 'it', '.']]
     """
+    for words in words_in_place(texts, progress=progress):
+        yield [word for word, _ in words]
+
+
+def words_in_place(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[tuple[str, tuple[int, int]]]]:
+    """Yield the words of each text as `tokenized` does, each with its first character and the one after its last.
+
+    Raises:
+        HeadwiseError: spaCy is not installed.
+
+    >>> list(words_in_place(["No  way!"]))
+    [[('no', (0, 2)), ('way', (4, 7)), ('!', (7, 8))]]
+    """
     _tokenizer_version()
     # spaCy takes seconds to import, and is an extra
     import spacy
@@ -103,7 +116,7 @@ def tokenized(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[
 
     tokenizer = spacy.blank(TOKENIZER).tokenizer
     for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
-        yield [token.lower_ for token in tokenizer(text) if not token.is_space]
+        yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
 
 
 def _tokenizer_version() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from headwise.checks import DataError
 from headwise.lab import runs
 from headwise.lab.data import Ragged, stable_key
+from headwise.lab.encoded import Pieces, pieces
 from headwise.lab.guided import Guided, require_parses
 from headwise.lab.pipelines import pipeline_digest
 from headwise.lab.protocol import key
@@ -34,16 +34,6 @@ PARSED_BY = "+"
 # What a run keeps: how rare each word is, and which pipeline parsed.
 RARITY, ROLES = "idf.json", "roles.json"
 UNREADABLE = "\ufffd"
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The tokens of a source as `headwise.align.align` reads them: its subwords, and END, which is in no word."""
-
-    offsets: Sequence[tuple[int, int]]
-    sequence_ids: Sequence[int | None]
-    special_tokens_mask: Sequence[int]
-    attention_mask: Sequence[int]
 
 
 class Sources:
@@ -100,8 +90,8 @@ class Sources:
                     "gives a text back as it was, as one that is learned here."
                 )
             offsets = [*offsets[:same], *[(last, len(text))] * (len(ids) - same)]
-        count = len(ids)
-        return Pieces([*offsets, (0, 0)], [0] * count + [None], [0] * count + [1], [1] * (count + 1))
+        # END is in no word
+        return pieces([*offsets, None])
 
     def forget(self) -> None:
         """Drop every source; its number stays the same."""

@@ -1,0 +1,195 @@
+"""Finished runs whose tokens are words, frozen: classification and probing, sentence, and the formulas of logic.
+
+Owns how a line becomes the ids such a run has, and which part of its model is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headwise.checks import DataError
+from headwise.lab import runs
+from headwise.lab.arms import Arm
+from headwise.lab.data import numbered_lines
+from headwise.lab.encoded import Encoded, Row, batched
+from headwise.lab.fidelity import Agreement, Fidelity
+from headwise.lab.finished import scale_record
+from headwise.lab.frozen_model import Frozen, run_name, through
+from headwise.lab.models.pair import PairClassifier
+from headwise.lab.models.probing import ProbedTransformer
+from headwise.lab.models.self_attentive import SelfAttentive
+from headwise.lab.models.sentence import SentenceTransformer, WordVectors
+from headwise.lab.tasks.classification_data import END, SPECIAL, START, UNKNOWN
+from headwise.lab.tasks.classification_scales import ClassificationScale
+from headwise.lab.tasks.logic_formulas import RELATIONS, bracket_fault
+from headwise.lab.tasks.logic_scales import Scale
+from headwise.lab.tasks.named import named_task
+from headwise.lab.tasks.sentence_data import encode
+from headwise.lab.tasks.sentence_scales import SentenceScale
+from headwise.lab.tasks.sentence_words import words_in_place
+from headwise.lab.trained import revived
+from headwise.layouts import find_heads
+
+__all__ = ["VOCABULARY", "frozen_classifier", "frozen_logic", "frozen_sentence", "kept_words"]
+
+VOCABULARY = "vocabulary.json"
+MODELS: Mapping[str, type[SentenceTransformer]] = {"classification": SentenceTransformer, "probing": ProbedTransformer}
+FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
+
+
+def frozen_classifier(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
+    """Return the encoder of a run of classification or probing."""
+    task, scale = str(record["task"]), scale_record(folder, record, ClassificationScale)
+    vocabulary, labels = kept_words(folder, "labels")
+    model = MODELS[task](_vectors(vocabulary, scale), len(labels), scale)
+    revived(folder, arm, model, named_task(task), seed=int(record["seed"]))
+    encoder = model.encoder
+    ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
+
+    def row(sentence: str) -> Row:
+        found = [(one.group().lower(), one.span()) for one in re.finditer(r"\S+", sentence)][: scale.max_words]
+        numbers = [START, *(ids.get(word, UNKNOWN) for word, _ in found), END]
+        return Row(numbers, tuple(vocabulary[one] for one in numbers), [None, *(span for _, span in found), None])
+
+    return Frozen(
+        run_name(folder),
+        encoder,
+        find_heads(encoder),
+        _rows(row, encoder),
+        *_of_encoder(encoder),
+        _files(folder),
+    )
+
+
+def frozen_sentence(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
+    """Return the model of a run of sentence; of one that compares two texts, the part that reads each of them."""
+    scale = scale_record(folder, record, SentenceScale)
+    vocabulary, labels = kept_words(folder, "labels")
+    with safe_open(str(folder / runs.WEIGHTS), "pt") as weights:
+        pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  it is no mapping
+    model = SelfAttentive(_vectors(vocabulary, scale), len(labels), scale, texts=1 + pairs)
+    revived(folder, arm, model, named_task("sentence"), seed=int(record["seed"]))
+    read = OneText(model) if pairs else model
+
+    def row(sentence: str) -> Row:
+        found = next(words_in_place([sentence]))[: scale.max_words]
+        numbers = encode([word for word, _ in found], vocabulary)
+        shown = tuple(
+            word if one != UNKNOWN else vocabulary[UNKNOWN] for (word, _), one in zip(found, numbers, strict=True)
+        )
+        return Row(numbers, shown, [span for _, span in found])
+
+    def run(batch: Encoded) -> Tensor:
+        found = read(batch.inputs["input_ids"])
+        return found if isinstance(found, Tensor) else found["logits"]
+
+    return Frozen(
+        run_name(folder),
+        read,
+        find_heads(read),
+        _rows(row, read),
+        run,
+        None,
+        _files(folder),
+        score=Fidelity if pairs else Agreement,
+        note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
+        if pairs
+        else "",
+    )
+
+
+def frozen_logic(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
+    """Return the encoder of a run of logic, which reads formulas."""
+    (vocabulary,) = kept_words(folder)
+    model = PairClassifier(len(vocabulary), len(RELATIONS), scale_record(folder, record, Scale))
+    revived(folder, arm, model, named_task("logic"), seed=int(record["seed"]))
+    encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
+
+    def formulas(path: Path) -> list[str]:
+        found = []
+        for number, line in numbered_lines(path):
+            tokens = line.split()
+            strange = next((token for token in tokens if token not in ids), None)
+            fault = f"{strange!r} is none of the run's tokens" if strange is not None else bracket_fault(tokens)
+            if tokens and fault:
+                raise DataError(f"{path}, line {number}: {fault}; expected {FORMULA}.")
+            found += [" ".join(tokens)] if tokens else []
+        if not found:
+            raise DataError(f"{path} holds no text; expected {FORMULA}.")
+        return found
+
+    def row(formula: str) -> Row:
+        tokens = formula.split()
+        return Row([ids[token] for token in tokens], tuple(tokens))
+
+    run, _ = _of_encoder(encoder)
+    return Frozen(
+        run_name(folder),
+        encoder,
+        find_heads(encoder),
+        _rows(row, encoder),
+        run,
+        None,
+        _files(folder),
+        lines=formulas,
+        note="Of this run the encoder was looked at, which reads each formula of a pair alone.",
+    )
+
+
+class OneText(nn.Module):
+    """Returns the heads of each text side by side, [B, r * d], of ids [B, L], by a model that compares two.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: SelfAttentive) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the heads."""
+        return self.model.attention_of(tokens)[0]
+
+
+def kept_words(folder: Path, *others: str) -> list[list[str]]:
+    """Return the vocabulary a run keeps, and other lists beside it.
+
+    Raises:
+        DataError: The run does not keep them.
+    """
+    kept = runs.read_json(folder / VOCABULARY)
+    try:
+        return [[str(one) for one in kept[name]] for name in ("vocabulary", *others)]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / VOCABULARY} does not say the run's words ({error}); train it again.") from error
+
+
+def _vectors(vocabulary: Sequence[str], scale: ClassificationScale | SentenceScale) -> WordVectors:
+    known = np.zeros((0, scale.width), dtype=np.float32)
+    return WordVectors(
+        len(vocabulary), scale.width, dropout=scale.dropout, ids=np.array([], dtype=np.int64), known=known
+    )
+
+
+def _rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:
+    device = next(model.parameters()).device
+    return lambda lines: batched([row(line) for line in lines], device)
+
+
+def _of_encoder(encoder: Any) -> tuple[Callable[[Encoded], Tensor], Callable[[Encoded], Sequence[Tensor]]]:
+    def run(batch: Encoded) -> Tensor:
+        return encoder(batch.inputs["input_ids"], ~batch.keep)
+
+    return run, lambda batch: through(encoder.layers, lambda: run(batch))
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / file for file in (runs.SETTINGS, runs.WEIGHTS, VOCABULARY))
