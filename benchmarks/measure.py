@@ -2,12 +2,13 @@
 
 Both run on the same sentences in turn, round after round; the median of the ratios within a round is compared. The
 other side only runs the model and the score once for each head removed: it reads nothing of the heads. Run by
-`make bench-measure`.
+`make bench-measure`, which has the allocator keep its memory on both sides.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def main() -> None:
     heads_removed = sum(site.num_heads for site in heads)
     record = new_record("measure", device)
     record |= {"sentences": arguments.sentences, "batch": arguments.batch, "length": LENGTH, "rounds": arguments.rounds}
+    record |= {"memory": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}}
     record |= {"heads": heads_removed, "ratio": found, "target": TARGET, "seconds": seconds}
     console.print(
         f"measure with {heads_removed} heads removed, over {heads_removed} evaluations: {found:.3f} (target {TARGET})"

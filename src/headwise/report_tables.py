@@ -47,19 +47,19 @@ COMPARED = {"output cosine": "output_cosine", "CKA": "output_cka", "attention JS
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number as tables write it.
 
-    >>> number(-0.25), number(None)
-    ('\N{MINUS SIGN}0.250', '')
+    >>> number(-0.25), number(-0.0001), number(None)
+    ('\N{MINUS SIGN}0.250', '0.000', '')
     """
-    return "" if value is None else f"{value:.{digits}f}".replace("-", MINUS)
+    return "" if value is None else f"{value:z.{digits}f}".replace("-", MINUS)
 
 
 def signed(value: float | None, digits: int = 4) -> str:
     """Return a number with its sign.
 
-    >>> signed(0.25, 2)
-    '+0.25'
+    >>> signed(0.25, 2), signed(-0.001, 2)
+    ('+0.25', '+0.00')
     """
-    return "" if value is None else f"{value:+.{digits}f}".replace("-", MINUS)
+    return "" if value is None else f"{value:+z.{digits}f}".replace("-", MINUS)
 
 
 def layer_name(layer: LayerReport) -> str:

@@ -16,6 +16,7 @@ from headwise.checks import DataError, HeadwiseError
 from headwise.lab.batches import length_sorted
 from headwise.lab.encoded import BATCH, Encoded
 from headwise.lab.frozen_model import Frozen
+from headwise.lab.tasks.glue_start import MODEL
 from headwise.layouts import find_heads
 from headwise.saving import RECORD, load
 
@@ -32,7 +33,7 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
 
     Args:
         folder: The folder.
-        name: What the model is called; the name of the folder when empty.
+        name: What the model is called; the name of the folder when empty, or that of the one around it for "model".
 
     Raises:
         DataError: The folder holds no model or no tokenizer that transformers can load.
@@ -60,7 +61,7 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
 
     beside = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in BESIDE)
     return Frozen(
-        name or folder.resolve().name,
+        name or _named(folder.resolve()),
         model,
         find_heads(model),
         lambda sentences: _encoded(tokenizer, sentences, longest, device),
@@ -69,6 +70,10 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
         tuple(sorted(beside)),
         note=note,
     )
+
+
+def _named(folder: Path) -> str:
+    return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:
