@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import headwise as hw
 from layouts.families import FAMILIES, Family
 
+INTERFACED = [family for family in FAMILIES if family.interface]
 REACHED = [family for family in FAMILIES if family.interface or family.name == "torch.nn.Transformer"]
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -95,6 +96,18 @@ def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_
         assert one.weights is not None
         assert other.weights is not None
         torch.testing.assert_close(one.weights, other.weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", INTERFACED, ids=str)
+def test_weights_beside_eager_attention_leave_the_outputs_to_the_bit(family: Family):
+    model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
+    model.set_attn_implementation("eager")
+    heads = hw.find_heads(model)
+    with torch.no_grad():
+        before = results(model, inputs)
+        with hw.Taps(heads, weights=True, beside=True) as taps:
+            assert same(results(model, inputs), before)
+            taps.read()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
