@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from headwise.lab.data import numbered_lines
 from headwise.lab.evidence import by_shared_seed, read_evidence
 from headwise.lab.rating import FORM, KEY
 from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.results import REFERENCES
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part
 from headwise.lab.tables.repulsive_graphs import GRAPHS
@@ -53,8 +55,10 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     (key,) = (tmp_path / "runs").rglob(KEY)
     assert (key.parent / FORM).exists()
     assert json.loads(key.read_text())["names"] == ["svgd", "plain"]
-    sample = records["figure-9"]["grids"][0]
-    assert [row[0] for row in sample["rows"]] == ["Title", "Knowledge", "svgd", "plain", "Gold"]
+    page = (tmp_path / "runs" / "repulsive-figure-9-demo" / "outputs.html").read_text()
+    references = [line for _, line in numbered_lines(plans[0].comparison.out / REFERENCES)]
+    # what others wrote stays out of the records
+    assert all((text in page) > (text in json.dumps(records["figure-9"])) for text in references[:2])
     assert len(records["table-4"]["claims"][0]["contrasts"]) == 8
     control = records["table-4"]["claims"][-1]
     assert "plain over nearest" in control["contrasts"][0]

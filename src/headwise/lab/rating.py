@@ -85,7 +85,7 @@ def outputs_page(items: Sequence[Item], names: tuple[str, str], *, title: str) -
     page.paragraph(f"What {names[0]} and {names[1]} wrote about {len(items)} graphs of the test split.", kind="lead")
     for item in items:
         page.heading(f"{item.number + 1}: {item.title}")
-        page.table(("", "text"), [(name, text) for name, text in rows(item, names)], align="ll", caption=item.title)
+        page.table(("", "text"), [(name, text) for name, text in rows(item, names)], align="ll")
     return page
 
 

@@ -19,7 +19,7 @@ from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.figures import Picture
-from headwise.lab.grids import Grid, terminal_grid
+from headwise.lab.grids import terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.reproduction_data import data_of, folder_of_part, text_of
 from headwise.lab.results import STEP_TIME
@@ -222,7 +222,7 @@ def report(
     pictures = _pictures(reproduction, places, evidence, tables)
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
-    reproduced = replace(reproduced, samples=_written(reproduction, plans, evidence, place, console))
+    _write_pages(reproduction, plans, evidence, place, console)
     for part, table in reproduced.tables.items():
         publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
     for picture in pictures:
@@ -259,24 +259,20 @@ def _pictures(
     return tuple(picture for picture in drawn if picture is not None)
 
 
-def _written(
+def _write_pages(
     reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
-) -> tuple[Grid, ...]:
-    """Write the further pages of each part, and return what of them stands in the record."""
-    samples: list[Grid] = []
+) -> None:
+    """Write the further pages of each part."""
     if reproduction.pages is None:
-        return ()
+        return
     for plan in plans:
         part, asked = plan.part.name, plan.comparison
         if part not in evidence:
             continue
         folder = place / part.replace(" ", "-") if part else place
         runs.prepare_folder(folder)
-        paths, grids = reproduction.pages(folder, asked.out, asked.data, evidence[part])
-        samples += grids
-        for path in paths:
+        for path in reproduction.pages(folder, asked.out, asked.data, evidence[part]):
             console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-    return tuple(samples)
 
 
 def _evidence_of(plan: Plan, console: Console) -> Evidence | None:

@@ -1,6 +1,6 @@
 """The pages of a reproduction about texts: what two arms wrote under the first seed, and a form for raters.
 
-Owns which runs are shown. The pages themselves are `rating`'s.
+Owns which runs are shown. The pages themselves are `rating`'s. Records hold nothing of them: the texts are others'.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.arms import folder_of
 from headwise.lab.evidence import Evidence
-from headwise.lab.grids import Grid
-from headwise.lab.rating import outputs_page, read_items, rows, write_rating
+from headwise.lab.rating import outputs_page, read_items, write_rating
 
 __all__ = ["OutputPages"]
 
@@ -32,21 +31,17 @@ class OutputPages:
     arms: tuple[str, str]
     form: bool = False
 
-    def __call__(
-        self, place: Path, folder: Path, data: Path | None, evidence: Evidence
-    ) -> tuple[tuple[Path, ...], tuple[Grid, ...]]:
+    def __call__(self, place: Path, folder: Path, data: Path | None, evidence: Evidence) -> tuple[Path, ...]:
         """Write the pages of the runs that are there; see `reproduction.Writes`."""
         one, other = (parse_arm(text).name for text in self.arms)
         seeds = {arm: {run.seed for run in evidence.results.runs if run.arm == arm} for arm in (one, other)}
         shared = sorted(seeds[one] & seeds[other])
         if data is None or not shared:
-            return (), ()
+            return ()
         first, second = (folder / folder_of(arm) / f"seed-{shared[0]}" for arm in (one, other))
         items = read_items(first, second, data)
         pages = [place / OUTPUTS]
         outputs_page(items[:READ], (one, other), title=f"Texts of {one} and {other}").write(pages[0])
         if self.form:
             pages += write_rating(place, items, (first, second), (one, other), count=RATED, seed=0)
-            return tuple(pages), ()
-        sample = Grid(f"The first text, seed {shared[0]}", ("", "text"), rows(items[0], (one, other)), "ll")
-        return tuple(pages), (sample,)
+        return tuple(pages)

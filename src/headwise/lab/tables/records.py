@@ -57,7 +57,6 @@ class Reproduced:
         evidence: The runs of each part that has any.
         tables: The table of each of these parts.
         pictures: Its figures, beside those of each table.
-        samples: What of its further pages stands in the record.
     """
 
     reproduction: Reproduction
@@ -66,7 +65,6 @@ class Reproduced:
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
     pictures: tuple[Picture, ...] = ()
-    samples: tuple[Grid, ...] = ()
 
     @property
     def file(self) -> str:
@@ -168,7 +166,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "pictures": [
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt} for one in found.pictures
         ],
-        "grids": [_grid(one) for one in (summed_grid(found), *found.samples, measured, *every) if one is not None],
+        "grids": [_grid(one) for one in (summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
         "missing": [f"{run}{_in(part)}" for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},

@@ -91,10 +91,8 @@ class Published:
 class Writes(Protocol):
     """What writes further pages about the runs of one part."""
 
-    def __call__(
-        self, place: Path, folder: Path, data: Path | None, evidence: Evidence
-    ) -> tuple[tuple[Path, ...], tuple[Grid, ...]]:
-        """Write the pages, and return their files and what of them stands in the record.
+    def __call__(self, place: Path, folder: Path, data: Path | None, evidence: Evidence) -> tuple[Path, ...]:
+        """Write the pages, and return their files.
 
         Args:
             place: Folder of the reproduction's page.

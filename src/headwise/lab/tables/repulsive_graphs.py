@@ -118,7 +118,7 @@ FIGURE_9 = Reproduction(
     source="An et al. 2020, Figure 9 and appendix E: one text, chosen by hand",
     task="graph2text",
     parts=(Part(("plain", RMA), SIZES),),
-    extra="the first ten texts of the test split, chosen before looking, on a page; the first of them in the record",
+    extra="the first ten texts of the test split, chosen before looking, on the page outputs.html",
     claims=(
         Claim("It repeats fewer clauses (greedily written, free to repeat).", REPEATS),
         Claim("It names more of the graph's entities.", (Contrast(RMA, "plain", measure="coverage"),)),
