@@ -46,14 +46,13 @@ def measure(
     Read in one forward a batch, with all heads: for each two heads of a layer the cosine, distance and linear CKA of
     their outputs, the cosine and distance of their values, the Jensen-Shannon divergence of their attention; for each
     head the entropy of its attention and its share on each role's pairs; for each layer the similarities of Li et al.
-    2021.
-    Averages run over valid tokens. What cannot be read in a model is left out, and `Report.notes` says so.
+    (2021). Averages run over valid tokens. What cannot be read in a model is left out, and `Report.notes` says so.
 
     With a score, each head is removed alone (`ablate`) on every batch. A forward without a head gives back what was
     computed before that head, and computes the rest: the numbers are bit for bit those of whole forwards. That is tried
     on the first batch: begun at the last module, the model must put out with all heads what it put out as a whole;
-    where it does not, every forward is whole and the notes say so. The interval of a drop
-    is Student's, at 95 %, over the paired differences of the items.
+    where it does not, every forward is whole and the notes say so. The interval of a drop is Student's, at 95 %, over
+    the paired differences of the items.
 
     The model is measured in evaluation mode, without gradients, and left in the mode it was in.
 
