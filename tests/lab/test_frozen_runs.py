@@ -237,7 +237,7 @@ def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path
     assert "line 3: 'xor' is none of the run's tokens" in refused(capsys, "inspect", folder, "--text", str(text))
     folder = str(run_of("graph2text")[0])
     text.write_text("a title\ta | knows | b\na title alone\n")
-    assert "line 2: 1 fields" in refused(capsys, "inspect", folder, "--text", str(text))
+    assert "line 2: 1 field" in refused(capsys, "inspect", folder, "--text", str(text))
     for task in ("logic", "sentence", "graph2text"):
         frozen = open_frozen(run_of(task)[0])
         with pytest.raises(DataError, match="no state of each token of a sentence in each layer"):

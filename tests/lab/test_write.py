@@ -145,7 +145,7 @@ def test_blank_lines_are_kept_and_a_title_may_be_empty(trained):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"a title", "1 fields; expected a title and triples"),
+        (b"a title", "1 field; expected a title and triples"),
         (b"a title\tlda\ttext\tmore", "4 fields; expected a title and triples"),
         (b"a title\t", "''; expected head | relation | tail"),
         (b"a title\tlda | used", "'lda | used'; expected head"),
@@ -173,7 +173,7 @@ def test_a_refusal_is_one_sentence_and_the_lines_before_it_are_written(trained):
     one = asked(trained)[0]
     code, found, said = answered(f"{one}\na title\n".encode(), str(trained["plain"]))
     assert (code, found) == (2, predicted(trained["plain"])[:1])
-    assert said.startswith("headwise: standard input, line 2: 1 fields; expected a title and triples (head |")
+    assert said.startswith("headwise: standard input, line 2: 1 field; expected a title and triples (head |")
     assert said.count("\n") == 1
 
 

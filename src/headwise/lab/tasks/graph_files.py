@@ -260,7 +260,7 @@ def _with_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) ->
 def _fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
     fields = line.split("\t")
     if len(fields) not in allowed:
-        raise DataError(f"{name}, line {number}: {len(fields)} fields; expected {expected}.")
+        raise DataError(f"{name}, line {number}: {len(fields)} field{'s' * (len(fields) != 1)}; expected {expected}.")
     return fields
 
 
