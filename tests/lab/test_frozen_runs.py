@@ -211,6 +211,9 @@ def test_roles_are_looked_for_in_runs(task, run_of, pipeline, tmp_path):
                 assert sum(special for _, special in spans) == (1 if task == "translation" else 2)
                 whole = "".join(SENTENCES[place][slice(*span)] for span, special in spans if not special)
                 assert whole.replace(" ", "") == SENTENCES[place].replace(" ", "")
+                for shown, (span, special) in zip(batch.tokens[row], spans, strict=True):
+                    unknown = shown[:1] in "<["
+                    assert special or unknown or shown.strip("# ").lower() in SENTENCES[place][slice(*span)].lower()
                 found = [bool(special) or SENTENCES[place][slice(*span)].strip() == "." for span, special in spans]
                 marks = torch.tensor(found)
                 mass += weights[row, :, :size, :size].cpu()[..., marks].sum((1, 2))
