@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -28,10 +25,10 @@ from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
 from headwise.lab.train import train_run
 from headwise.lab.translate import translate_lines
 from headwise.lab.translator import open_translator
+from lab.streamed import answered, started
 from lab.test_translation_task import ARM, TOY, settings
 from lab.translation_toy import WORDS
 
-SOURCE = str(Path(__file__).parents[2] / "src")
 TESTED = 12
 
 
@@ -77,24 +74,6 @@ def sources(trained: dict[str, Path]) -> list[str]:
     return (trained["corpus"] / "test_2016_flickr.en").read_text().splitlines()[:TESTED]
 
 
-def started(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headwise.lab.cli", "translate", *arguments],
-        # what is not flushed is not seen
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def translated(given: bytes, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of output and what was said."""
-    with started(*arguments) as process:
-        output, said = process.communicate(given, timeout=300)
-    return process.returncode, output.decode().split("\n")[:-1], said.decode()
-
-
 def lines_of(folder: Path, given: bytes, window: int = 10, **changes) -> list[str]:
     """Lines of output, without another process."""
     output = io.BytesIO()
@@ -109,7 +88,7 @@ def test_a_run_translates_its_test_set_as_it_did_when_it_was_tested(trained, nam
     given = "".join(f"{line}\n" for line in sources(trained)).encode()
     assert lines_of(trained[name], given, 7, batch=5) == expected
     if name == "marian":
-        assert translated(given, str(trained[name]), "--batch", "5", "--window", "7") == (0, expected, "")
+        assert answered("translate", given, str(trained[name]), "--batch", "5", "--window", "7") == (0, expected, "")
 
 
 def test_what_routes_heads_in_a_run_routes_them_when_it_translates(trained):
@@ -124,7 +103,7 @@ def test_what_routes_heads_in_a_run_routes_them_when_it_translates(trained):
 def test_the_first_translations_come_before_the_input_ends(trained):
     lines = sources(trained)
     expected = (trained["routed"] / "predictions.txt").read_text().split("\n")
-    with started(str(trained["routed"]), "--window", "3") as process:
+    with started("translate", str(trained["routed"]), "--window", "3") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for window in (lines[:3], lines[3:6]):
@@ -156,7 +135,9 @@ def test_empty_and_blank_lines_are_kept_whatever_ends_the_lines(trained):
 
 def test_a_line_that_is_not_utf8_is_named_after_those_before_it(trained):
     one = sources(trained)[0]
-    code, found, said = translated(f"{one}\n\n".encode() + b"gr\xfcn\n" + one.encode(), str(trained["routed"]))
+    code, found, said = answered(
+        "translate", f"{one}\n\n".encode() + b"gr\xfcn\n" + one.encode(), str(trained["routed"])
+    )
     assert (code, len(found)) == (2, 2)
     assert found[0] == (trained["routed"] / "predictions.txt").read_text().split("\n")[0]
     assert said == "headwise: standard input, line 3: not UTF-8 (invalid start byte); convert the text.\n"
@@ -228,7 +209,7 @@ def test_a_translation_is_one_line_though_the_vocabulary_has_ends_of_lines(train
 
 
 def test_whoever_reads_the_output_may_go(trained):
-    with started(str(trained["routed"]), "--window", "1", "--beams", "1") as process:
+    with started("translate", str(trained["routed"]), "--window", "1", "--beams", "1") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -243,7 +224,7 @@ def test_beams_and_length_penalty_are_those_asked_for(trained):
     lines = sources(trained)
     given = "".join(f"{line}\n" for line in lines).encode()
     folder = trained["drophead"]
-    asked = translated(given, str(folder), "--beams", "1", "--length-penalty", "0.3")
+    asked = answered("translate", given, str(folder), "--beams", "1", "--length-penalty", "0.3")
     translator = open_translator(folder, beams=1)
     assert asked == (0, translator.translate(translator.encode(lines)), "")
     assert asked[1] != (folder / "predictions.txt").read_text().split("\n")[:-1]

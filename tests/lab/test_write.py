@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -24,11 +21,11 @@ from headwise.lab.tasks.graph_data import test_graphs as graphs_of_test
 from headwise.lab.train import train_run
 from headwise.lab.writer import open_writer, read_asked, write_lines
 from lab.graph_sets import write_triples
+from lab.streamed import answered, started
 from lab.test_graph2text_task import TOY
 
 pytest.importorskip("nltk")
 
-SOURCE = str(Path(__file__).parents[2] / "src")
 SCALE = dataclasses.replace(TOY, epochs=8, learning_rate=1e-2, dropout=0.0, length_penalty=0.6, no_repeat=3)
 ARMS = {"plain": "plain", "routed": "em:layers=0,capsules=8", "blind": "no-graph"}
 
@@ -54,24 +51,6 @@ def predicted(run: Path) -> list[str]:
     return (run / "predictions.txt").read_text().splitlines()
 
 
-def started(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headwise.lab.cli", "write", *arguments],
-        # what is not flushed is not seen
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def answered(given: bytes, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of output and what was said."""
-    with started(*arguments) as process:
-        output, said = process.communicate(given, timeout=300)
-    return process.returncode, output.decode().split("\n")[:-1], said.decode()
-
-
 def lines_of(run: Path, given: bytes, window: int = 4, **changes) -> tuple[list[str], list[str]]:
     """Lines of output and warnings, without another process."""
     output, said = io.BytesIO(), []
@@ -87,7 +66,7 @@ def test_a_run_writes_about_its_test_graphs_what_it_wrote_when_it_was_tested(tra
     given = "".join(f"{line}\n" for line in asked(trained)).encode()
     assert lines_of(trained[name], given) == (expected, [])
     if name == "routed":
-        assert answered(given, str(trained[name]), "--window", "5") == (0, expected, "")
+        assert answered("write", given, str(trained[name]), "--window", "5") == (0, expected, "")
 
 
 def test_the_text_of_a_line_is_not_used_and_may_be_left_out(trained):
@@ -107,7 +86,7 @@ def test_what_is_written_depends_on_the_graph(trained):
 
 def test_the_first_texts_come_before_the_input_ends(trained):
     lines, expected = asked(trained), predicted(trained["plain"])
-    with started(str(trained["plain"]), "--window", "3") as process:
+    with started("write", str(trained["plain"]), "--window", "3") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for window in (slice(0, 3), slice(3, 6)):
@@ -171,7 +150,7 @@ def test_a_line_that_does_not_fit_is_named_after_those_before_it(trained, line, 
 
 def test_a_refusal_is_one_sentence_and_the_lines_before_it_are_written(trained):
     one = asked(trained)[0]
-    code, found, said = answered(f"{one}\na title\n".encode(), str(trained["plain"]))
+    code, found, said = answered("write", f"{one}\na title\n".encode(), str(trained["plain"]))
     assert (code, found) == (2, predicted(trained["plain"])[:1])
     assert said.startswith("headwise: standard input, line 2: 1 field; expected a title and triples (head |")
     assert said.count("\n") == 1
@@ -212,7 +191,7 @@ def test_beams_and_length_penalty_are_those_asked_for(trained):
     given = "".join(f"{line}\n" for line in asked(trained)).encode()
     assert (open_writer(run).scale.beams, open_writer(run).scale.length_penalty) == (2, 0.6)
     greedy, _ = lines_of(run, given, beams=1)
-    assert answered(given, str(run), "--beams", "1") == (0, greedy, "")
+    assert answered("write", given, str(run), "--beams", "1") == (0, greedy, "")
     assert greedy != predicted(run)
     short, long = (lines_of(run, given, beams=6, length_penalty=p)[0] for p in (-8.0, 8.0))
     assert sum(map(len, short)) < sum(map(len, long))
@@ -224,7 +203,7 @@ def test_beams_and_length_penalty_are_those_asked_for(trained):
 
 
 def test_whoever_reads_the_output_may_go(trained):
-    with started(str(trained["plain"]), "--window", "1") as process:
+    with started("write", str(trained["plain"]), "--window", "1") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

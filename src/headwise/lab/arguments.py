@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GOES_ON",
+    "Beams",
     "DataFolder",
     "Embeddings",
     "Folds",
+    "LengthPenalty",
     "OutOfDomain",
     "Pipeline",
     "Pretrained",
@@ -50,6 +52,8 @@ TaskName = Annotated[
 ScaleName = Annotated[
     str, typer.Option("--scale", help="How large: demo (minutes), cpu (hours), paper (a GPU's days).")
 ]
+Beams = Annotated[int | None, typer.Option(help="Beams of the search, 1 for greedy; the run's own by default.")]
+LengthPenalty = Annotated[float | None, typer.Option(help="p in the score log P / length^p; the run's own by default.")]
 DataFolder = Annotated[
     Path | None,
     typer.Option(

@@ -6,6 +6,8 @@ first; the whole model's own score is 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from headwise.lab.encoded import Encoded
 __all__ = ["Agreement", "Fidelity"]
 
 
-class _Moved:
+class _Moved(ABC):
     """A score beside the output of the whole model."""
 
     def __init__(self) -> None:
@@ -26,8 +28,8 @@ class _Moved:
             self._number, self._whole = batch.number, output
         return self._alike(output.double(), self._whole.double(), batch)
 
-    def _alike(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _alike(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor: ...
 
 
 class Fidelity(_Moved):

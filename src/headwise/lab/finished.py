@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headwise.checks import DataError, HeadwiseError
 from headwise.lab import runs
 from headwise.lab.results import COMPARISON
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["finished_record", "kept_file", "scale_record"]
 
-Scale = TypeVar("Scale")
+Scale = TypeVar("Scale", bound="DataclassInstance")
 
 
 def finished_record(folder: Path, task: str) -> Mapping[str, Any]:
@@ -53,7 +56,7 @@ def scale_record(folder: Path, record: Mapping[str, Any], kind: type[Scale]) -> 
     Raises:
         DataError: The settings do not say it.
     """
-    known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    known = {field.name for field in fields(kind)}
     try:
         return kind(**{name: value for name, value in record["scale"].items() if name in known})
     except (KeyError, TypeError, AttributeError, HeadwiseError) as error:

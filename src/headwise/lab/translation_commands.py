@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.arguments import DataFolder, ScaleName, TaskName, require_known, require_task, scale_of, stoppable
+from headwise.lab.arguments import (
+    Beams,
+    DataFolder,
+    LengthPenalty,
+    ScaleName,
+    TaskName,
+    require_known,
+    require_task,
+    scale_of,
+    stoppable,
+)
 from headwise.lab.standard_streams import standard_streams, window_of
 
 __all__ = ["download", "prepare", "translate"]
@@ -21,12 +31,8 @@ WINDOW_BATCHES = 8
 
 def translate(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of the translation task.")],
-    beams: Annotated[
-        int | None, typer.Option(help="Beams of the search, 1 for greedy; the run's own by default.")
-    ] = None,
-    length_penalty: Annotated[
-        float | None, typer.Option(help="p in the score log P / length^p; the run's own by default.")
-    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     batch: Annotated[int, typer.Option(help="Most lines decoded together.")] = 32,
     pipeline: Annotated[
         Path | None,

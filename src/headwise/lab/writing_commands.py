@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.arguments import stoppable
+from headwise.lab.arguments import Beams, LengthPenalty, stoppable
 from headwise.lab.standard_streams import STANDARD_INPUT, standard_streams, window_of
 
 __all__ = ["write"]
@@ -21,12 +21,8 @@ WINDOW = 128
 
 def write(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of the task graph2text.")],
-    beams: Annotated[
-        int | None, typer.Option(help="Beams of the search, 1 for greedy; the run's own by default.")
-    ] = None,
-    length_penalty: Annotated[
-        float | None, typer.Option(help="p in the score log P / length^p; the run's own by default.")
-    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     window: Annotated[
         int | None,
         typer.Option(help=f"Lines read before the first is written; {WINDOW} by default, 1 from a terminal."),
