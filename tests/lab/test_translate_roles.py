@@ -20,7 +20,8 @@ from headwise.lab.train import train_run
 from headwise.lab.trained import read_arm, revived
 from headwise.lab.translator import Translator, open_translator
 from lab.sentences import parsed
-from lab.test_translate import lines_of, translated
+from lab.streamed import answered
+from lab.test_translate import lines_of
 from lab.test_translation_task import TOY, settings
 from lab.translation_toy import WORDS
 
@@ -104,9 +105,9 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
 
 def test_the_command_translates_with_roles(place):
     given = "".join(f"{line}\n" for line in ["", *sources(place)]).encode()
-    asked = translated(given, str(place / "roles"), "--batch", "4", "--window", "5")
+    asked = answered("translate", given, str(place / "roles"), "--batch", "4", "--window", "5")
     assert asked == (0, ["", *expected(place / "roles")], "")
-    code, lines, said = translated(given, str(place / "shuffled"))
+    code, lines, said = answered("translate", given, str(place / "shuffled"))
     assert (code, lines) == (2, [])
     assert said == (
         f"headwise: {place / 'shuffled'} holds a control whose roles are from parses of other training sentences, "
