@@ -7,6 +7,7 @@ vector of the sentence. Must not know the task's data.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -85,15 +86,15 @@ class Sized(Protocol):
         ...
 
 
-class TextClassifier(nn.Module):
+class TextClassifier(nn.Module, ABC):
     """Returns the logits of the class of a text or of two texts; subclasses own what makes them of the tokens."""
 
     # How many texts an example has.
     texts: int = 1
 
+    @abstractmethod
     def logits(self, tokens: Tensor, second: Tensor | None) -> Tensor:
         """Return the logits [B, labels] of ids [B, L] and, where an example is two texts, of those of the second."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -148,9 +149,9 @@ class SentenceClassifier(TextClassifier):
         self.dropout = nn.Dropout(scale.dropout)
         self.classifier = nn.Linear((1 if texts == 1 else 4) * self.vectors * scale.width, num_labels)
 
+    @abstractmethod
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """Return the vector of each sentence, [B, pooled], of ids [B, L] with padding True at pads, bool [B, L]."""
-        raise NotImplementedError
 
     def logits(self, tokens: Tensor, second: Tensor | None) -> Tensor:
         """Return the logits of each sentence or pair, [B, labels]."""
