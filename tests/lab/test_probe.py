@@ -109,6 +109,11 @@ def test_the_fingerprint_is_that_of_the_weights_and_not_of_a_readme(bert, tmp_pa
     assert fingerprint(open_frozen(copy)) != fingerprint(open_frozen(bert))
 
 
+def test_a_folder_called_model_has_the_name_of_the_one_around_it(bert, tmp_path):
+    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "mine" / "model"))).name == "mine"
+    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "yours"))).name == "yours"
+
+
 @pytest.mark.parametrize("arm", ["plain", "em:layers=0"])
 def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder, tmp_path):
     toy = dataclasses.replace(
