@@ -1,11 +1,13 @@
 """Which forward pass is running: the calls of the sites that one call of the model holds belong together.
 
-Owns `Forwards`. Must not know what is done in a forward.
+Owns `Forwards`, and whether forwards are partial now. Must not know what is done in a forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -14,7 +16,24 @@ from headwise.heads import Heads
 from headwise.hooks import Hook
 from headwise.recomputation import outside_graphs, recomputing
 
-__all__ = ["Forwards"]
+__all__ = ["Forwards", "are_partial", "partial_forwards"]
+
+_partial: ContextVar[bool] = ContextVar("partial forwards", default=False)
+
+
+@contextmanager
+def partial_forwards() -> Iterator[None]:
+    """Say that forwards inside the block give back a part of an earlier one, so that sites may rightly be silent."""
+    token = _partial.set(True)
+    try:
+        yield
+    finally:
+        _partial.reset(token)
+
+
+def are_partial() -> bool:
+    """Return whether forwards give back a part of an earlier one now."""
+    return _partial.get()
 
 
 class Forwards:

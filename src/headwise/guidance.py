@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.checks import LayoutError, MaskError, NotFired, SettingError
 from headwise.collate import ROLE_MASK, RoleCollator
-from headwise.forwards import Forwards
+from headwise.forwards import Forwards, are_partial
 from headwise.generation import MaskedGenerate
 from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
@@ -50,7 +50,7 @@ class Guidance:
         self._biases: dict[tuple, Tensor] = {}
         self._fired: set[str] = set()
         self._bound: int | None = None
-        self._paused = False
+        self._paused = self._partial = False
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
@@ -80,13 +80,13 @@ class Guidance:
                 )
         if self._mask is not None:
             self.verify()
-        self._mask, self._biases, self._fired, self._bound = mask, {}, set(), None
+        self._mask, self._biases, self._fired, self._bound, self._partial = mask, {}, set(), None, are_partial()
         return self
 
     def verify(self) -> None:
-        """Raise `NotFired` unless the mask given last guided every site."""
+        """Raise `NotFired` unless the mask given last guided every site that its forward did not give back."""
         silent = [_name(site) for site in self.heads.sites if site.name not in self._fired]
-        if self._mask is not None and silent:
+        if self._mask is not None and silent and not self._partial:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} sites: {', '.join(silent[:6])}. Run a "
                 "forward pass after giving it; if you did, the call went around the module."

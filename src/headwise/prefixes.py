@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import NotFired
+from headwise.forwards import partial_forwards
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
 
@@ -74,7 +75,8 @@ class Recording:
         try:
             for module, calls in replayed.items():
                 restore.append(_patched(module, calls, begin))
-            yield sum(map(len, replayed.values()))
+            with partial_forwards():
+                yield sum(map(len, replayed.values()))
         finally:
             reset.remove()
             for undo in restore:

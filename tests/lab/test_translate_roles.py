@@ -11,14 +11,18 @@ from typing import ClassVar
 
 import pytest
 
+import headwise as hw
 from headwise.bridges import spacy as bridge
 from headwise.checks import DataError
+from headwise.lab.fidelity import Fidelity
+from headwise.lab.frozen import open_frozen
 from headwise.lab.runs import read_json
 from headwise.lab.tasks import translation_decoding
 from headwise.lab.tasks.translation import TranslationTask, translation_model
 from headwise.lab.train import train_run
 from headwise.lab.trained import read_arm, revived
 from headwise.lab.translator import Translator, open_translator
+from lab import command
 from lab.sentences import parsed
 from lab.streamed import answered
 from lab.test_translate import lines_of
@@ -111,7 +115,7 @@ def test_the_command_translates_with_roles(place):
     assert (code, lines) == (2, [])
     assert said == (
         f"headwise: {place / 'shuffled'} holds a control whose roles are from parses of other training sentences, "
-        "which a run does not keep; its translations of the test set are in predictions.txt there.\n"
+        "which a run does not keep; what it answered on the test set stands there.\n"
     )
 
 
@@ -148,17 +152,39 @@ def test_the_pipeline_is_remembered_or_named_and_has_to_be_the_same(place, tmp_p
             open_translator(run, **given)
         return str(refusal.value)
 
-    assert f"{folder} is not the pipeline that parsed the sources of {run}" in refused(run, pipeline=folder)
+    assert f"{folder} is not the pipeline that parsed the texts of {run}" in refused(run, pipeline=folder)
     assert "nowhere does not exist; expected a spaCy pipeline" in refused(run, pipeline=tmp_path / "nowhere")
-    (run / "roles.json").write_text(json.dumps({"pipeline": str(tmp_path / "gone")}))
-    assert f"{tmp_path / 'gone'}, the pipeline that parsed the run's sources, is not there any more" in refused(run)
-    (run / "roles.json").write_text(json.dumps({"pipeline": None}))
-    assert "roles.json names no pipeline; name the one that parsed" in refused(run)
     for name in ("roles.json", "idf.json"):
         (run / name).unlink()
         assert f"{run / name} is missing; a run with roles keeps it when it ends" in refused(run)
-    assert "were not parsed; leave --pipeline out" in refused(place / "roles", pipeline=place / "pipeline")
+
+
+def test_a_pipeline_is_no_matter_of_sources_that_were_not_parsed(place, tmp_path, capsys):
     record = read_json(place / "roles" / "settings.json")
     shutil.copytree(place / "roles", tmp_path / "free")
     (tmp_path / "free" / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "guided": None}}))
-    assert "have no roles; leave --pipeline out" in refused(tmp_path / "free", pipeline=place / "pipeline")
+    for run in (place / "roles", tmp_path / "free"):
+        said = command.refused(capsys, "translate", str(run), "--pipeline", str(place / "pipeline"))
+        assert said == f"headwise: the sources of {run} were not parsed; leave --pipeline out.\n"
+
+
+@pytest.mark.parametrize("name", ["roles", "parsed"])
+def test_heads_with_roles_are_measured_with_them(name, place):
+    frozen = open_frozen(place / name)
+    batches = [*frozen.read(sources(place))]
+
+    def measured(*, replay: bool) -> hw.Report:
+        return hw.measure(
+            frozen.model,
+            frozen.heads,
+            batches,
+            score=Fidelity(),
+            forward=lambda _model, batch: frozen.run(batch),
+            replay=replay,
+        )
+
+    fast, slow = measured(replay=True), measured(replay=False)
+    assert (fast.replayed, slow.replayed) == (True, False)
+    for one, other in zip(fast.layers, slow.layers, strict=True):
+        assert [drop.value for drop in one.drops] == pytest.approx([drop.value for drop in other.drops], abs=1e-6)
+        assert all(drop.value > 0 for drop in one.drops)

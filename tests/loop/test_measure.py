@@ -316,3 +316,25 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(NotFired, match="were not called"):
         hw.measure(model, heads, tensors(), forward=lambda _model, batch: batch)
     assert model.training
+
+
+def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
+    model = BertModel(BertConfig(num_hidden_layers=3, **SMALL)).eval()
+    heads = hw.find_heads(model)
+    batches = [
+        {**batch, "role_mask": hw.Roles(hw.Window(3))(tables, num_heads=4)}
+        for batch, size in zip(ids(), (7, 5), strict=True)
+        for tables in [[hw.WordTable([f"w{place}" for place in range(size)])] * len(batch["input_ids"])]
+    ]
+
+    def measured(*, replay: bool) -> hw.Report:
+        return hw.measure(model, heads, batches, score=lambda out, _: out[0][:, 0].sum(-1), replay=replay)
+
+    with hw.guide(heads):
+        fast, slow = measured(replay=True), measured(replay=False)
+        assert (fast.replayed, slow.replayed) == (True, False)
+        for one, other in zip(fast.layers, slow.layers, strict=True):
+            assert [drop.value for drop in one.drops] == pytest.approx([drop.value for drop in other.drops], abs=1e-6)
+    # in a forward of one's own a silent site is a fault as before
+    with pytest.raises(NotFired, match="2 of 3 sites"), hw.guide(heads, batches[1]["role_mask"]):
+        model.encoder.layer[0](torch.randn(2, 5, 16))

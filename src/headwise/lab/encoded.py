@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwise.checks import DataError
 from headwise.lab.batches import length_sorted
+from headwise.word_tables import WordTable
 
 __all__ = ["BATCH", "Encoded", "Pieces", "Row", "Span", "batched", "pieces", "read_sentences"]
 
@@ -41,11 +42,13 @@ class Row:
         ids: Its token ids.
         tokens: Its tokens as they are to be read.
         spans: The characters of the line each token stands for; None where they are not words of a language.
+        table: The words of the line, with their parse if there is one; None where its tokens are no words.
     """
 
     ids: Sequence[int]
     tokens: tuple[str, ...]
     spans: Sequence[Span] | None = None
+    table: WordTable | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,7 @@ class Encoded:
         keep: True where a token is real, [B, n].
         tokens: The tokens of each line as they are to be read.
         encoding: What `headwise.align.align` takes, for role masks; None where tokens are no words of a language.
+        tables: The words of each line, with their parse if there is one; None where tokens are no words.
     """
 
     number: int
@@ -67,6 +71,7 @@ class Encoded:
     keep: Tensor
     tokens: tuple[tuple[str, ...], ...]
     encoding: Any = None
+    tables: tuple[WordTable, ...] | None = None
 
 
 def pieces(spans: Sequence[Span]) -> Pieces:
@@ -99,7 +104,16 @@ def batched(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> I
         spans = [row.spans for row in found]
         encoding = None if None in spans else [pieces(span) for span in spans if span is not None]
         inputs = {"input_ids": ids, "attention_mask": keep}
-        yield Encoded(number, tuple(map(int, chosen)), inputs, keep, tuple(row.tokens for row in found), encoding)
+        tables = tuple(row.table for row in found if row.table is not None)
+        yield Encoded(
+            number,
+            tuple(map(int, chosen)),
+            inputs,
+            keep,
+            tuple(row.tokens for row in found),
+            encoding,
+            tables if len(tables) == len(found) else None,
+        )
 
 
 def read_sentences(path: Path) -> list[str]:

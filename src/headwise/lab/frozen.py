@@ -21,6 +21,7 @@ from headwise.lab.frozen_folder import frozen_folder
 from headwise.lab.frozen_graphs import frozen_graphs
 from headwise.lab.frozen_model import Frozen, run_name, through
 from headwise.lab.frozen_words import frozen_classifier, frozen_logic, frozen_sentence
+from headwise.lab.kept_roles import RARITY, ROLES
 from headwise.lab.tasks.glue_start import DISCRIMINATOR, MODEL
 from headwise.lab.tasks.subwords import END, SPECIAL
 from headwise.lab.tasks.translation_preparation import TOKENIZER
@@ -30,19 +31,20 @@ from headwise.layouts import find_heads
 
 __all__ = ["open_frozen", "source_batches"]
 
-WORDS = {
-    "classification": frozen_classifier,
-    "probing": frozen_classifier,
-    "sentence": frozen_sentence,
-    "logic": frozen_logic,
-    "graph2text": frozen_graphs,
-}
+# Tasks whose encoder reads words, and whose heads may have roles.
+CLASSIFIERS = ("classification", "probing")
+OTHERS = {"sentence": frozen_sentence, "logic": frozen_logic, "graph2text": frozen_graphs}
 # Tasks whose runs keep a folder of Hugging Face.
 EXPORTED = {"pretraining": DISCRIMINATOR, "glue": MODEL}
 
 
-def open_frozen(folder: Path) -> Frozen:
+def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
     """Return the model of a folder of Hugging Face, or of a finished run of any task.
+
+    Args:
+        folder: The folder.
+        pipeline: Where the spaCy pipeline lies that parsed the texts of a run whose heads have roles; None for the
+            place where it lay then. Where none parsed it does not count.
 
     Raises:
         DataError: The folder holds no such model, or what it holds cannot be read.
@@ -50,7 +52,7 @@ def open_frozen(folder: Path) -> Frozen:
     """
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist; expected a folder of save_pretrained(), or a finished run.")
-    return _run(folder) if (folder / runs.SETTINGS).is_file() else frozen_folder(folder)
+    return _run(folder, pipeline) if (folder / runs.SETTINGS).is_file() else frozen_folder(folder)
 
 
 def source_batches(translator: Translator, sentences: Sequence[str]) -> Iterator[Encoded]:
@@ -59,23 +61,23 @@ def source_batches(translator: Translator, sentences: Sequence[str]) -> Iterator
     return batched([_source(translator, sentence) for sentence in sentences], device)
 
 
-def _run(folder: Path) -> Frozen:
+def _run(folder: Path, pipeline: Path | None) -> Frozen:
     record = runs.read_json(folder / runs.SETTINGS)
     task = record.get("task") if isinstance(record, dict) else None
     if task == "translation":
-        return _translation(folder)
-    if task not in (*WORDS, *EXPORTED):
-        known = ", ".join(("translation", *WORDS, *EXPORTED))
+        return _translation(folder, pipeline)
+    if task not in (*CLASSIFIERS, *OTHERS, *EXPORTED):
+        known = ", ".join(("translation", *CLASSIFIERS, *OTHERS, *EXPORTED))
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {known}.")
     finished_record(folder, task)
     if task in EXPORTED:
         return _exported(folder, EXPORTED[task])
     arm = read_arm(folder, record)
-    if arm.guided is not None:
-        raise DataError(f"{folder} cannot be read: its heads have roles, which need each sentence's parse.")
     if arm.model is not None:
         raise DataError(f"{folder} cannot be read: its model {arm.model} has no attention that an arm acts on.")
-    return WORDS[task](folder, record, arm)
+    if task in CLASSIFIERS:
+        return frozen_classifier(folder, record, arm, pipeline)
+    return OTHERS[task](folder, record, arm)
 
 
 def _exported(folder: Path, name: str) -> Frozen:
@@ -85,10 +87,11 @@ def _exported(folder: Path, name: str) -> Frozen:
     return replace(frozen_folder(folder / name, run_name(folder)), note=f"Of this run the {name} was looked at.")
 
 
-def _translation(folder: Path) -> Frozen:
-    translator = open_translator(folder)
+def _translation(folder: Path, pipeline: Path | None) -> Frozen:
+    translator = open_translator(folder, pipeline=pipeline)
     encoder = translator.model.get_encoder()
-    files = tuple(path for path in sorted(folder.iterdir()) if path.name in (runs.WEIGHTS, TOKENIZER))
+    kept = (runs.WEIGHTS, TOKENIZER, RARITY, ROLES)
+    files = tuple(path for path in sorted(folder.iterdir()) if path.name in kept)
     return Frozen(
         run_name(folder),
         encoder,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headwise.checks import DataError
+from headwise.guidance import Guidance, guide
 from headwise.lab import runs
 from headwise.lab.arms import Arm
 from headwise.lab.data import numbered_lines
-from headwise.lab.encoded import Encoded, Row, batched
+from headwise.lab.encoded import Encoded, Row, Span, batched
 from headwise.lab.fidelity import Agreement, Fidelity
 from headwise.lab.finished import scale_record
 from headwise.lab.frozen_model import Frozen, run_name, through
+from headwise.lab.kept_roles import RARITY, ROLES, kept_roles
+from headwise.lab.line_masks import LineMasks
 from headwise.lab.models.pair import PairClassifier
 from headwise.lab.models.probing import ProbedTransformer
 from headwise.lab.models.self_attentive import SelfAttentive
 from headwise.lab.models.sentence import SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification_data import END, SPECIAL, START, UNKNOWN
 from headwise.lab.tasks.classification_scales import ClassificationScale
+from headwise.lab.tasks.classification_texts import word_tables
 from headwise.lab.tasks.logic_formulas import RELATIONS, bracket_fault
 from headwise.lab.tasks.logic_scales import Scale
 from headwise.lab.tasks.named import named_task
@@ -36,6 +41,7 @@ from headwise.lab.tasks.sentence_scales import SentenceScale
 from headwise.lab.tasks.sentence_words import words_in_place
 from headwise.lab.trained import revived
 from headwise.layouts import find_heads
+from headwise.word_tables import WordTable
 
 __all__ = ["VOCABULARY", "frozen_classifier", "frozen_logic", "frozen_sentence", "kept_words"]
 
@@ -44,28 +50,42 @@ MODELS: Mapping[str, type[SentenceTransformer]] = {"classification": SentenceTra
 FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
 
 
-def frozen_classifier(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
-    """Return the encoder of a run of classification or probing."""
-    task, scale = str(record["task"]), scale_record(folder, record, ClassificationScale)
+def frozen_classifier(folder: Path, record: Mapping[str, Any], arm: Arm, pipeline: Path | None) -> Frozen:
+    """Return the encoder of a run of classification or probing; heads with roles have them.
+
+    Args:
+        folder: The run's folder.
+        record: Its settings.
+        arm: Its arm.
+        pipeline: As `kept_roles` takes it.
+    """
+    task, scale, seed = str(record["task"]), scale_record(folder, record, ClassificationScale), int(record["seed"])
     vocabulary, labels = kept_words(folder, "labels")
     model = MODELS[task](_vectors(vocabulary, scale), len(labels), scale)
-    revived(folder, arm, model, named_task(task), seed=int(record["seed"]))
+    revived(folder, replace(arm, guided=None), model, named_task(task), seed=seed)
     encoder = model.encoder
+    heads, run, files, cut = find_heads(encoder), _whole(encoder), _files(folder), scale
+    if arm.guided is not None:
+        rarity, parsed_by = kept_roles(folder, arm.guided, pipeline)
+        masks = LineMasks(arm.guided, rarity, num_heads=scale.heads, seed=seed)
+        run, files = _guided(run, guide(heads), masks), (*files, folder / RARITY, folder / ROLES)
+        cut = replace(scale, pipeline=parsed_by)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
 
-    def row(sentence: str) -> Row:
-        found = [(one.group().lower(), one.span()) for one in re.finditer(r"\S+", sentence)][: scale.max_words]
-        numbers = [START, *(ids.get(word, UNKNOWN) for word, _ in found), END]
-        return Row(numbers, tuple(vocabulary[one] for one in numbers), [None, *(span for _, span in found), None])
+    def read(lines: Sequence[str]) -> Iterable[Encoded]:
+        rows = []
+        for line, table in zip(lines, word_tables(lines, cut, None), strict=True):
+            words = table[: scale.max_words]
+            numbers = [START, *(ids.get(word.lower(), UNKNOWN) for word in words.words), END]
+            shown = tuple(vocabulary[number] for number in numbers)
+            rows.append(Row(numbers, shown, [None, *_places(line, words), None], words))
+        return batched(rows, next(encoder.parameters()).device)
 
-    return Frozen(
-        run_name(folder),
-        encoder,
-        find_heads(encoder),
-        _rows(row, encoder),
-        *_of_encoder(encoder),
-        _files(folder),
-    )
+    def states(batch: Encoded) -> Sequence[Tensor]:
+        layers: Any = encoder.layers
+        return through(layers, lambda: run(batch))
+
+    return Frozen(run_name(folder), encoder, heads, read, run, states, files)
 
 
 def frozen_sentence(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
@@ -129,13 +149,12 @@ def frozen_logic(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
         tokens = formula.split()
         return Row([ids[token] for token in tokens], tuple(tokens))
 
-    run, _ = _of_encoder(encoder)
     return Frozen(
         run_name(folder),
         encoder,
         find_heads(encoder),
         _rows(row, encoder),
-        run,
+        _whole(encoder),
         None,
         _files(folder),
         lines=formulas,
@@ -179,16 +198,29 @@ def _vectors(vocabulary: Sequence[str], scale: ClassificationScale | SentenceSca
     )
 
 
+def _places(line: str, table: WordTable) -> Sequence[Span]:
+    """Return the characters of a line that its first words stand for."""
+    if table.text == line:
+        return table.spans or ()
+    # words that stood apart were separated by blanks, whatever these are
+    return [word.span() for word in re.finditer(r"\S+", line)][: len(table)]
+
+
 def _rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:
     device = next(model.parameters()).device
     return lambda lines: batched([row(line) for line in lines], device)
 
 
-def _of_encoder(encoder: Any) -> tuple[Callable[[Encoded], Tensor], Callable[[Encoded], Sequence[Tensor]]]:
-    def run(batch: Encoded) -> Tensor:
-        return encoder(batch.inputs["input_ids"], ~batch.keep)
+def _whole(encoder: nn.Module) -> Callable[[Encoded], Tensor]:
+    return lambda batch: encoder(batch.inputs["input_ids"], ~batch.keep)
 
-    return run, lambda batch: through(encoder.layers, lambda: run(batch))
+
+def _guided(run: Callable[[Encoded], Tensor], guidance: Guidance, masks: LineMasks) -> Callable[[Encoded], Tensor]:
+    def masked(batch: Encoded) -> Tensor:
+        guidance(masks(batch))
+        return run(batch)
+
+    return masked
 
 
 def _files(folder: Path) -> tuple[Path, ...]:

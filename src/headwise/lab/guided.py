@@ -6,12 +6,10 @@ Owns the setting `Guided`, and what a maker of masks that a run keeps can do. Ho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from headwise.checks import DataError, SettingError, require_choice
 
-__all__ = ["PARSED", "ROLES", "Guided", "KeepsMasks", "require_parses"]
+__all__ = ["PARSED", "ROLES", "Guided", "require_parses"]
 
 # In the paper's order, which is that of the heads.
 ROLES = ("rare", "separator", "dependency", "major", "window")
@@ -67,15 +65,6 @@ class Guided:
     def parsed(self) -> tuple[str, ...]:
         """The roles that need a parse, their own or another sentence's; a random mask needs the role's own."""
         return tuple(role for role in self.roles if role in PARSED and role not in self.drop)
-
-
-@runtime_checkable
-class KeepsMasks(Protocol):
-    """What makes masks and can be made again from a run's folder, for sentences that are in no data."""
-
-    def keep(self, folder: Path) -> None:
-        """Write what that takes into a run's folder, beside its weights."""
-        ...
 
 
 def require_parses(guided: Guided, there: bool) -> None:

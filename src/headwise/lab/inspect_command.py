@@ -58,8 +58,8 @@ def inspect_models(
         DataError: A folder holds no model, or a file cannot be read or written.
         SettingError: The other model has another shape.
     """
-    inspected, lines = _encoded(folder, text)
-    other = None if against is None else _encoded(against, text)[0]
+    inspected, lines = _encoded(folder, text, pipeline)
+    other = None if against is None else _encoded(against, text, pipeline)[0]
     roles = None if pipeline is None else _role_maker(pipeline, lines, [inspected, *([other] if other else [])])
     report = _measured(inspected, roles, console)
     before = None if other is None else _measured(other, roles, console)
@@ -92,8 +92,8 @@ class Inspected:
     batches: tuple[Encoded, ...]
 
 
-def _encoded(folder: Path, text: Path) -> tuple[Inspected, Sequence[Any]]:
-    frozen = open_frozen(folder)
+def _encoded(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, Sequence[Any]]:
+    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline))
     lines = frozen.lines(text)
     return Inspected(frozen, tuple(frozen.read(lines))), lines
 

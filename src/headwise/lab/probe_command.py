@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headwise.checks import DataError
 from headwise.lab import runs
 from headwise.lab.encodings import encodings, fingerprint
-from headwise.lab.frozen import open_frozen
 from headwise.lab.frozen_model import Frozen
 from headwise.lab.grids import markdown_of, terminal_grid
 from headwise.lab.probe import (
@@ -63,7 +62,7 @@ class Asked:
 
 
 def probe_model(
-    folder: Path,
+    frozen: Frozen,
     files: Sequence[tuple[str, Path]],
     asked: Asked,
     out: Path,
@@ -75,7 +74,7 @@ def probe_model(
     """Probe a model on each task whose result is not in `out` yet, then show all of them.
 
     Args:
-        folder: A folder of Hugging Face, or a finished run.
+        frozen: The model.
         files: Name and file of each task.
         asked: What is probed and how.
         out: Folder of results, figures and text; what is finished there is not done again.
@@ -85,10 +84,9 @@ def probe_model(
         command: The command as it was typed.
 
     Raises:
-        DataError: The folder holds no model that can be probed, or a file cannot be read or written.
+        DataError: The model cannot be probed, or a file cannot be read or written.
         SettingError: `out` holds results of other settings, or a layer or head is not there.
     """
-    frozen = open_frozen(folder)
     if frozen.note:
         console.print(frozen.note, highlight=False)
     model = fingerprint(frozen)

@@ -31,6 +31,9 @@ def probe(
         int, typer.Option(help="Sentences of a task: 6 tenths train, 1 dev, 3 test; 0 for all.", min=0)
     ] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the mlp's draws.")] = 0,
+    pipeline: Annotated[
+        Path | None, typer.Option(help="The pipeline that parsed a run with roles; where it lay then by default.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of results and figures; runs/probe/... by default.")] = None,
     cache: Annotated[Path, typer.Option(help="Folder of encoded sentences, shared by all probes.")] = Path(
         "runs/probe/cache"
@@ -38,6 +41,7 @@ def probe(
     workers: Workers = None,
 ) -> None:
     """Show what the layers and heads of a frozen model tell of sentences (SentEval's probing tasks)."""
+    from headwise.lab.frozen import open_frozen
     from headwise.lab.pool import default_workers
     from headwise.lab.probe_command import Asked, probe_model, task_files
     from headwise.lab.probing_fit import Classifier
@@ -50,9 +54,10 @@ def probe(
     words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
     words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
     with stoppable(GOES_ON):
+        files = task_files(data, names)
         probe_model(
-            model,
-            task_files(data, names),
+            open_frozen(model, pipeline),
+            files,
             asked,
             out or Path("runs") / "probe" / model.resolve().name,
             cache,

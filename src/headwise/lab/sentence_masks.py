@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from headwise.checks import SettingError
 from headwise.lab.guided import ROLES, Guided
+from headwise.lab.kept_roles import keep_roles
 from headwise.lab.protocol import key
 from headwise.masks import HeadMask
 from headwise.role_masks import Roles
@@ -86,11 +88,12 @@ class RoleMasks:
         guided: The roles and what replaces them.
         table: The words of a sentence by its number, with a parse where a role needs one.
         donors: The words of a sentence with another parse, by its number.
-        idf: How rare a word is, from the training split.
+        rarity: How rare a word is, from the training split.
         num_heads: Heads of a layer.
         seed: Seed of the run, for random masks.
         encoding: The tokens of a sentence by its number, as `headwise.align.align` takes them; None where each word is
             a token, with one before and one after the words.
+        pipeline: What parsed the sentences, to be remembered; None for no parses.
 
     Raises:
         SettingError: There are more roles than heads.
@@ -101,21 +104,23 @@ class RoleMasks:
         guided: Guided,
         table: Callable[[int], WordTable],
         donors: Callable[[int], WordTable],
-        idf: IDF,
+        rarity: IDF,
         *,
         num_heads: int,
         seed: int,
         encoding: Callable[[int], Any] | None = None,
+        pipeline: Path | None = None,
     ) -> None:
         if len(guided.roles) > num_heads:
             raise SettingError(f"{len(guided.roles)} roles and {num_heads} heads; expected a head for each role.")
         self.guided, self.table, self.donors = guided, table, donors
         self.num_heads, self.seed, self.encoding = num_heads, seed, encoding
+        self.rarity, self.pipeline = rarity, pipeline
         # a dropped role's head is a regular one, which padding alone masks
         self.names = tuple(name for name in guided.roles if name not in guided.drop)
         self.heads = tuple(guided.roles.index(name) for name in self.names)
         settings: dict[str, RoleSetting] = dict(zip(ROLES, AS_RELEASED if guided.released else AS_STATED, strict=True))
-        self.roles: dict[str, Roles] = {name: Roles(settings[name], idf=idf) for name in self.names}
+        self.roles: dict[str, Roles] = {name: Roles(settings[name], idf=rarity) for name in self.names}
         self._kept: dict[int, tuple[int, NDArray[np.uint8]]] = {}
 
     def __call__(self, batch: Mapping[str, Tensor]) -> HeadMask:
@@ -136,6 +141,10 @@ class RoleMasks:
             heads=self.heads,
             names=self.names,
         )
+
+    def keep(self, folder: Path) -> None:
+        """Write what makes masks of sentences in no data into a run's folder; `kept_roles` reads it."""
+        keep_roles(folder, self.rarity, self.pipeline)
 
     def forget(self) -> None:
         """Drop the masks that are kept; they are made again, the same."""

@@ -26,7 +26,6 @@ from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
 from headwise.lab.evaluation import diversity, scores_by_bin
-from headwise.lab.guided import KeepsMasks
 from headwise.lab.methods import Methods
 from headwise.lab.metric import METRICS
 from headwise.lab.optimizer import optimizer_of
@@ -274,7 +273,7 @@ def _finish(
         measured = diversity(methods.heads, task.probe(model, data))
     for name, text in task.keepsakes(data).items():
         runs.write_text(folder / name, text)
-    if isinstance(methods.masks, KeepsMasks):
+    if methods.masks is not None:
         methods.masks.keep(folder)
     temporary = folder / f".{runs.WEIGHTS}"
     save_model(model, str(temporary))

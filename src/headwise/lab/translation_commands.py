@@ -45,10 +45,13 @@ def translate(
 ) -> None:
     """Translate standard input to standard output, a line for each line, as it comes."""
     with stoppable("stopped."):
+        from headwise.checks import DataError
         from headwise.lab.translate import translate_lines
         from headwise.lab.translator import open_translator
 
         translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch, pipeline=pipeline)
+        if pipeline is not None and not translator.parsed:
+            raise DataError(f"the sources of {run} were not parsed; leave --pipeline out.")
         window = window_of(WINDOW_BATCHES * batch) if window is None else window
         with standard_streams("lines translated") as (lines, output, done, warn):
             translate_lines(translator, lines, output, window=window, warn=warn, done=done)

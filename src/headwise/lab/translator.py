@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.checks import DataError, require_integer, require_range
+from headwise.checks import require_integer, require_range
 from headwise.lab import runs
 from headwise.lab.finished import finished_record, kept_file, scale_record
 from headwise.lab.tasks.named import named_task
@@ -68,6 +68,11 @@ class Translator:
     masks: SourceMasks | None = None
 
     @property
+    def parsed(self) -> bool:
+        """Whether its sources are parsed, for role masks."""
+        return self.masks is not None and self.masks.masks.pipeline is not None
+
+    @property
     def longest(self) -> int:
         """Subwords of a line that are translated; what stands behind them is not."""
         return longest_source(self.model) - 1
@@ -111,7 +116,8 @@ def open_translator(
         beams: Beams of the search; None for those the run was tested with.
         length_penalty: Likewise.
         batch: As in `Decoding`.
-        pipeline: The spaCy pipeline that parsed the sources of a run with roles; None for the place where it lay then.
+        pipeline: Where the spaCy pipeline lies that parsed the sources of a run with roles; None for the place where it
+            lay then. Where none parsed it does not count.
 
     Raises:
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
@@ -126,12 +132,10 @@ def open_translator(
     )
     for name in (runs.WEIGHTS, TOKENIZER):
         kept_file(folder, name)
-    if arm.guided is None and pipeline is not None:
-        raise DataError(f"the heads of {folder} have no roles; leave --pipeline out.")
     subwords = read_subwords(folder / TOKENIZER)
-    seed, data, masks = int(record["seed"]), str(record["data"]), None
+    seed, masks = int(record["seed"]), None
     if arm.guided is not None:
-        masks = kept_masks(folder, arm.guided, subwords, pipeline, num_heads=scale.heads, seed=seed, data=data)
+        masks = kept_masks(folder, arm.guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
     model = translation_model(scale, subwords.vocabulary_size)
     revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)

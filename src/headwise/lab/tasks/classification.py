@@ -98,7 +98,7 @@ class ClassificationTask:
         table = data.texts.table
         donors = Donors(table, data.texts.words.lengths, data.train.numbers.tolist(), key(seed, "shuffled parse"))
         rarity = idf(words_of(data, data.train))
-        return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed)
+        return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline)
 
     def batches(self, data: ClassificationData, scale: ClassificationScale, seed: int) -> LengthBatches:
         """Return batches of texts of like length."""

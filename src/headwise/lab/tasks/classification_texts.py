@@ -23,7 +23,7 @@ from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.word_vectors import read_word_vectors
 from headwise.word_tables import WordTable
 
-__all__ = ["Texts", "load_texts", "stands_apart", "texts_of"]
+__all__ = ["Texts", "load_texts", "stands_apart", "texts_of", "word_tables"]
 
 ENCODING = "classification-1"  # changes with anything below that changes the arrays
 PARSES = "parses"
@@ -158,6 +158,29 @@ def stands_apart(texts: Sequence[str]) -> bool:
     return attached <= sum(len(APART.findall(text)) for text in texts)
 
 
+def word_tables(
+    texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool = False
+) -> list[WordTable]:
+    """Return the words of texts as `load_texts` cuts them, with their parses where the scale names a pipeline.
+
+    Args:
+        texts: The texts; that punctuation stands apart from words is seen in all of them together.
+        scale: Which pipeline, and how many words of a text are read; those behind are neither dropped nor all parsed.
+        cache: Folder for the parses; None keeps none.
+        progress: Whether parsing shows a bar.
+    """
+    apart = stands_apart(texts)
+    words = [[BRACKETS.get(word.lower(), word) for word in text.split()] for text in texts] if apart else []
+    if scale.pipeline is None:
+        return [WordTable(one) for one in words] if apart else [WordTable.split(text) for text in texts]
+    # spaCy takes seconds to import, and is needed only where a pipeline is named
+    from headwise.bridges.spacy import Parser
+
+    parse = Parser(str(scale.pipeline), cache=None if cache is None else cache / PARSES, progress=progress)
+    # what is cut anyway need not be parsed
+    return parse([one[: scale.max_words + 1] for one in words] if apart else list(texts))
+
+
 def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
     labels = tuple(sorted({one.label for one in kept[layout.train]}))
     for name, lines in kept.items():
@@ -179,7 +202,7 @@ def _encode(
     progress: bool,
 ) -> dict[str, NDArray]:
     lines = [one for file in kept.values() for one in file]
-    whole = _tables([one.text for one in lines], scale, cache, progress=progress)
+    whole = word_tables([one.text for one in lines], scale, cache, progress=progress)
     tables = [table[: scale.max_words] for table in whole]
     types = sorted({word for table in tables for word in table.words})
     place = {word: index for index, word in enumerate(types)}
@@ -203,19 +226,6 @@ def _encode(
             raise DataError(f"{scale.embeddings} has a vector for none of the {len(types)} words; name another file.")
         arrays["vector_words"], arrays["vectors"] = _lines([*found]), np.stack([*found.values()])
     return arrays
-
-
-def _tables(texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool) -> list[WordTable]:
-    apart = stands_apart(texts)
-    words = [[BRACKETS.get(word.lower(), word) for word in text.split()] for text in texts] if apart else []
-    if scale.pipeline is None:
-        return [WordTable(one) for one in words] if apart else [WordTable.split(text) for text in texts]
-    # spaCy takes seconds to import, and is needed only where a pipeline is named
-    from headwise.bridges.spacy import Parser
-
-    parse = Parser(str(scale.pipeline), cache=None if cache is None else cache / PARSES, progress=progress)
-    # what is cut anyway need not be parsed
-    return parse([one[: scale.max_words + 1] for one in words] if apart else list(texts))
 
 
 def _plain(text: str) -> str:

@@ -266,6 +266,10 @@ class MakesMasks(Protocol):
         """Return the masks."""
         ...
 
+    def keep(self, folder: Path) -> None:
+        """Write what makes masks of sentences in no data into a run's folder, beside its weights."""
+        ...
+
 
 @runtime_checkable
 class WithRoles(Protocol):

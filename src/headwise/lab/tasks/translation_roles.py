@@ -6,7 +6,6 @@ masks too. Masks themselves are made by `sentence_masks`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 
 from headwise.checks import DataError
-from headwise.lab import runs
 from headwise.lab.data import Ragged, stable_key
 from headwise.lab.encoded import Pieces, pieces
-from headwise.lab.guided import Guided, require_parses
-from headwise.lab.pipelines import pipeline_digest
+from headwise.lab.guided import Guided
+from headwise.lab.kept_roles import kept_roles
 from headwise.lab.protocol import key
 from headwise.lab.sentence_masks import Donors, RoleMasks
 from headwise.lab.tasks.subwords import Subwords
@@ -31,8 +29,6 @@ __all__ = ["PARSED_BY", "SourceMasks", "Sources", "kept_masks", "learned_masks",
 Parse = Callable[[Sequence[str]], list[WordTable]]
 # Stands in the digest of data between that of the corpus and that of the pipeline.
 PARSED_BY = "+"
-# What a run keeps: how rare each word is, and which pipeline parsed.
-RARITY, ROLES = "idf.json", "roles.json"
 UNREADABLE = "\ufffd"
 
 
@@ -123,9 +119,16 @@ class SourceMasks:
         seed: int,
         pipeline: Path | None = None,
     ) -> None:
-        self.sources, self.rarity, self.pipeline = sources, rarity, pipeline
+        self.sources = sources
         self.masks = RoleMasks(
-            guided, sources.table, donors, rarity, num_heads=num_heads, seed=seed, encoding=sources.pieces
+            guided,
+            sources.table,
+            donors,
+            rarity,
+            num_heads=num_heads,
+            seed=seed,
+            encoding=sources.pieces,
+            pipeline=pipeline,
         )
 
     def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
@@ -135,12 +138,8 @@ class SourceMasks:
         return self.masks({"tokens": ids.masked_fill(~real, 0), "numbers": torch.tensor(self.sources.numbers(rows))})
 
     def keep(self, folder: Path) -> None:
-        """Write what `kept_masks` reads into a run's folder: the rarity of words, and where the pipeline lies."""
-        self.rarity.save(folder / RARITY)
-        named = self.pipeline
-        if named is not None and named.is_dir():
-            named = named.resolve()
-        runs.write_json(folder / ROLES, {"pipeline": None if named is None else str(named)})
+        """Write what `kept_masks` reads into a run's folder."""
+        self.masks.keep(folder)
 
     def forget(self) -> None:
         """Drop the sources and their masks; they are made again, the same, when they come again."""
@@ -169,7 +168,7 @@ def learned_masks(
 
 
 def kept_masks(
-    folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int, data: str
+    folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int
 ) -> SourceMasks:
     """Return what makes the masks of sources in no data, from what a finished run keeps.
 
@@ -177,41 +176,18 @@ def kept_masks(
         folder: The run's folder.
         guided: Its roles.
         subwords: Its subwords.
-        pipeline: The pipeline that parsed its sources; None for the place where it lay then.
+        pipeline: As `kept_roles` takes it.
         num_heads: Heads of a layer of its encoder.
         seed: Its seed.
-        data: Digest of its data, that of the pipeline included.
 
     Raises:
-        DataError: A file is missing or damaged, the pipeline is missing or another one, or the roles are those of
-            other parses, which a run does not keep.
+        DataError: As `kept_roles` says.
     """
-    if guided.shuffled:
-        raise DataError(
-            f"{folder} holds a control whose roles are from parses of other training sentences, which a run does not "
-            f"keep; its translations of the test set are in {runs.TEXT} there."
-        )
-    for name in (RARITY, ROLES):
-        if not (folder / name).is_file():
-            raise DataError(
-                f"{folder / name} is missing; a run with roles keeps it when it ends: train this one again."
-            )
-    parsed_by = data.partition(PARSED_BY)[2]
-    if not parsed_by and pipeline is not None:
-        raise DataError(f"the sources of {folder} were not parsed; leave --pipeline out.")
-    if parsed_by:
-        pipeline = pipeline or _remembered(folder / ROLES)
-        if pipeline_digest(pipeline) != parsed_by:
-            raise DataError(
-                f"{pipeline} is not the pipeline that parsed the sources of {folder}, or it was changed since; name "
-                "that one (--pipeline DIR)."
-            )
-    require_parses(guided, pipeline is not None)
-    sources = Sources(subwords, parser(pipeline, None))
+    rarity, found = kept_roles(folder, guided, pipeline)
+    sources = Sources(subwords, parser(found, None))
     # only a role from another sentence's parse asks for that
-    return SourceMasks(
-        guided, sources, IDF.load(folder / RARITY), sources.table, num_heads=num_heads, seed=seed, pipeline=pipeline
-    )
+    donors = sources.table
+    return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=found)
 
 
 def parser(pipeline: Path | None, cache: Path | None) -> Parse:
@@ -236,16 +212,3 @@ def parser(pipeline: Path | None, cache: Path | None) -> Parse:
         return tables
 
     return passing
-
-
-def _remembered(path: Path) -> Path:
-    kept = runs.read_json(path)
-    name = kept.get("pipeline") if isinstance(kept, dict) else None
-    if not isinstance(name, str):
-        raise DataError(f"{path} names no pipeline; name the one that parsed the run's sources (--pipeline DIR).")
-    if os.sep in name and not Path(name).exists():
-        raise DataError(
-            f"{name}, the pipeline that parsed the run's sources, is not there any more; name it where it is now "
-            "(--pipeline DIR)."
-        )
-    return Path(name)
