@@ -43,7 +43,7 @@ def parsed(words: Sequence[str]) -> WordTable:
 
 def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse as `parsed` does wherever a pipeline is named."""
-    tables = classification_texts._tables
+    tables = classification_texts.word_tables
 
     def made(
         texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool
@@ -52,4 +52,4 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
             return tables(texts, scale, cache, progress=progress)
         return [parsed(text.split()) for text in texts]
 
-    monkeypatch.setattr(classification_texts, "_tables", made)
+    monkeypatch.setattr(classification_texts, "word_tables", made)

@@ -53,7 +53,7 @@ def test_a_worker_reads_parses_that_were_made_and_needs_no_parser(reviews, tmp_p
     def none(*_: object, **__: object) -> None:
         raise AssertionError("parsed again")
 
-    monkeypatch.setattr(classification_texts, "_tables", none)
+    monkeypatch.setattr(classification_texts, "word_tables", none)
     other = load_data(reviews, PARSED, tmp_path / "cache")
     assert [other.texts.table(n).parse() for n in range(20)] == [one.texts.table(n).parse() for n in range(20)]
     task = ClassificationTask()

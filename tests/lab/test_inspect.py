@@ -68,7 +68,7 @@ def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
 
     from headwise.lab.inspect_command import _encoded, _sentences
 
-    inspected, _ = _encoded(folders / "bert-0", folders / "text.txt")
+    inspected, _ = _encoded(folders / "bert-0", folders / "text.txt", None)
     found = _sentences(inspected, 3)
     assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
     ids = torch.tensor([[2, WORDS.index("<b>"), WORDS.index("the"), WORDS.index("car"), 3]])
