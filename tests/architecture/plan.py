@@ -304,6 +304,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/tables/diversify_ablations.py",
             "lab/tables/diversify_probing.py",
             "lab/tables/diversify.py",
+            "lab/tables/role_pictures.py",
             "lab/tables/guided.py",
             "lab/reproduction_data.py",
             "lab/reproduce.py",

@@ -219,13 +219,13 @@ def report(
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = {part: make_table(found.results) for part, found in evidence.items()}
     places = {plan.part.name: plan.comparison.out for plan in plans}
-    pictures = _pictures(reproduction, places, evidence, tables)
-    reproduced = Reproduced(reproduction, scale, data, evidence, tables, pictures)
+    drawn = _pictures(reproduction, places, evidence, tables)
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     _write_pages(reproduction, plans, evidence, place, console)
     for part, table in reproduced.tables.items():
         publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
-    for picture in pictures:
+    for picture in reproduced.pictures:
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)

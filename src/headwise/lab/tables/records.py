@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,7 +57,7 @@ class Reproduced:
         data: Name of the data of each part; "" where the task has one kind alone.
         evidence: The runs of each part that has any.
         tables: The table of each of these parts.
-        pictures: Its figures, beside those of each table.
+        drawn: Its figures of parts, beside those of each table.
     """
 
     reproduction: Reproduction
@@ -64,7 +65,7 @@ class Reproduced:
     data: Mapping[str, str]
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
-    pictures: tuple[Picture, ...] = ()
+    drawn: tuple[Picture, ...] = ()
 
     @property
     def file(self) -> str:
@@ -78,11 +79,18 @@ class Reproduced:
         """The name of a figure's file beside the record."""
         return f"{Path(self.file).stem}-{picture.name}.png"
 
-    @property
+    @cached_property
     def judged(self) -> tuple[Judged, ...]:
         """Its claims with their verdicts."""
         scales = named_task(self.reproduction.task).scales
         return judge(self.reproduction.claims_at(self.scale, scales), self.evidence)
+
+    @cached_property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Its figures, that of its claims before those of parts."""
+        overview = self.reproduction.overview
+        first = None if overview is None else overview(self.judged)
+        return self.drawn if first is None else (first, *self.drawn)
 
     @property
     def canonical(self) -> Callable[[str, str], str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from headwise.checks import SettingError, require_choice
-from headwise.lab.claims import Claim
+from headwise.lab.claims import Claim, Judged
 from headwise.lab.evidence import Evidence
 from headwise.lab.figures import Picture
 from headwise.lab.grids import Grid
@@ -135,6 +135,7 @@ class Reproduction:
         measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
             several parts, a figure.
         drawn: Makes the figures of each part beside these; None for none.
+        overview: Makes a figure of what was found for its claims; None for none.
         after: The reproduction whose runs its own begin with, where the command names no others; "" for none.
         folder: Folder below that of the data which the sets of its parts may lie in; "" for none.
         made: Makes its claims from the parts that there is data for; None where there is data for all.
@@ -158,6 +159,7 @@ class Reproduction:
     analysis: str = ""
     measures: tuple[str, ...] = ()
     drawn: Draws | None = None
+    overview: Callable[[Sequence[Judged]], Picture | None] | None = None
     after: str = ""
     folder: str = ""
     made: Callable[[tuple[str, ...]], tuple[Claim, ...]] | None = None
