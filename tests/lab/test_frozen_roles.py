@@ -16,6 +16,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.checks import DataError
 from headwise.lab.arm_text import parse_arm
+from headwise.lab.encodings import encodings, fingerprint
 from headwise.lab.frozen import open_frozen
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.classification import words_of
@@ -122,6 +123,23 @@ def test_lines_have_the_states_that_the_texts_of_the_data_had(name, given, run_o
         found = said_of(open_frozen(folder), [lines[number] for number in numbers])
     for place, number in enumerate(numbers):
         torch.testing.assert_close(found[place], expected[number], atol=1e-5, rtol=1e-4)
+
+
+def test_a_guided_run_is_probed_with_its_roles(run_of, tmp_path):
+    folder, settings = run_of("roles")
+    lines = lines_of(False)[:40]
+    frozen, trained = open_frozen(folder), load_trained(settings, folder)
+    found = encodings(frozen, lines, tmp_path / "cache", model=fingerprint(frozen))
+    with torch.no_grad():
+        expected = states_of(trained, list(range(40)))
+    for number in (0, 17, 39):
+        last = torch.tensor(found.layers[-1][number])
+        torch.testing.assert_close(last, expected[number].mean(0), atol=1e-5, rtol=1e-4)
+    counts = folder / "idf.json"
+    before = fingerprint(frozen)
+    counts.write_text(counts.read_text() + "\n")
+    assert fingerprint(open_frozen(folder)) != before
+    counts.write_text(counts.read_text()[:-1])
 
 
 def test_a_random_mask_is_drawn_by_the_words_alone(run_of):
