@@ -16,7 +16,9 @@ from headwise.heads import Heads
 from headwise.hooks import Hook
 from headwise.recomputation import outside_graphs, recomputing
 
-__all__ = ["Forwards", "are_partial", "partial_forwards"]
+__all__ = ["Forwards", "are_partial", "drops_layers", "partial_forwards"]
+
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 _partial: ContextVar[bool] = ContextVar("partial forwards", default=False)
 
@@ -31,6 +33,12 @@ def partial_forwards() -> Iterator[None]:
         _partial.reset(token)
 
 
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a forward may leave layers out by chance: LayerDrop, while a model of transformers is trained."""
+    config = getattr(model, "config", None)
+    return model.training and any((getattr(config, name, 0) or 0) > 0 for name in LAYER_DROPS)
+
+
 def are_partial() -> bool:
     """Return whether forwards give back a part of an earlier one now."""
     return _partial.get()
@@ -40,6 +48,10 @@ class Forwards:
     """Counts the forwards of a model, and keeps what they were told.
 
     Recomputation by activation checkpointing is no forward.
+
+    Args:
+        heads: The sites.
+        failed: Called after a forward that ended in an error, or returned None.
 
     Attributes:
         number: Forwards begun so far.
@@ -58,8 +70,9 @@ class Forwards:
         1
     """
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, failed: Callable[[], object] = lambda: None) -> None:
         self.number, self.inside, self.generating = 0, False, False
+        self._failed = failed
         self.causal: dict[nn.Module, bool] = {}
         model = heads.model
         entered, left = Hook(model, self._entered), Hook(model, self._left)
@@ -87,9 +100,12 @@ class Forwards:
             self.generating = kwargs.get("past_key_values") is not None
 
     @outside_graphs
-    def _left(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+    def _left(self, _module: nn.Module, _args: tuple, output: object) -> None:
         if not recomputing():
             self.inside = False
+            # what torch hands to such a hook after an error
+            if output is None:
+                self._failed()
 
     def _told(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if isinstance(kwargs.get("is_causal"), bool):

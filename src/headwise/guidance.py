@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.checks import LayoutError, MaskError, NotFired, SettingError
 from headwise.collate import ROLE_MASK, RoleCollator
-from headwise.forwards import Forwards, are_partial
+from headwise.forwards import Forwards, are_partial, drops_layers
 from headwise.generation import MaskedGenerate
 from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
+from headwise.mask_fitting import name_of, own_keys, require_fitting
 from headwise.masks import HeadMask
 from headwise.recomputation import outside_graphs, recomputing
 from headwise.role_masks import Roles
@@ -46,15 +46,14 @@ class Guidance:
         earlier = _earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self.calls = {site.name: 0 for site in heads.sites}
-        self._mask: HeadMask | None = None
-        self._biases: dict[tuple, Tensor] = {}
-        self._fired: set[str] = set()
-        self._bound: int | None = None
-        self._paused = self._partial = False
+        self._take(None)
+        self._paused = False
+        # how many prompts a model generates from now
+        self._prompts: int | None = None
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
-        self._forwards = Forwards(heads)
+        self._forwards = Forwards(heads, self._failed)
         try:
             self._attach()
             if mask is not None:
@@ -68,25 +67,27 @@ class Guidance:
 
         Raises:
             MaskError: It is no HeadMask, or is for another number of heads than a site has.
-            NotFired: The mask given before guided nothing.
+            NotFired: The mask given before did not guide every site. This one is in its place.
         """
         if not isinstance(mask, HeadMask):
             raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, as Roles(...)(tables) gives.")
         for site in self.heads.sites:
             if site.num_heads != mask.num_heads:
                 raise MaskError(
-                    f"the mask is for {mask.num_heads} heads and {_name(site)} has {site.num_heads}; make it with "
+                    f"the mask is for {mask.num_heads} heads and {name_of(site)} has {site.num_heads}; make it with "
                     f"num_heads={site.num_heads}."
                 )
-        if self._mask is not None:
+        try:
             self.verify()
-        self._mask, self._biases, self._fired, self._bound, self._partial = mask, {}, set(), None, are_partial()
+        finally:
+            # what is refused once is not refused for ever
+            self._take(mask, excused=are_partial() or drops_layers(self.heads.model))
         return self
 
     def verify(self) -> None:
-        """Raise `NotFired` unless the mask given last guided every site that its forward did not give back."""
-        silent = [_name(site) for site in self.heads.sites if site.name not in self._fired]
-        if self._mask is not None and silent and not self._partial:
+        """Raise `NotFired` unless the mask given last guided every site that its forward went through."""
+        silent = [name_of(site) for site in self.heads.sites if site.name not in self._fired]
+        if self._mask is not None and silent and not self._excused:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} sites: {', '.join(silent[:6])}. Run a "
                 "forward pass after giving it; if you did, the call went around the module."
@@ -146,10 +147,32 @@ class Guidance:
         self._stops.append(self._forwards.remove)
         taking = Hook(model, self._mask_taken)
         self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
-        self._stops.append(MaskedGenerate(model, ROLE_MASK, self).remove)
+        self._stops.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
         self._stops.append(bias_heads(self.heads, self._bias).remove)
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
+
+    def _take(self, mask: HeadMask | None, *, excused: bool = False) -> None:
+        self._mask, self._excused = mask, excused
+        self._biases: dict[tuple, Tensor] = {}
+        self._fired: set[str] = set()
+        self._bound: int | None = None
+
+    def _failed(self) -> None:
+        """Forget a forward that ended in an error: its mask is no later one's."""
+        if any(site.name not in self._fired for site in self.heads.sites):
+            self._take(self._mask if self.every_forward else None, excused=True)
+
+    @contextmanager
+    def _generating(self, prompts: int | None) -> Iterator[None]:
+        self._prompts = prompts
+        try:
+            yield
+        except BaseException:
+            self._failed()
+            raise
+        finally:
+            self._prompts = None
 
     # which mask it is changes with every forward, which a compiled graph must not hold
     @outside_graphs
@@ -167,18 +190,18 @@ class Guidance:
         mask = self._mask
         if mask is None:
             raise NotFired(
-                f"{_name(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
+                f"{name_of(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
                 "role_mask=mask in the batch), or use guidance.paused() or remove()."
             )
         if call.cached and call.first >= mask.tokens:
             return None
         self._require_own(site)
-        _require_fitting(site, call, mask, self._forwards.generating)
+        require_fitting(site, call, mask, self._forwards.generating, self._prompts)
         self._fired.add(site.name)
         self.calls[site.name] += 1
         own = getattr(site.module, "is_causal", False)
         causal = mask.causal or site.kind == "decoder" or bool(self._forwards.causal.get(site.module, own))
-        return _part(self._additive(mask, causal, call), call)
+        return own_keys(self._additive(mask, causal, call), call)
 
     def _require_own(self, site: Site) -> None:
         """Refuse a second forward with the mask of the first: its sentences are others."""
@@ -188,7 +211,7 @@ class Guidance:
         again = now is None and site.name in self._fired
         if (again or (self._fired and now != self._bound)) and not self.every_forward:
             raise MaskError(
-                f"{_name(site)}: the mask given last belongs to the forward before this one; give every forward its "
+                f"{name_of(site)}: the mask given last belongs to the forward before this one; give every forward its "
                 "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True). "
                 "generate() keeps to the prompt's with use_cache=True."
             )
@@ -245,29 +268,6 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
     return Guidance(heads, mask, every_forward)
 
 
-def _require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: bool) -> None:
-    beams = generating and call.batch % mask.batch == 0
-    if call.batch != mask.batch and not beams:
-        raise MaskError(
-            f"{_name(site)}: the mask has {mask.batch} sentences and the batch {call.batch}; make the mask of the "
-            "batch that the model is given."
-        )
-    # a cache may have room for more keys than there are yet
-    keys = mask.tokens if not call.cached else max(mask.tokens, call.keys)
-    if call.first != 0 or call.queries != mask.tokens or call.keys != keys:
-        hint = "" if call.cached else " (generate() with use_cache=True keeps to the prompt's)"
-        raise MaskError(
-            f"{_name(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and {call.keys} "
-            f"keys; make the mask of the tokens that the model is given, special tokens and padding included{hint}."
-        )
-
-
-def _part(bias: Tensor, call: ScoreCall) -> Tensor:
-    """Return the columns of this call's keys; the model masks those there is only room for."""
-    columns = bias[..., call.first_key : call.first_key + call.keys]
-    return F.pad(columns, (0, call.keys - columns.shape[-1]))
-
-
 def _earlier(heads: Heads) -> list[Guidance]:
     """Return what guides these sites now, and refuse where it guides others too."""
     modules = {site.module for site in heads.sites}
@@ -278,8 +278,8 @@ def _earlier(heads: Heads) -> list[Guidance]:
             continue
         if any(other.module not in modules for other in guidance.heads.sites):
             raise SettingError(
-                f"{_name(site)} is guided already, together with sites that were not given now; call remove() on that "
-                "handle first."
+                f"{name_of(site)} is guided already, together with sites that were not given now; call remove() on "
+                "that handle first."
             )
         found[id(guidance)] = guidance
     return list(found.values())
@@ -292,7 +292,3 @@ def _require_self_attention(heads: Heads) -> None:
             f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and of one "
             "text: choose with heads.kind('self') or heads.kind('decoder')."
         )
-
-
-def _name(site: Site) -> str:
-    return site.name or "the model"

@@ -84,6 +84,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "collate.py",
             "forwards.py",
             "generation.py",
+            "mask_fitting.py",
             "guidance.py",
             "stacked.py",
             "ensembles.py",

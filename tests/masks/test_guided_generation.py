@@ -100,6 +100,23 @@ def test_without_a_cache_generating_is_refused_with_the_way_out():
     guidance.remove()
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["GPT-2", *ENCODER_DECODERS])
+def test_a_mask_of_fewer_prompts_is_refused_and_the_next_one_is_taken(name: str, beams: int):
+    model, inputs = generator(name), prompt(name)
+    settings = {"max_new_tokens": 3, "num_beams": beams, "do_sample": False}
+    heads = hw.find_heads(model)
+    heads = heads.kind("self") if any(site.kind == "self" for site in heads) else heads
+    mask = mask_for(inputs)
+    with hw.guide(heads, mask):
+        expected = model.generate(**inputs, **settings)
+    guidance = hw.guide(heads)
+    with pytest.raises(hw.MaskError, match="1 sentences and generate\\(\\) was given 2 prompts"):
+        model.generate(**inputs, **settings, role_mask=mask[:1])
+    assert torch.equal(model.generate(**inputs, **settings, role_mask=mask), expected)
+    guidance.remove()
+
+
 def test_a_batch_in_evaluation_is_no_beams():
     model, inputs = generator("GPT-2"), prompt("GPT-2")
     guidance = hw.guide(hw.find_heads(model), mask_for(inputs)[0])
