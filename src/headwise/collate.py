@@ -12,6 +12,7 @@ import torch
 
 from headwise.align import align
 from headwise.checks import DataError, SettingError, require_integer
+from headwise.masks import HeadMask
 from headwise.role_masks import Roles
 from headwise.word_tables import WordTable
 
@@ -36,6 +37,7 @@ class RoleCollator:
         max_length: Tokens at which a text is cut; none when None.
         heads: The head of each role; 0 to R - 1 when not given.
         empty: What a query does whose role leaves it no key: "regular" or "self".
+        longest: Most tokens the model takes; None where that is not known.
 
     Raises:
         DataError: The tokenizer is not a fast one.
@@ -58,6 +60,7 @@ class RoleCollator:
         max_length: int | None = None,
         heads: Sequence[int] = (),
         empty: str = "regular",
+        longest: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -77,14 +80,15 @@ class RoleCollator:
         self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
         self.parse = _split if parse is None else parse
         self.collator, self.max_length = collator, max_length
-        self.heads, self.empty = heads, empty
+        self.heads, self.empty, self.longest = heads, empty, longest
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of some examples, each a mapping with the text and what else the model takes.
 
         Raises:
-            DataError: There is no example, one has no text or lacks another one's column, a column holds no numbers,
-                or `parse` did not give a word table for each text.
+            DataError: There is no example, one has no text or lacks another one's column, one is longer than the model
+                takes, a column holds no numbers, `parse` did not give a word table for each text, or `collator` pads
+                on another side than the tokenizer.
             SettingError: `max_length` has no room for a text.
         """
         if not features:
@@ -99,6 +103,7 @@ class RoleCollator:
         )
         if self.max_length is not None:
             self._require_cut(encoding)
+        self._require_room(encoding)
         encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
         others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
         joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
@@ -115,7 +120,9 @@ class RoleCollator:
             length=batch["input_ids"].shape[1],
             padding_side=self.tokenizer.padding_side,
         )
-        batch[ROLE_MASK] = self.roles(tables, self.num_heads, encoding=aligned, heads=self.heads, empty=self.empty)
+        mask = self.roles(tables, self.num_heads, encoding=aligned, heads=self.heads, empty=self.empty)
+        _require_same_padding(mask, batch.get("attention_mask"), self.tokenizer.padding_side)
+        batch[ROLE_MASK] = mask
         return batch
 
     def _text(self, index: int, feature: Mapping[str, Any], column: str) -> str:
@@ -137,6 +144,16 @@ class RoleCollator:
                 batch["labels" if name in ("label", "label_ids") else name] = _column(name, features)
         return batch
 
+    def _require_room(self, encoding: Any) -> None:
+        """Refuse a text that is longer than the model."""
+        lengths = [len(ids) for ids in encoding["input_ids"]]
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if self.longest is not None and lengths[longest] > self.longest:
+            raise DataError(
+                f"example {longest} has {lengths[longest]} tokens and the model takes {self.longest}; cut texts there "
+                f"(max_length={self.longest}), or split them."
+            )
+
     def _require_cut(self, encoding: Any) -> None:
         """Refuse a length that special tokens alone exceed: the tokenizer cuts nothing then."""
         longest = max(map(len, encoding["input_ids"]))
@@ -145,6 +162,17 @@ class RoleCollator:
                 f"max_length is {self.max_length} and the tokenizer made {longest} tokens; expected room for more than "
                 "the special tokens, so that it can cut."
             )
+
+
+def _require_same_padding(mask: HeadMask, given: Any, side: str) -> None:
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or mask.keep is None:
+        return
+    if not torch.equal(given.bool(), mask.keep):
+        row = int((given.bool() != mask.keep).any(-1).nonzero()[0])
+        raise DataError(
+            f"the attention_mask of example {row} is {given[row].tolist()}, and its tokens, padded on the {side} as "
+            f"the tokenizer does, are {mask.keep[row].int().tolist()}; let collator= pad on that side too."
+        )
 
 
 def _column(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:

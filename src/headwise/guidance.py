@@ -14,15 +14,16 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from headwise.checks import LayoutError, MaskError, NotFired, SettingError
+from headwise.checks import MaskError, NotFired, SettingError
 from headwise.collate import ROLE_MASK, RoleCollator
 from headwise.forwards import Forwards, are_partial, drops_layers
 from headwise.generation import MaskedGenerate
 from headwise.head_bias import bias_heads
 from headwise.heads import Heads, Site
 from headwise.hooks import Hook
-from headwise.mask_fitting import name_of, own_keys, require_fitting
+from headwise.mask_fitting import name_of, own_keys, require_fitting, require_self_attention
 from headwise.masks import HeadMask
+from headwise.position_tables import longest_text
 from headwise.recomputation import outside_graphs, recomputing
 from headwise.role_masks import Roles
 from headwise.scores import ScoreCall
@@ -42,7 +43,7 @@ class Guidance:
     """
 
     def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
-        _require_self_attention(heads)
+        require_self_attention(heads)
         earlier = _earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self.calls = {site.name: 0 for site in heads.sites}
@@ -102,11 +103,21 @@ class Guidance:
         text: str | tuple[str, str] = "text",
         collator: Callable[[list[dict[str, Any]]], Any] | None = None,
         max_length: int | None = None,
+        heads: Sequence[int] = (),
+        empty: str = "regular",
     ) -> RoleCollator:
         """Return the collator of batches that bring their masks to these heads; see `RoleCollator`."""
-        num_heads = self.heads.sites[0].num_heads
         return RoleCollator(
-            roles, tokenizer, num_heads, parse=parse, text=text, collator=collator, max_length=max_length
+            roles,
+            tokenizer,
+            self.heads.sites[0].num_heads,
+            parse=parse,
+            text=text,
+            collator=collator,
+            max_length=max_length,
+            heads=heads,
+            empty=empty,
+            longest=longest_text(self.heads.model),
         )
 
     @contextmanager
@@ -283,12 +294,3 @@ def _earlier(heads: Heads) -> list[Guidance]:
             )
         found[id(guidance)] = guidance
     return list(found.values())
-
-
-def _require_self_attention(heads: Heads) -> None:
-    kinds = {site.kind for site in heads.sites}
-    if "cross" in kinds or {"self", "decoder"} <= kinds:
-        raise LayoutError(
-            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and of one "
-            "text: choose with heads.kind('self') or heads.kind('decoder')."
-        )

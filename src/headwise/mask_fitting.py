@@ -1,4 +1,4 @@
-"""Whether a role mask fits a call of an attention, and the part of it that is the call's.
+"""Whether role masks fit sites and a call of one, and the part of a mask that is the call's.
 
 Owns what is said of one that does not. Must not know which forward a mask belongs to.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.checks import MaskError
-from headwise.heads import Site
+from headwise.checks import LayoutError, MaskError
+from headwise.heads import Heads, Site
 from headwise.masks import HeadMask
 from headwise.scores import ScoreCall
 
-__all__ = ["name_of", "own_keys", "require_fitting"]
+__all__ = ["name_of", "own_keys", "require_fitting", "require_self_attention"]
 
 
 def require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, prompts: int | None) -> None:
@@ -44,6 +44,16 @@ def require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: boo
         raise MaskError(
             f"{name_of(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and {call.keys} "
             f"keys; make the mask of the tokens that the model is given, special tokens and padding included{hint}."
+        )
+
+
+def require_self_attention(heads: Heads) -> None:
+    """Raise `LayoutError` where sites are no self-attention, or of an encoder and a decoder at once."""
+    kinds = {site.kind for site in heads.sites}
+    if "cross" in kinds or {"self", "decoder"} <= kinds:
+        raise LayoutError(
+            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and of one "
+            "text: choose with heads.kind('self') or heads.kind('decoder')."
         )
 
 

@@ -234,6 +234,8 @@ def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
     if not isinstance(role, Role):
         return role.find(table)
     given: Any = role.find(table)
+    # arrays and tensors
+    given = given.tolist() if hasattr(given, "tolist") else given
     expected = "expected words, or pairs of words, by their index"
     if not isinstance(given, Iterable):
         raise SettingError(f"the role {role.name!r} found {given!r}; {expected}, or an empty list.")

@@ -82,6 +82,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "roles.py",
             "role_masks.py",
             "collate.py",
+            "position_tables.py",
             "forwards.py",
             "generation.py",
             "mask_fitting.py",

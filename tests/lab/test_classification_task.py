@@ -208,6 +208,8 @@ def test_an_arm_that_the_task_or_the_data_cannot_serve_is_refused_before_any_run
     with pytest.raises(SettingError, match=message):
         compare(comparison, Console(record=True))
     assert inline == []
+    # the folder is nobody's yet
+    assert not (tmp_path / "comparison.json").exists()
 
 
 def test_word_vectors_are_where_a_run_starts(sentences, tmp_path):

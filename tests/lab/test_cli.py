@@ -120,6 +120,8 @@ def test_what_is_unknown_is_refused_with_what_is_near(capsys):
     assert "--seeds is 0; expected at least 1" in refused(capsys, "compare", "logic", "--seeds", "0")
     assert "workers is 0" in refused(capsys, "compare", "logic", "--workers", "0")
     assert "draws is 0" in refused(capsys, "tune", "logic", "svgd", "--draws", "0")
+    assert call("tune", "classification", "plain", "--scale", "paper", "--draws", "0") == 2
+    assert "tuned on one cut: judge it there too (--folds 1)" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 

@@ -58,6 +58,15 @@ def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
     assert max(map(len, close.splitlines()[:-1])) <= 70
 
 
+def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
+    long = hw.WordTable([f"w{i}" for i in range(200)], [0] * 200, ["x"] * 200)
+    shown(long, roles_for(long, None, released=False), tmp_path)
+    (path,) = tmp_path.glob("*.png")
+    height, width = matplotlib.image.imread(path).shape[:2]
+    assert height < 2800
+    assert width < 4000
+
+
 def test_the_picture_and_the_page_are_whole(tmp_path: Path):
     table = hw.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
     shown(table, roles_for(table, COUNTS, released=False), tmp_path / "new" / "folder")

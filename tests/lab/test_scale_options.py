@@ -24,6 +24,15 @@ def test_sizes_are_typed_and_named_and_places_are_not():
     assert with_options(CPU, ScaleOptions("cpu"), "classification") is CPU
 
 
+def test_one_fold_is_one_cut():
+    paper = CLASSIFICATION_SCALES["paper"]
+    assert paper.folds == 10
+    scale = with_options(paper, ScaleOptions("paper", folds=1), "classification")
+    assert (scale.folds, scale.name) == (None, "paper-folds=1")
+    with pytest.raises(SettingError, match="folds"):
+        with_options(paper, ScaleOptions("paper", folds=2), "classification")
+
+
 def test_a_size_that_may_be_absent_is_set_by_a_number():
     assert with_options(CPU, ScaleOptions("cpu", sizes=("train_examples=50",)), "classification").train_examples == 50
 

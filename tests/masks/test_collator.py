@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.checks import DataError
+from headwise.position_tables import longest_text
 from masks.tokenizers_for_tests import fast_tokenizer
 
 TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]
@@ -209,3 +211,56 @@ def test_a_trainer_that_generates_hands_the_mask_to_generate(tmp_path: Path):
     # once for the beams, once for the loss
     assert set(guidance.calls.values()) == {2}
     guidance.remove()
+
+
+def test_a_text_longer_than_the_models_positions_is_refused_before_the_model_sees_it():
+    model, tokenizer = classifier(), fast_tokenizer("WordPiece")
+    model.bert.embeddings.position_embeddings = torch.nn.Embedding(20, 24)
+    guidance = hw.guide(hw.find_heads(model))
+    long = [{"text": "one", "label": 0}, {"text": "word " * 30, "label": 1}]
+    with pytest.raises(DataError, match=r"example 1 has \d+ tokens and the model takes 20; cut texts there"):
+        guidance.collator(ROLES, tokenizer)(long)
+    batch = guidance.collator(ROLES, tokenizer, max_length=20, heads=(2, 0), empty="self")(long)
+    assert batch["input_ids"].shape[1] == 20
+    assert (batch["role_mask"].heads, batch["role_mask"].empty) == ((2, 0), "self")
+    guidance.remove()
+
+
+BART = {"attention_heads": 2, "ffn_dim": 8, "layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "room"), [("BERT", 64), ("RoBERTa", 62), ("BART", 64), ("GPT-2", 64), ("Llama", None), ("T5", None)]
+)
+def test_models_take_as_many_tokens_as_their_tables_of_positions_have_rows(name: str, room: int | None):
+    import transformers
+
+    class_ = {"BERT": "Bert", "RoBERTa": "Roberta", "BART": "Bart", "GPT-2": "GPT2", "Llama": "Llama", "T5": "T5"}[name]
+    config = getattr(transformers, f"{class_}Config")(
+        vocab_size=60, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, pad_token_id=1
+    )
+    bart = {f"{side}_{size}": value for side in ("encoder", "decoder") for size, value in BART.items()}
+    for key, value in {"max_position_embeddings": 64, "n_positions": 64, "num_layers": 1, "d_ff": 8, **bart}.items():
+        setattr(config, key, value)
+    model = getattr(transformers, f"{class_}Model")(config).eval()
+    assert longest_text(model) == room
+    if room is not None:
+        named = {"decoder_input_ids": torch.full((1, 2), 5)} if name == "BART" else {}
+        model(input_ids=torch.full((1, room), 5), **named)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, room + 1), 5), **named)
+
+
+def test_a_collator_that_pads_on_another_side_is_refused():
+    tokenizer = fast_tokenizer("WordPiece")
+
+    def left(features: list[dict]) -> dict:
+        width = max(len(one["input_ids"]) for one in features)
+        rows = [[0] * (width - len(one["input_ids"])) + one["input_ids"] for one in features]
+        keep = [[0] * (width - len(one["input_ids"])) + one["attention_mask"] for one in features]
+        return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(keep)}
+
+    with pytest.raises(
+        DataError, match=r"attention_mask of example \d is .* padded on the right as the tokenizer does"
+    ):
+        hw.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)

@@ -35,6 +35,17 @@ def pipeline(name: str = "toy"):
     return nlp
 
 
+def test_a_loaded_pipeline_is_the_same_after_it_has_seen_words():
+    nlp = pipeline()
+    before = Parser(nlp, progress=False).digest
+    Parser(nlp, progress=False)(["zorblax glorp went"])
+    assert "zorblax" in nlp.vocab.strings
+    assert Parser(nlp, progress=False).digest == before
+    other = pipeline()
+    other.vocab.vectors.resize((1, 3))
+    assert Parser(other, progress=False).digest != before
+
+
 @pytest.fixture
 def given_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many texts each call of a pipeline was given."""

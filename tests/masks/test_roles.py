@@ -139,6 +139,14 @@ def test_a_role_of_your_own_is_a_function_from_words_to_columns_or_pairs():
     assert cells(mask.roles[0, 2]) == [[0, 1, 1, 1]] * 4
 
 
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_a_role_of_your_own_may_find_arrays(array):
+    table = hw.WordTable(["a", "b", "c"])
+    for found in ([1, 2], [(0, 1), (2, 2)]):
+        plain, given = (hw.Roles(hw.Role("mine", lambda _, f=one: f)) for one in (found, array(found)))
+        assert torch.equal(given(table, num_heads=1).allowed(), plain(table, num_heads=1).allowed())
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [

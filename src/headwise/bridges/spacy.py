@@ -122,7 +122,8 @@ class Parser:
 def _loaded(pipeline: str | Path | Language) -> tuple[Language, bytes]:
     """Return a pipeline and what tells it from every other."""
     if isinstance(pipeline, Language):
-        return pipeline, pipeline.to_bytes()
+        # its strings grow with every text, and no parse follows from them
+        return pipeline, pipeline.to_bytes(exclude=["vocab"]) + pipeline.vocab.to_bytes(exclude=["strings"])
     try:
         nlp = spacy.load(pipeline)
     except (OSError, ValueError) as error:

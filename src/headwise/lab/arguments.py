@@ -87,7 +87,9 @@ OutOfDomain = Annotated[
 ]
 Folds = Annotated[
     int | None,
-    typer.Option("--folds", help="Cross-validation in so many parts, where the data has no test of its own."),
+    typer.Option(
+        "--folds", help="Cross-validation in so many parts, where the data has no test of its own; 1 for one cut."
+    ),
 ]
 Sizes = Annotated[
     list[str] | None,

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -151,6 +152,12 @@ def tune(
 
     options = ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ()), pretrained=pretrained)
     chosen = scale_of(task, options)
+    if getattr(chosen, "folds", None) is not None:
+        chosen = scale_of(task, replace(options, folds=1))
+        typer.echo(
+            f"scale {scale} is a cross-validation, and an arm is tuned on one cut: judge it there too (--folds 1); "
+            "what is dev in that cut is tested in some fold."
+        )
     tuning = Tuning(
         task,
         arm,

@@ -143,12 +143,13 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
+    for arm in comparison.arms:
+        require_fits(arm, task, data, comparison.scale)
+    # what is refused above leaves the folder to another command
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)
     for job in jobs:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
-    for arm in comparison.arms:
-        require_fits(arm, task, data, comparison.scale)
     return jobs
 
 

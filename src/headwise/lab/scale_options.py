@@ -88,7 +88,8 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
             continue
         if name not in hints:
             raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; leave it out.")
-        changes[name] = value
+        # one part is no cross-validation, but the cut that other scales have
+        changes[name] = None if name == "folds" and value == 1 else value
     sizes: dict[str, Any] = {}
     known = [name for name, hint in hints.items() if name not in APART and _kind(hint) is not None]
     for piece in options.sizes:

@@ -5,6 +5,7 @@ Owns the words and the order; the masks come from `role_masks`, the look of a fi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RoleCells", "folder_of", "percent", "role_cells", "roles_for", "show_roles"]
 
+# Inches of a panel's side at most, and words that can be read beside one.
+LARGEST, READABLE = 8.0, 32
 ALLOWED, FALLEN_BACK, FORBIDDEN = 2, 1, 0
 SIGNS = {ALLOWED: "■", FALLEN_BACK: "□", FORBIDDEN: "·"}
 STYLES = {ALLOWED: "bold cyan", FALLEN_BACK: "dim", FORBIDDEN: "dim"}
@@ -152,7 +155,8 @@ def _grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
 def _picture(table: WordTable, shown: Sequence[RoleCells]) -> bytes:
     from matplotlib.patches import Patch
 
-    side = max(2.6, 0.24 * len(table) + 1.0)
+    # the words of a long text are not to be read beside its cells; the page has them
+    side = min(max(2.6, 0.24 * len(table) + 1.0), LARGEST)
     with drawing_panels(len(shown), 3, panel=(side, side + 0.35), margin=(0.0, 0.0)) as (figure, places):
         for axes, one in zip(places, shown, strict=True):
             _draw(axes, table, one)
@@ -168,14 +172,16 @@ def _draw(axes: Axes, table: WordTable, one: RoleCells) -> None:
     axes.grid(visible=False)
     axes.set_title(f"{one.name}, {percent(one.share)}", fontsize=11, loc="left")
     places = range(len(table))
-    axes.set_xticks(places, table.words, rotation=90, fontsize=8)
-    axes.set_yticks(places, table.words, fontsize=8)
+    named = range(0, len(table), math.ceil(len(table) / READABLE))
+    axes.set_xticks(named, [table.words[place] for place in named], rotation=90, fontsize=8)
+    axes.set_yticks(named, [table.words[place] for place in named], fontsize=8)
     axes.tick_params(length=0)
-    # white lines between the cells
-    axes.set_xticks([place - 0.5 for place in places], minor=True)
-    axes.set_yticks([place - 0.5 for place in places], minor=True)
-    axes.grid(visible=True, which="minor", color="white", linewidth=1.2)
-    axes.tick_params(which="minor", length=0)
+    if len(table) <= READABLE:
+        # white lines between the cells
+        axes.set_xticks([place - 0.5 for place in places], minor=True)
+        axes.set_yticks([place - 0.5 for place in places], minor=True)
+        axes.grid(visible=True, which="minor", color="white", linewidth=1.2)
+        axes.tick_params(which="minor", length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
 

@@ -144,7 +144,7 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     runs.require_same(tuning.out / TUNING, record)
     if len(scales_of(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
         # what is dev for one fold is test for another
-        raise SettingError("an arm is tuned on one cut of the data; leave the folds out.")
+        raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
     arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)

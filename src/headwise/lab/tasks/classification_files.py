@@ -7,6 +7,7 @@ not fit. Must not know splits or token ids.
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[L
     files = {name: _File(path, list(read_rows(path))) for name, path in paths.items()}
     train = files[layout.train]
     columns = train.header or _columns(train.path, [fields for _, fields in train.body])
+    if train.header is None:
+        _require_no_header(train, columns[0])
     if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
         raise DataError(f"{train.path} has one label in {len(train.body)} lines; expected at least two different ones.")
     return {name: file.labelled(file.header or columns) for name, file in files.items()}
@@ -191,6 +194,18 @@ def _header(fields: Sequence[str]) -> tuple[int, int] | None:
     label = next((i for i, name in enumerate(names) if name in LABEL_NAMES), None)
     text = next((i for i, name in enumerate(names) if name in TEXT_NAMES), None)
     return None if label is None or text is None else (label, text)
+
+
+def _require_no_header(file: _File, label: int) -> None:
+    """Refuse a first line whose label is no other line's, where every other label is one of several lines."""
+    counts = Counter(fields[label].strip() for _, fields in file.body)
+    number, first = file.body[0]
+    lone = [name for name, count in counts.items() if count == 1]
+    if lone == [first[label].strip()] and len(counts) > 2:
+        raise DataError(
+            f"{file.path}, line {number}: the label {lone[0]!r} is that of no other line; if the line names the "
+            "columns, call them label and text, else give that class more lines."
+        )
 
 
 def _columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
