@@ -70,29 +70,105 @@ def head_costs(
     whole: list[Tensor] = []
     drops: dict[str, list[list[Tensor]]] = {site.name: [[] for _ in range(site.num_heads)] for site in heads.sites}
     reason = "" if replay else "asked for"
+    done = 0
+
+    def tell(forwards: int) -> None:
+        nonlocal done
+        done += forwards
+        if advance is not None:
+            advance(forwards)
+
     with torch.no_grad():
         for batch in batches:
             with record(heads) as recording, around(batch):
                 output = run(heads.model, batch)
             values = _values(score, output, batch)
+            tell(1)
+            removal = _Removal(heads, recording, batch, run, score, values, tell)
+            found, before = None, done
             if not whole and not reason:
-                reason = _difference(heads, recording, batch, run, output)
+                found, reason = removal.tried(output)
+            if found is None:
+                tell(before - done)
             del output
+            for name, costs in (found or removal.costs(replay=not reason)).items():
+                for kept, one in zip(drops[name], costs, strict=True):
+                    kept.append(one)
             whole.append(values)
-            if advance is not None:
-                advance(1)
-            for site in heads.sites:
-                one = replace(heads, sites=(site,))
-                with nullcontext() if reason else recording.before(site):
-                    for head in range(site.num_heads):
-                        without = _without(one, head, batch, run, score)
-                        drops[site.name][head].append(values - _same(without, values))
-                if advance is not None:
-                    advance(site.num_heads)
     if not whole:
         raise ShapeError("there is no batch; expected at least one to measure heads on.")
     joined = {name: torch.stack([torch.cat(parts) for parts in found]) for name, found in drops.items()}
     return HeadCosts(torch.cat(whole), joined, not reason, reason)
+
+
+@dataclass(frozen=True, eq=False)
+class _Removal:
+    """The removal of each head alone on one batch whose whole forward was recorded."""
+
+    heads: Heads
+    recording: Recording
+    batch: Any
+    run: Callable[[nn.Module, Any], Any]
+    score: Score
+    values: Tensor
+    tell: Callable[[int], None]
+
+    def costs(self, *, replay: bool) -> dict[str, list[Tensor]]:
+        """Return for each site what each of its heads takes from the scores, [N] each."""
+        found = {}
+        for site in self.heads.sites:
+            one = replace(self.heads, sites=(site,))
+            with self.recording.before(site) if replay else nullcontext():
+                found[site.name] = [
+                    self.values - _same(_without(one, head, self.batch, self.run, self.score), self.values)
+                    for head in range(site.num_heads)
+                ]
+            self.tell(site.num_heads)
+        return found
+
+    def tried(self, output: Any) -> tuple[dict[str, list[Tensor]] | None, str]:
+        """Return the costs with replay and "", or None and why forwards cannot be replayed.
+
+        A layer may tell later ones something beside what it returns. What a forward without a head has told then
+        stands in the replays that follow, so these are compared with the whole forward before and after, the last site
+        first: a replay of an earlier one would tell the truth again.
+        """
+        order = sorted(self.heads.sites, key=self.recording.reached, reverse=True)
+        reason = self._difference(order[0], output)
+        if reason:
+            return None, reason
+        try:
+            found = self.costs(replay=True)
+        except Exception as error:
+            # a score at fault is at fault in whole forwards too
+            return None, f"with what ran before a head given back, the model refused ({_said(error)})"
+        for site in order:
+            reason = self._difference(site, output)
+            if reason:
+                return None, reason
+        return found, ""
+
+    def _difference(self, site: Site, whole: Any) -> str:
+        """Return why a forward that begins at a site is not the whole one on this batch; "" where it is."""
+        name = site.name or "the model"
+        try:
+            with self.recording.before(site) as spared:
+                again = self.run(self.heads.model, self.batch)
+        except Exception as error:
+            return f"started again at {name} the model refused ({_said(error)})"
+        if not spared and site.name == max(self.heads.sites, key=self.recording.reached).name:
+            return "no layer is done before another begins"
+        before, after = list(tensors_of(whole)), list(tensors_of(again))
+        if not before:
+            return f"the model puts out a {type(whole).__name__}, in which no tensor was found to compare"
+        if [one.shape for one in before] != [other.shape for other in after]:
+            return f"started again at {name} the model put out something else"
+        apart = [
+            float((one.double() - other.double()).abs().max())
+            for one, other in zip(before, after, strict=True)
+            if _differ(one, other)
+        ]
+        return f"started again at {name} the model put out other numbers, by up to {max(apart):.2g}" if apart else ""
 
 
 def _without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score) -> Tensor:
@@ -100,30 +176,9 @@ def _without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], 
         return _values(score, run(one.model, batch), batch)
 
 
-def _difference(
-    heads: Heads, recording: Recording, batch: Any, run: Callable[[nn.Module, Any], Any], whole: Any
-) -> str:
-    """Return why a forward that begins at the last site is not the whole one on this batch; "" where it is."""
-    last: Site = max(heads.sites, key=recording.reached)
-    name = last.name or "the model"
-    try:
-        with recording.before(last) as spared:
-            if not spared:
-                return "no layer is done before another begins"
-            again = run(heads.model, batch)
-    except HeadwiseError as error:
-        return f"started again at {name} the model refused ({error})"
-    before, after = list(tensors_of(whole)), list(tensors_of(again))
-    if not before:
-        return f"the model puts out a {type(whole).__name__}, in which no tensor was found to compare"
-    if [one.shape for one in before] != [other.shape for other in after]:
-        return f"started again at {name} the model put out something else"
-    apart = [
-        float((one.double() - other.double()).abs().max())
-        for one, other in zip(before, after, strict=True)
-        if _differ(one, other)
-    ]
-    return f"started again at {name} the model put out other numbers, by up to {max(apart):.2g}" if apart else ""
+def _said(error: Exception) -> str:
+    """Return an error in words: ours as they are, another's with its kind."""
+    return str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -64,6 +64,39 @@ class Told(nn.Module):
         return x * sum(self.told, torch.tensor(1.0))
 
 
+class Sharing(nn.TransformerEncoderLayer):
+    """A layer that keeps what it returns, or adds what another one kept."""
+
+    def __init__(self, kept: dict[str, Tensor], place: int) -> None:
+        super().__init__(12, 3, 16, batch_first=True)
+        self.kept, self.place = kept, place
+
+    def forward(self, src: Tensor, *args, **kwargs) -> Tensor:
+        output = super().forward(src, *args, **kwargs)
+        if self.place == 0:
+            self.kept["first"] = output
+        return output + self.kept["first"] if self.place == 2 else output
+
+
+class Keeping(nn.Module):
+    """Layers of which the first keeps what it returned for the last, and what the model does before them."""
+
+    def __init__(self, before: str) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.before = before
+        self.layers = nn.ModuleList(Sharing(self.kept, place) for place in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before == "forget":
+            self.kept.clear()
+        if self.before == "noise":
+            x = x + 0.1 * torch.randn_like(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def tensors() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 5, 12, generator=generator), torch.randn(2, 6, 12, generator=generator)]
@@ -316,6 +349,25 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(NotFired, match="were not called"):
         hw.measure(model, heads, tensors(), forward=lambda _model, batch: batch)
     assert model.training
+
+
+@pytest.mark.parametrize("before", ["", "forget"])
+def test_what_a_layer_keeps_for_a_later_one_is_seen_and_every_forward_computed_whole(before: str):
+    torch.manual_seed(0)
+    model = Keeping(before).eval()
+    heads, told = hw.find_heads(model), []
+    fast = head_costs(heads, tensors(), run, spread, advance=told.append)
+    slow = head_costs(heads, tensors(), run, spread, replay=False)
+    assert not fast.replayed
+    assert ("KeyError" if before else "other numbers") in fast.reason
+    assert all(torch.equal(fast.drops[name], slow.drops[name]) for name in slow.drops)
+    # a forward a head and batch, and the whole one
+    assert sum(told) == 2 * (9 + 1)
+
+
+def test_a_model_that_draws_is_computed_whole():
+    model = Keeping("noise").eval()
+    assert not head_costs(hw.find_heads(model), tensors(), run, spread).replayed
 
 
 def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
