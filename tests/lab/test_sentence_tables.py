@@ -15,7 +15,8 @@ from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.sizes import Size, sized
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
-from lab.sentence_sets import FILLERS, write_pairs
+from lab.command import refused
+from lab.sentence_sets import FILLERS, write_pairs, write_texts
 
 pytest.importorskip("spacy")
 
@@ -49,6 +50,15 @@ def write_long(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def test_texts_of_another_kind_are_asked_for_before_anything_is_trained(tmp_path, capsys):
+    yelp = write_texts(tmp_path / "yelp" / "all.tsv", 60).parent
+    asked = ["reproduce", "repulsive/figure-5", "--scale", "demo", "--data", str(yelp), "--out", str(tmp_path / "out")]
+    for more in ((), ("--dry-run",)):
+        assert "name them: --out-of-domain" in refused(capsys, *asked, *more)
+        assert "absent.tsv" in refused(capsys, *asked, "--out-of-domain", str(tmp_path / "absent.tsv"), *more)
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_id_is_there_once_and_every_arm_of_a_claim_is_run():

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from headwise.checks import DataError, SettingError, ShapeError
-from headwise.lab.analyses import ANALYSES
+from headwise.lab.analyses import ANALYSES, AnalysisSettings, analyse, is_analysed
 from headwise.lab.arm_text import parse_arm, parse_arms
 from headwise.lab.armed import armed
 from headwise.lab.compare import Comparison, compare
@@ -208,6 +208,17 @@ def test_the_analyses_of_a_trained_run(texts, tmp_path):
     assert len(unsure["entropies"]) == 30
     assert 0 < unsure["numbers"]["other_entropy"] <= math.log(2)
     assert unsure["text"] == "30 of other.tsv"
+    lines = [line.split("\t")[1] for line in other.read_text().splitlines()]
+    asked = AnalysisSettings("predictive-entropy", settings)
+    for content, count in (("\n".join(lines), 30), ("\n".join(f"0\t{line}" for line in lines[:20]), 20)):
+        # whatever its labels, and another file of that name is another question
+        other.write_text(content + "\n")
+        assert not is_analysed(asked, tmp_path / "run")
+        analyse(asked, tmp_path / "run")
+        assert is_analysed(asked, tmp_path / "run")
+        kept = json.loads((tmp_path / "run" / "analysis-predictive-entropy.json").read_text())
+        assert (kept["text"], len(kept["entropies"])) == (f"{count} of other.tsv", count)
+        assert kept["entropies"] == pytest.approx(unsure["entropies"][:count], abs=1e-6)
     pushed = ANALYSES["force-directions"](settings, tmp_path / "run")["numbers"]
     assert 0 < pushed["radial_share_at_start"] <= 1
     with pytest.raises(DataError, match="no test text has 20 to 40 words"):

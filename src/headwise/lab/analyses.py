@@ -18,6 +18,7 @@ from headwise.lab.results import STEP_TIME
 from headwise.lab.settings import RunSettings
 
 __all__ = [
+    "ABOUT",
     "ANALYSES",
     "ATTENTION_MAPS",
     "ENTROPY",
@@ -27,6 +28,7 @@ __all__ = [
     "RELIABILITY",
     "AnalysisSettings",
     "analyse",
+    "is_analysed",
 ]
 
 HEAD_VECTORS = "head-vectors"
@@ -66,6 +68,12 @@ def _entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     return measure_entropy(settings, folder)
 
 
+def _texts(scale: Any) -> str:
+    from headwise.lab.uncertainty import texts_of
+
+    return texts_of(scale)
+
+
 def _attention_maps(settings: RunSettings, folder: Path) -> dict[str, Any]:
     from headwise.lab.attention_maps import measure_attention
 
@@ -88,6 +96,8 @@ ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
     ATTENTION_MAPS: _attention_maps,
     FORCE_DIRECTIONS: _force_directions,
 }
+# What an analysis is about besides the run, by its scale: a digest, kept under "about".
+ABOUT: Mapping[str, Callable[[Any], str]] = {ENTROPY: _texts}
 # What is the same for every seed is measured with the first alone.
 ONCE = (STEP_TIME,)
 
@@ -112,8 +122,16 @@ class AnalysisSettings:
         return {"analysis": self.name, **self.run.record()}
 
 
-def analyse(settings: AnalysisSettings, folder: Path) -> None:
-    """Do an analysis of the finished run in `folder`, unless it is there already."""
+def is_analysed(settings: AnalysisSettings, folder: Path) -> bool:
+    """Return whether an analysis of the run in `folder` is there, and about what is asked for now."""
     path = runs.analysis_file(folder, settings.name)
     if not path.exists():
-        runs.write_json(path, ANALYSES[settings.name](settings.run, folder))
+        return False
+    about = ABOUT.get(settings.name)
+    return about is None or runs.read_json(path).get("about") == about(settings.run.scale)
+
+
+def analyse(settings: AnalysisSettings, folder: Path) -> None:
+    """Do an analysis of the finished run in `folder`, unless it is there already."""
+    if not is_analysed(settings, folder):
+        runs.write_json(runs.analysis_file(folder, settings.name), ANALYSES[settings.name](settings.run, folder))

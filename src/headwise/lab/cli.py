@@ -232,6 +232,7 @@ def reproduce(
     if dry_run:
         for plan in (*plans[0].before, *plans):
             require_data(plan.comparison.task, plan.comparison.data, plan.comparison.scale)
+        reproducing.require_analysable(reproduction, plans)
         lists.show_plans(reproduction, plans, standard_console())
         return
     command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from headwise.lab import processes, runs
-from headwise.lab.analyses import ONCE, AnalysisSettings
+from headwise.lab.analyses import ONCE, AnalysisSettings, is_analysed
 from headwise.lab.jobs import do_job
 from headwise.lab.launchers import Engine, run_elsewhere
 from headwise.lab.progress import watch_for
@@ -49,7 +49,7 @@ def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) 
         if isinstance(run := job.settings, RunSettings) and runs.is_finished(job.folder)
         if name not in ONCE or run.seed == 0
     ]
-    left = [job for job in every if not runs.analysis_file(job.folder, name).exists()]
+    left = [job for job in every if not is_analysed(job.settings, job.folder)]
     for job in left:
         # how far its training was says nothing about the analysis
         (job.folder / runs.PROGRESS).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headwise.checks import DataError
 from headwise.lab import runs
-from headwise.lab.analyses import ANALYSES, HEAD_VECTORS
+from headwise.lab.analyses import ABOUT, ANALYSES, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
@@ -149,6 +149,19 @@ def make_plans(
     return tuple(plans)
 
 
+def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> None:
+    """Refuse plans whose analysis would be about something that is not there, before anything is trained.
+
+    Raises:
+        SettingError: The command does not name it.
+        DataError: It cannot be read.
+    """
+    about = ABOUT.get(reproduction.analysis)
+    if about is not None:
+        for plan in plans:
+            about(plan.comparison.scale)
+
+
 def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
     """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
 
@@ -162,6 +175,7 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
+    require_analysable(reproduction, plans)
     first, second = ([plan for plan in plans if bool(plan.part.after) == later] for later in (False, True))
     stages = [(reproduction, first), (reproduction, second)]
     if plans[0].before:

@@ -6,7 +6,6 @@ figures `headwise.plots`'.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,18 @@ import torch
 
 from headwise.calibration import Reliability, predictive_entropy, reliability_of
 from headwise.checks import DataError, SettingError
-from headwise.lab.data import Ragged
+from headwise.lab.data import Ragged, digest
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.models.sentence import TextClassifier
 from headwise.lab.settings import RunSettings
+from headwise.lab.tasks.classification_files import read_texts
 from headwise.lab.tasks.sentence import SentenceTask, probabilities
 from headwise.lab.tasks.sentence_data import UNKNOWN, SentenceData, Sentences, encode
 from headwise.lab.tasks.sentence_scales import SentenceScale
-from headwise.lab.tasks.sentence_words import load_words
+from headwise.lab.tasks.sentence_words import tokenized
 from headwise.lab.trained import load_trained
 
-__all__ = ["measure_entropy", "measure_reliability", "read_reliability"]
+__all__ = ["measure_entropy", "measure_reliability", "read_reliability", "texts_of"]
 
 # Other texts that a model is asked about, at most.
 ASKED = 2_000
@@ -50,8 +50,8 @@ def read_reliability(analysis: dict[str, Any]) -> Reliability:
 def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     """Return the entropy of what a model predicts of texts of another kind, none of whose classes it was trained on.
 
-    The texts are those of `SentenceScale.out_of_domain`, cut and encoded like the model's own; their labels are not
-    looked at.
+    The texts are those of `SentenceScale.out_of_domain`, a text a line or with labels that are not looked at, cut and
+    encoded like the model's own.
 
     Raises:
         SettingError: The scale names no such file.
@@ -60,15 +60,14 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     model, data = _sentence(settings, folder)
     scale = settings.scale
     assert isinstance(scale, SentenceScale)
-    if scale.out_of_domain is None:
-        raise SettingError("the entropy of predictions is of other texts than the model's; name them: --out-of-domain.")
+    about = texts_of(scale)
+    assert scale.out_of_domain is not None
     if data.pairs:
         raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
-    others = load_words(scale.out_of_domain, replace(scale, embeddings=None), settings.cache)
-    numbers = spread_evenly(len(others.classes), ASKED)
-    ids = encode(others.types, data.vocabulary)
-    texts = Ragged.of([[ids[word] for word in others.texts[0][number]] for number in numbers.tolist()])
-    asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), numbers)
+    others = read_texts(scale.out_of_domain)
+    chosen = [others[number] for number in spread_evenly(len(others), ASKED)]
+    texts = Ragged.of([encode(words[: scale.max_words], data.vocabulary) for words in tokenized(chosen) if words])
+    asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), np.arange(len(texts)))
     with torch.no_grad():
         entropies = predictive_entropy(torch.from_numpy(probabilities(model, asked)))
     classes = len(data.labels)
@@ -78,9 +77,27 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
             "other_words_unknown": float((texts.values == UNKNOWN).mean()),
         },
         "text": f"{len(texts):,} of {scale.out_of_domain.name}",
+        "about": about,
         "classes": classes,
         "entropies": entropies.tolist(),
     }
+
+
+def texts_of(scale: Any) -> str:
+    """Return what tells the texts that `measure_entropy` is about from others: a digest of their file.
+
+    Args:
+        scale: The scale of a run.
+
+    Raises:
+        SettingError: The scale names no such file.
+        DataError: It cannot be read, or holds no texts.
+    """
+    place = getattr(scale, "out_of_domain", None)
+    if place is None:
+        raise SettingError("the entropy of predictions is of other texts than the model's; name them: --out-of-domain.")
+    read_texts(place)
+    return digest("out of domain", [place])
 
 
 def _sentence(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:

@@ -9,7 +9,7 @@ from headwise.lab.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.claims import Claim, Contrast
 from headwise.lab.shown import Least, Numbers
 from headwise.lab.tables.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.tables.repulsive_sentences import SMOOTH, on, svgd
+from headwise.lab.tables.repulsive_sentences import SMOOTH, on, regularised, svgd
 from headwise.lab.tables.sentence_pictures import AttentionMaps, entropies, reliabilities
 from headwise.lab.tables.sizes import Size, Sizes
 
@@ -72,7 +72,7 @@ FIGURE_4 = Reproduction(
     title="Calibration: reliability, expected calibration error and overconfidence error",
     source="An et al. 2020, Figure 4 and appendix C.4, on SNLI (a figure; the text gives no numbers)",
     task="sentence",
-    parts=(Part(("plain", "frobenius", SMOOTH, svgd("SNLI")), on("SNLI")),),
+    parts=(Part(("plain", regularised("SNLI"), SMOOTH, svgd("SNLI")), on("SNLI")),),
     extra="frobenius, and smooth, the control of svgd; 15 bins of equal width",
     claims=(
         Claim(

@@ -15,7 +15,7 @@ from pathlib import Path
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 
-__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled", "read_rows"]
+__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled", "read_rows", "read_texts"]
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
@@ -111,6 +111,33 @@ def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[L
     if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
         raise DataError(f"{train.path} has one label in {len(train.body)} lines; expected at least two different ones.")
     return {name: file.labelled(file.header or columns) for name, file in files.items()}
+
+
+def read_texts(path: Path) -> list[str]:
+    """Return the texts of a file whose labels do not matter: a text a line, or one beside a label.
+
+    Where no first line names the columns, texts are in the one with more different values. Empty texts are left out.
+
+    Raises:
+        DataError: A line has another number of fields, the columns cannot be told, or there is no text.
+    """
+    rows = list(read_rows(path))
+    header = _header(rows[0][1]) if rows else None
+    body = [(number, fields) for number, fields in rows[header is not None :] if any(map(str.strip, fields))]
+    width = len(rows[0][1]) if rows else 1
+    if header is None and width > 2:
+        raise DataError(
+            f"{path}, line {rows[0][0]}: {_fields(width)}; expected a text, a label and a text, or a header that names "
+            "them."
+        )
+    wrong = next(((number, len(fields)) for number, fields in body if len(fields) != width), None)
+    if wrong is not None:
+        raise DataError(f"{path}, line {wrong[0]}: {_fields(wrong[1])}; expected {width} as in the first line.")
+    if not body:
+        raise DataError(f"{path} holds no text; expected one a line, perhaps with a label.")
+    counts = [len({fields[column] for _, fields in body}) for column in range(width)]
+    column = counts.index(max(counts)) if header is None else header[1]
+    return [" ".join(fields[column].split()) for _, fields in body if fields[column].strip()]
 
 
 class _File:
