@@ -70,6 +70,7 @@ def main() -> None:
         MEASURE: lambda: hw.measure(model, heads, batches, score=fidelity({})),
         SEPARATE: lambda: separate(model, heads, batches),
     }
+    record = new_record("measure", device)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.rounds):
         # each side comes first as often as the other
@@ -78,7 +79,6 @@ def main() -> None:
         console.print(f"round {number + 1}: {seconds[MEASURE][-1]:.1f} s against {seconds[SEPARATE][-1]:.1f} s")
     found = ratio(seconds, MEASURE, SEPARATE)
     heads_removed = sum(site.num_heads for site in heads)
-    record = new_record("measure", device)
     record |= {"sentences": arguments.sentences, "batch": arguments.batch, "length": LENGTH, "rounds": arguments.rounds}
     record |= {"memory": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}}
     record |= {"heads": heads_removed, "ratio": found, "target": TARGET, "seconds": seconds}

@@ -32,9 +32,10 @@ class FunctionSVGD:
     attention F_h = w_h W_1, the scores of head h where tanh is linear; W_1, which the heads share, gets no force.
 
     Two heads that compute the same may look different: W_Q -> A W_Q, W_K -> A^-T W_K changes the parameters of a head
-    and no output. k and R do not see such a change, where kernels on parameters push apart heads that are one. The
-    drive is not smoothed: gradients of two heads in bases of their own cannot be added. W_O is moved too, biases are
-    not.
+    and no output. k and its gradient in F do not see such a change, where kernels on parameters push apart heads that
+    are one; R, that gradient in the parameters, turns with the basis. The drive is not smoothed: gradients of two heads
+    in bases of their own cannot be added. W_O is moved too, biases are not. Where the model turns queries and keys by
+    their positions (rotary embeddings) or norms them, W_Q^T W_K is not all a head computes, and its basis matters.
 
     Args:
         alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.

@@ -18,7 +18,7 @@ from headwise.checks import SettingError
 from headwise.page import Page
 from headwise.report import Report
 from headwise.report_layers import PAIRS, LayerReport
-from headwise.report_tables import comparison_rows, head_rows, layer_name, layer_rows
+from headwise.report_tables import head_rows, layer_name, layer_rows
 
 __all__ = ["Sentence", "inspection_page"]
 
@@ -81,7 +81,7 @@ def inspection_page(
         report.compare(before)
         page.heading("Beside the other model")
         page.paragraph(f"Before: {before.summary}")
-        page.table(*comparison_rows(before.layers, report.layers))
+        page.table(*report.compare(before).rows)
     page.heading("Heads")
     page.table(
         *head_rows(report.layers, report.roles),

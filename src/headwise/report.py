@@ -6,6 +6,7 @@ Owns the record and its file. Measuring is `measurement`'s, tables are `report_t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,24 +106,36 @@ class Comparison:
     after: Report
 
     def __post_init__(self) -> None:
-        shapes = [[(layer.site, layer.heads) for layer in report.layers] for report in (self.before, self.after)]
-        if shapes[0] != shapes[1]:
-            odd = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
-            told = f"{odd[0]} and {odd[1]}" if odd else f"{len(shapes[0])} and {len(shapes[1])} modules"
-            raise SettingError(
-                f"the two reports differ in shape ({told}); expected the same modules and heads in both."
-            )
+        require_same_shape(*([(layer.site, layer.heads) for layer in one.layers] for one in (self.before, self.after)))
 
     @property
     def summary(self) -> str:
         """What is compared, in two sentences."""
         return f"{self.after.summary} Before: {self.before.summary}"
 
+    @property
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows, a row a layer; drops of two different scores do not stand beside one another."""
+        return comparison_rows(self.before.layers, self.after.layers, drops=self.before.score == self.after.score)
+
     def __str__(self) -> str:
-        return f"{self.summary}\n{plain_table(*comparison_rows(self.before.layers, self.after.layers))}"
+        return f"{self.summary}\n{plain_table(*self.rows)}"
 
     def __rich__(self) -> Group:
-        return stacked(*comparison_rows(self.before.layers, self.after.layers), title=self.summary)
+        return stacked(*self.rows, title=self.summary)
+
+
+def require_same_shape(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> None:
+    """Raise `SettingError` unless two models have the same sites with as many heads.
+
+    Args:
+        before: Name and number of heads of each site of the one compared with.
+        after: Those of the one looked at.
+    """
+    if list(before) != list(after):
+        odd = next((pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]), None)
+        told = f"{odd[0]} and {odd[1]}" if odd else f"{len(before)} and {len(after)} modules"
+        raise SettingError(f"the two models differ in shape ({told}); expected the same modules and heads in both.")
 
 
 def load_report(path: str | Path) -> Report:

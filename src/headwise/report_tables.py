@@ -101,7 +101,9 @@ def head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list
     return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
 
 
-def comparison_rows(before: Sequence[LayerReport], after: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
+def comparison_rows(
+    before: Sequence[LayerReport], after: Sequence[LayerReport], *, drops: bool = True
+) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of two models beside one another: after, before and the change, a row a layer."""
     header, rows = ["layer"], [[layer_name(layer)] for layer in after]
     for name, measure in COMPARED.items():
@@ -112,7 +114,7 @@ def comparison_rows(before: Sequence[LayerReport], after: Sequence[LayerReport])
         for row, (one, other) in zip(rows, pairs, strict=True):
             change = None if one is None or other is None else one - other
             row += [number(one), number(other), signed(change, 3)]
-    if any(layer.drops for layer in (*before, *after)):
+    if drops and any(layer.drops for layer in (*before, *after)):
         header += ["mean drop", "before"]
         for row, one, other in zip(rows, after, before, strict=True):
             row += [signed(one.drop), signed(other.drop)]

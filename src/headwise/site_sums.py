@@ -5,11 +5,14 @@ Owns what is computed from a capture. Must not know how captures come about, or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isfinite
+
 import torch
 from torch import Tensor
 
 from headwise.captures import Capture
-from headwise.checks import HeadwiseError
+from headwise.checks import DataError, HeadwiseError
 from headwise.disagreement import position_similarity_sum
 from headwise.head_costs import HeadCosts
 from headwise.head_pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
@@ -72,14 +75,17 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
     """Return the numbers of a layer; what was left out is added to the notes."""
     pairs = {name: _matrix(found.mean) for name, found in sums.pairs.items()}
     if sums.moments is not None:
-        if sums.moments.count > 1:
+        of = "queries" if site.kind == "pooling" else "tokens"
+        if sums.moments.count < 2:
+            notes.append(f"CKA was left out: it compares two {of} or more.")
+        else:
             pairs["output_cka"] = _matrix(sums.moments.linear_cka_matrix())
-        if sums.moments.count < 10 * site.head_size:
-            of = "queries" if site.kind == "pooling" else "tokens"
+        if 1 < sums.moments.count < 10 * site.head_size:
             notes.append(
                 f"CKA is over {sums.moments.count} {of}; heads of {site.head_size} numbers want "
                 f"{10 * site.head_size} or more, fewer raise it."
             )
+    _require_finite(site, pairs)
     pairs |= _of_parameters(site, notes)
     shares = sums.shares
     told = shares is not None and bool((shares.queries > 0).all())
@@ -98,6 +104,15 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
         roles=_matrix(shares.share.T) if shares is not None and told else (),
         chance=tuple(shares.expected.tolist()) if shares is not None and told else (),
     )
+
+
+def _require_finite(site: Site, pairs: Mapping[str, Matrix]) -> None:
+    wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
+    if wrong is not None:
+        raise DataError(
+            f"{site.name or 'the model'}: {wrong.replace('_', ' ')} of its heads is no finite number on these batches; "
+            "look for inputs or weights that are not."
+        )
 
 
 def _over_all(cosines: PairSums) -> tuple[Tensor, Tensor]:

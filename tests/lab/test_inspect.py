@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -77,6 +78,28 @@ def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
         attentions = eager(ids.to(inspected.frozen.model.device), output_attentions=True).attentions
     for own, expected in zip(found[1].weights, attentions, strict=True):
         torch.testing.assert_close(own, expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_of_another_shape_is_refused_before_anything_is_measured(folders, tmp_path, capsys):
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
+    BertModel(BertConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "other")
+    tokenizer().save_pretrained(tmp_path / "other")
+    out = tmp_path / "out"
+    asked = [folders / "bert-0", "--text", folders / "text.txt", "--against", tmp_path / "other", "--out", out]
+    assert inspect(*asked) == 2
+    found = capsys.readouterr()
+    assert "differ in shape (1 and 2 modules)" in found.err
+    assert "heads in" not in found.out
+    assert not out.exists()
+
+
+def test_the_page_says_how_it_is_made_again_and_a_mark_of_the_byte_order_is_no_token(folders, tmp_path):
+    (tmp_path / "text.txt").write_text("\ufeff" + TEXT)
+    assert inspect(folders / "bert-0", "--text", tmp_path / "text.txt", "--shown", 2, "--out", tmp_path / "out") == 0
+    page = (tmp_path / "out" / "heads.html").read_text()
+    assert "--shown 2" in page
+    data = json.loads(page.split('id="inspection-data">')[1].split("</script>")[0])
+    assert [one["tokens"][1] for one in data["sentences"]] == ["the", "<b>"]
 
 
 def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, capsys):

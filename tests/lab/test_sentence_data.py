@@ -77,6 +77,9 @@ def test_pans_markup_is_taken_off_and_its_ages_are_the_labels(tmp_path):
         ("18-24", ("tweet 0 of 0 & friends",), "a0"),
         ("25-34", ("tweet 0 of 1 & friends",), "a1"),
     ]
+    text = "<author><documents><document><![CDATA[<p class='x'>a < b > c <br/>d</p>]]></document></documents></author>"
+    (tmp_path / "pan" / "a0.xml").write_text(text, encoding="utf-8")
+    assert read_set(tmp_path / "pan").splits["all"][0].texts == ("a < b > c d",)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +106,10 @@ def test_yelps_own_file_and_its_parts_are_read(tmp_path):
     (reviews / "review.json.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     found = read_set(reviews).splits["all"]
     assert (found[6].label, found[6].texts) == ("2", ("review 6",))
-    (reviews / "review.json.gz").write_bytes(gzip.compress(b'{"stars": 2.0}\n'))
-    with pytest.raises(DataError, match="line 1: no review"):
-        read_set(reviews)
+    for line in ('{"stars": 2.0}', '{"stars": 2, "text": null}', '{"stars": Infinity, "text": "fine"}', "[]"):
+        (reviews / "review.json.gz").write_bytes(gzip.compress(line.encode()))
+        with pytest.raises(DataError, match="line 1: no review"):
+            read_set(reviews)
     parts = tmp_path / "parts"
     write_texts(parts / "part1.tsv", 30)
     write_texts(parts / "part2.tsv", 30)

@@ -195,6 +195,13 @@ def test_losses_are_those_of_the_model(texts):
         assert np.array_equal(TASK.greedy(model, data), probabilities(model, data.test).argmax(1) == data.test.labels)
 
 
+def test_a_text_of_padding_alone_is_refused(texts):
+    data = TASK.load(texts, TOY, None)
+    model = TASK.model(data, TOY)
+    with pytest.raises(ShapeError, match="text 1 of the batch is padding alone"):
+        model(tokens=torch.tensor([[2, 3], [0, 0]]))
+
+
 def test_the_analyses_of_a_trained_run(texts, tmp_path):
     other = write_texts(tmp_path / "other.tsv", 30)
     scale = dataclasses.replace(TOY, out_of_domain=other)

@@ -390,3 +390,25 @@ def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
     # in a forward of one's own a silent site is a fault as before
     with pytest.raises(NotFired, match="2 of 3 sites"), hw.guide(heads, batches[1]["role_mask"]):
         model.encoder.layer[0](torch.randn(2, 5, 16))
+
+
+def test_numbers_that_are_none_are_refused_by_the_site():
+    model = Stack("plain").eval()
+    model.layers[1].self_attn.in_proj_bias.data[-1] = float("nan")
+    with pytest.raises(DataError, match=r"layers\.1\.self_attn: .* of its heads is no finite number on these batches"):
+        hw.measure(model, hw.find_heads(model), tensors())
+
+
+def test_drops_of_two_scores_do_not_stand_beside_one_another():
+    model = Stack("plain").eval()
+    heads = hw.find_heads(model)
+    one, same, other = (hw.measure(model, heads, tensors(), score=spread, score_name=name) for name in ("a", "a", "b"))
+    assert "mean drop" in str(one.compare(same))
+    assert "mean drop" not in str(one.compare(other))
+
+
+def test_one_token_has_no_cka_and_the_note_says_so():
+    model = Stack("plain").eval()
+    report = hw.measure(model, hw.find_heads(model), [torch.randn(1, 1, 12)])
+    assert "output_cka" not in report.layers[0].pairs
+    assert any("CKA was left out: it compares two tokens or more" in note for note in report.notes)

@@ -123,7 +123,7 @@ def read_sentences(path: Path) -> list[str]:
         DataError: The file is not UTF-8, or holds no text.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start}); expected text, a sentence a line.") from None
     found = [line.strip() for line in lines if line.strip()]

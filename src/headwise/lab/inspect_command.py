@@ -21,7 +21,7 @@ from headwise.lab.frozen import open_frozen
 from headwise.lab.frozen_model import Frozen
 from headwise.masks import HeadMask
 from headwise.measurement import measure, readable
-from headwise.report import Report
+from headwise.report import Report, require_same_shape
 from headwise.taps import Taps
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def inspect_models(
     """
     inspected, lines = _encoded(folder, text, pipeline)
     other = None if against is None else _encoded(against, text, pipeline)[0]
+    if other is not None:
+        require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
     roles = None if pipeline is None else _role_maker(pipeline, lines, [inspected, *([other] if other else [])])
     report = _measured(inspected, roles, console)
     before = None if other is None else _measured(other, roles, console)

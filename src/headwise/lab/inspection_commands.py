@@ -26,7 +26,7 @@ def inspect(
     """Show what the heads of a model do on a text and what each is worth, in the terminal and as a page to click."""
     from headwise.lab.inspect_command import inspect_models
 
-    options = {"--text": text, "--against": against, "--pipeline": pipeline, "--out": out}
+    options = {"--text": text, "--against": against, "--pipeline": pipeline, "--shown": shown, "--out": out}
     command = shlex.join(
         ["headwise", "inspect", str(model)]
         + [part for name, value in options.items() if value is not None for part in (name, str(value))]

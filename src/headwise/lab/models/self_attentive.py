@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.checks import require_integer
+from headwise.checks import ShapeError, require_integer
 from headwise.lab.models.sentence import TextClassifier, WordVectors
 from headwise.lab.tasks.sentence_scales import SentenceScale
 from headwise.nn import AdditiveAttention
@@ -92,6 +92,8 @@ class SelfAttentive(TextClassifier):
         """Return the heads of each text side by side, [B, r * d], and their attention, [B, r, L]; padding gets none."""
         padding = tokens == 0
         lengths = (~padding).sum(dim=1).cpu()
+        if not bool((lengths > 0).all()):
+            raise ShapeError(f"text {int((lengths == 0).nonzero()[0])} of the batch is padding alone; leave it out.")
         packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
         states, _ = nn.utils.rnn.pad_packed_sequence(
             self.recurrent(packed)[0], batch_first=True, total_length=tokens.shape[1]

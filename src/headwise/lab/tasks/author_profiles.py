@@ -19,7 +19,8 @@ __all__ = ["Profile", "read_profiles", "truth_of"]
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"
-TAG = re.compile(r"<[^>]*>")
+# a tag, not what stands between two comparisons
+TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
 
 @dataclass(frozen=True)

@@ -177,11 +177,11 @@ def _reviews(path: Path) -> list[Example]:
     for number, line in _first(numbered_lines(path), YELP_LINES):
         try:
             review = json.loads(line)
-            stars, text = int(float(review["stars"])), str(review["text"])
-        except (ValueError, KeyError, TypeError):
+            stars, text = int(float(review["stars"])), review["text"].split()
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise DataError(f"{path}, line {number}: no review; expected a JSON object with stars and text.") from None
-        text = " ".join(text.split())
-        found.append(Example(str(stars), (text,), text.lower(), number))
+        words = " ".join(text)
+        found.append(Example(str(stars), (words,), words.lower(), number))
     return found
 
 
