@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwise.checks import SettingError
+from headwise.checks import SettingError, require_integer
 from headwise.metrics import output_cosine
 from headwise.plots.drawing import GRAY, draw_counts, drawing, drawing_panels, require_curves, styles_of
 
@@ -50,6 +50,7 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
         'layer 0'
     """
     require_curves("matrices", matrices)
+    matrices = {name: torch.as_tensor(matrix, dtype=torch.float64).detach() for name, matrix in matrices.items()}
     for name, matrix in matrices.items():
         square = matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]
         if not square or not ((matrix >= low - 1e-6) & (matrix <= 1 + 1e-6)).all():
@@ -116,6 +117,8 @@ def ablation_histogram(
         1
     """
     require_curves("costs", costs)
+    for name, models in costs.items():
+        require_curves(f"the costs of {name}", {f"model {number}": model for number, model in enumerate(models)})
     if against and against not in costs:
         raise SettingError(f"against is {against!r}; expected one of {', '.join(costs)}.")
     panels = [(name, against or None) for name in costs if name != against] or [(name, None) for name in costs]
@@ -200,11 +203,16 @@ def head_embedding(
         3
     """
     require_curves("vectors", vectors)
+    vectors = {name: torch.as_tensor(found, dtype=torch.float64).detach() for name, found in vectors.items()}
     widths = {tuple(found.shape[1:]) for found in vectors.values()}
     if len(widths) > 1 or any(found.dim() != 2 or len(found) < 2 for found in vectors.values()):
         shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in vectors.items())
         raise SettingError(f"vectors have shapes {shapes}; expected [H, e] with at least two heads and one e for all.")
-    points = torch.cat([found.detach().cpu().double() for found in vectors.values()])
+    points = torch.cat([found.cpu() for found in vectors.values()])
+    if not points.shape[1] or not points.isfinite().all():
+        raise SettingError(f"vectors of {points.shape[1]} numbers were given, or some are not finite; expected both.")
+    for seed in seeds:
+        require_integer("seed", seed, low=0, high=2**32 - 1)
     if len(points) < 3 or not seeds:
         raise SettingError(f"{len(points)} vectors and {len(seeds)} seeds were given; expected three and one, or more.")
     look = style or styles_of(list(vectors), reference=reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headwise.checks import SettingError
+from headwise.checks import SettingError, require_range
 from headwise.plots.drawing import GRAY, drawing
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["sentence_heatmap"]
 # In inches: the size of the letters, one of which is LETTER wide in a font where all are; a line; what is around them.
 LETTER, LINE, MARGIN, BETWEEN = 0.0836 * 0.9, 0.2, 0.12, 0.14
 POINTS = 9.0
-LONGEST = 2000
+LONGEST, NARROWEST = 2000, 1.0
 
 
 def sentence_heatmap(
@@ -36,8 +36,8 @@ def sentence_heatmap(
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: There is no token, a row does not have one finite weight of at least 0 a token, or the text has
-            more than 2000 tokens.
+        SettingError: There is no token, a row does not have one finite weight of at least 0 a token, the text has more
+            than 2000 tokens, or the figure is narrower than an inch.
 
     Example:
         >>> figure = sentence_heatmap(["a", "fine", "place"], {"head 0": [0.1, 0.7, 0.2], "head 1": [0.5, 0.1, 0.4]})
@@ -48,6 +48,8 @@ def sentence_heatmap(
         raise SettingError(
             f"{len(tokens)} tokens and {len(weights)} rows of weights were given; expected 1 to {LONGEST}, and a row."
         )
+    require_range("width", width, low=NARROWEST)
+    weights = {name: [float(weight) for weight in row] for name, row in weights.items()}
     for name, row in weights.items():
         if len(row) != len(tokens) or not all(0 <= weight < float("inf") for weight in row):
             raise SettingError(

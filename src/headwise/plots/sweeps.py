@@ -40,7 +40,7 @@ def sweep(
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: There is nothing to draw, or a value is not finite.
+        SettingError: There is nothing to draw, a value or a place is not finite, or no logarithmic axis can show it.
 
     Example:
         >>> runs = {"MA": {1: [61.0, 62.0], 10: [66.0, 67.5], 40: [64.0, 65.0]}}
@@ -51,6 +51,10 @@ def sweep(
     require_choice("scale", scale, ("linear", "log"))
     for name, places in curves.items():
         require_curves(f"the curve of {name}", {str(place): runs for place, runs in places.items()})
+        wrong = next((place for place in places if not math.isfinite(place) or (scale == "log" and place <= 0)), None)
+        if wrong is not None:
+            above = " above 0, which a logarithmic axis can show" if scale == "log" else ""
+            raise SettingError(f"{name} has runs at {setting} {wrong:g}; expected finite numbers{above}.")
         if not all(math.isfinite(value) for runs in places.values() for value in runs):
             raise SettingError(f"a value of {name} is not a finite number; expected the scores of runs that finished.")
     style = styles_of(list(curves), reference=reference)

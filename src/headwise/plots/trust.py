@@ -122,6 +122,7 @@ def entropy_cdf(
     require_integer("classes", classes, low=2)
     require_curves("entropies", entropies)
     end = math.log(classes)
+    entropies = {name: [torch.as_tensor(run, dtype=torch.float64) for run in runs] for name, runs in entropies.items()}
     for name, runs in entropies.items():
         for run in runs:
             if run.dim() != 1 or not len(run) or not ((run >= -1e-6) & (run <= end + 1e-4)).all():
