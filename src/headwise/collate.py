@@ -167,6 +167,11 @@ class RoleCollator:
 def _require_same_padding(mask: HeadMask, given: Any, side: str) -> None:
     if not isinstance(given, torch.Tensor) or given.dim() != 2 or mask.keep is None:
         return
+    if given.shape != mask.keep.shape:
+        raise DataError(
+            f"the attention_mask is {tuple(given.shape)} and the input_ids are {tuple(mask.keep.shape)}; let collator= "
+            "give both one shape."
+        )
     if not torch.equal(given.bool(), mask.keep):
         row = int((given.bool() != mask.keep).any(-1).nonzero()[0])
         raise DataError(

@@ -134,6 +134,9 @@ class _Removal:
         first: a replay of an earlier one would tell the truth again.
         """
         order = sorted(self.heads.sites, key=self.recording.reached, reverse=True)
+        with self.recording.before(order[0]) as spared:
+            if not spared:
+                return None, "no layer is done before another begins"
         reason = self._difference(order[0], output)
         if reason:
             return None, reason
@@ -152,12 +155,10 @@ class _Removal:
         """Return why a forward that begins at a site is not the whole one on this batch; "" where it is."""
         name = site.name or "the model"
         try:
-            with self.recording.before(site) as spared:
+            with self.recording.before(site):
                 again = self.run(self.heads.model, self.batch)
         except Exception as error:
             return f"started again at {name} the model refused ({_said(error)})"
-        if not spared and site.name == max(self.heads.sites, key=self.recording.reached).name:
-            return "no layer is done before another begins"
         before, after = list(tensors_of(whole)), list(tensors_of(again))
         if not before:
             return f"the model puts out a {type(whole).__name__}, in which no tensor was found to compare"

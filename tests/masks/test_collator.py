@@ -264,3 +264,12 @@ def test_a_collator_that_pads_on_another_side_is_refused():
         DataError, match=r"attention_mask of example \d is .* padded on the right as the tokenizer does"
     ):
         hw.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)
+
+
+def test_a_collator_whose_mask_has_another_shape_is_refused():
+    def longer(features: list[dict]) -> dict:
+        ids = torch.zeros(len(features), 30, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": torch.ones(len(features), 31, dtype=torch.long)}
+
+    with pytest.raises(DataError, match=r"attention_mask is \(5, 31\) and the input_ids are \(5, 30\)"):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, collator=longer)(EXAMPLES)

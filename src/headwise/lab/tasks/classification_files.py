@@ -121,36 +121,26 @@ def read_texts(path: Path) -> list[str]:
     Raises:
         DataError: A line has another number of fields, the columns cannot be told, or there is no text.
     """
-    rows = list(read_rows(path))
-    header = _header(rows[0][1]) if rows else None
-    body = [(number, fields) for number, fields in rows[header is not None :] if any(map(str.strip, fields))]
-    width = len(rows[0][1]) if rows else 1
-    if header is None and width > 2:
-        raise DataError(
-            f"{path}, line {rows[0][0]}: {_fields(width)}; expected a text, a label and a text, or a header that names "
-            "them."
-        )
-    wrong = next(((number, len(fields)) for number, fields in body if len(fields) != width), None)
-    if wrong is not None:
-        raise DataError(f"{path}, line {wrong[0]}: {_fields(wrong[1])}; expected {width} as in the first line.")
-    if not body:
+    file = _File(path, list(read_rows(path)), fewest=1)
+    counts = [len(set(column)) for column in zip(*(fields for _, fields in file.body), strict=True)]
+    column = counts.index(max(counts)) if file.header is None else file.header[1]
+    texts = [" ".join(fields[column].split()) for _, fields in file.body if fields[column].strip()]
+    if not texts:
         raise DataError(f"{path} holds no text; expected one a line, perhaps with a label.")
-    counts = [len({fields[column] for _, fields in body}) for column in range(width)]
-    column = counts.index(max(counts)) if header is None else header[1]
-    return [" ".join(fields[column].split()) for _, fields in body if fields[column].strip()]
+    return texts
 
 
 class _File:
     """The rows of a file, checked to be of one width."""
 
-    def __init__(self, path: Path, rows: list[tuple[int, list[str]]]) -> None:
+    def __init__(self, path: Path, rows: list[tuple[int, list[str]]], *, fewest: int = 2) -> None:
         if not rows:
             raise DataError(f"{path} has no lines; expected a label and a text in each.")
         self.path = path
         self.header = _header(rows[0][1])
         self.body = rows if self.header is None else rows[1:]
         width = len(rows[0][1])
-        if self.header is None and width != 2:
+        if self.header is None and not fewest <= width <= 2:
             raise DataError(
                 f"{path}, line {rows[0][0]}: {_fields(width)}; expected 2, a label and a text, or a header that names "
                 "them."
