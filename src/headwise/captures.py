@@ -32,7 +32,8 @@ class Capture:
         mean_weights: Their mean over heads, [B, Q, K].
         key_keep: True where a key is a real token, [B, K], cached keys included: one that the mask the call received
             lets some query attend to. None when it received none, as where nothing is padded.
-        query_keep: The same for queries, [B, Q]; for cross-attention that of the decoder's own self-attention.
+        query_keep: The same for queries, [B, Q]; for cross-attention that of the decoder's own self-attention; for
+            pooling, [B, 1], True where a text has a real token.
     """
 
     site: Site
@@ -122,9 +123,12 @@ class Call:
                 f"{name} was called but computed its attention in another way than the one its weights are read in; "
                 "attach after any set_attn_implementation()."
             )
-        # whose queries are no tokens of the keys' sequence has another padding, or none
-        foreign = capture.site.kind in ("cross", "pooling")
-        padding = self.queries if foreign else Padding(capture.key_keep, self.queries.first)
+        # whose queries are no tokens of the keys' sequence has another padding
+        cross = capture.site.kind == "cross"
+        padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
+        if capture.site.kind == "pooling" and capture.key_keep is not None:
+            # a text of padding alone is no text: its one query pools nothing
+            padding = Padding(capture.key_keep.any(1, keepdim=True))
         capture.query_keep = padding.keep
         if capture.outputs is not None:
             capture.query_keep = padding.of_queries(capture.outputs.shape[1])

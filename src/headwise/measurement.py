@@ -6,6 +6,7 @@ Owns the walk over batches and what is read of each attention module. The equati
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from headwise.heads import Heads, Site
 from headwise.intervals import mean_interval
 from headwise.masks import HeadMask
 from headwise.report import Report
-from headwise.site_sums import SiteSums, layer_report
+from headwise.site_sums import SiteSums, layer_report, queries_of
 from headwise.taps import Capture, Taps
 
 __all__ = ["evaluating", "measure", "readable"]
@@ -120,7 +121,7 @@ def measure(
     return Report(
         model=type(model).__name__,
         batches=len(kept),
-        tokens=max(found.queries for found in sums.values()),
+        tokens=reading.tokens,
         layers=layers,
         score="" if costs is None else score_name,
         items=0 if costs is None else len(costs.whole),
@@ -170,7 +171,8 @@ class Reading:
     Attributes:
         sums: What each site did, by its name.
         names: The names of the roles.
-        notes: What could not be read.
+        tokens: How many queries the forwards had.
+        notes: What could not be read, and what is to be known of what was.
     """
 
     def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None) -> None:
@@ -178,6 +180,7 @@ class Reading:
         self._roles = roles
         self.sums = {site.name: SiteSums() for site in heads.sites}
         self.names: tuple[str, ...] = ()
+        self.tokens = 0
 
     @contextmanager
     def __call__(self, batch: Any) -> Iterator[None]:
@@ -200,6 +203,12 @@ class Reading:
             if self.names not in ((), mask.names):
                 raise MaskError(f"a batch has roles {mask.names}, one before {self.names}; expected the same in all.")
             self.names = mask.names
+        self.tokens += max((queries_of(capture) for capture in captures), default=0)
+        for site, passes in Counter(capture.site.name for capture in captures).items():
+            if passes > 1:
+                self.notes.append(
+                    f"{site or 'the model'} runs {passes} times in a forward; its numbers are over all {passes}."
+                )
         for capture in captures:
             fits = _fits(capture, mask)
             if mask is not None and capture.weights is not None and not fits:

@@ -216,7 +216,6 @@ class Taps(Handle):
             own = padding_of(module, named_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
-            queries = Padding() if site.kind == "pooling" else queries
             self._calls.append(
                 Call(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
             )

@@ -134,6 +134,25 @@ def expected(task: str, trained: Trained, index: int, lines: list) -> Tensor:
     return seen[0]
 
 
+@pytest.mark.parametrize("task", ["classification", "sentence", "pretraining", "glue", "translation"])
+def test_a_line_that_is_cut_is_known_and_one_that_just_fits_is_not(task, run_of):
+    frozen = open_frozen(run_of(task)[0])
+
+    def read(words: int) -> tuple[int, int]:
+        (batch,) = frozen.read([" ".join(["man"] * words)])
+        return len(batch.tokens[0]), batch.cut
+
+    longest, of = frozen.longest.split()
+    assert of in ("words", "tokens", "subwords")
+    (one, _), (two, _) = read(1), read(2)
+    known = set()
+    for words in range(1, 2 * int(longest), 3):
+        tokens, cut = read(words)
+        assert cut == (tokens < one + (words - 1) * (two - one))
+        known.add(cut)
+    assert known == {0, 1}
+
+
 TASKS = ("logic", "classification", "sentence", "pairs", "pretraining", "glue", "graph2text", "translation")
 
 

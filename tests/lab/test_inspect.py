@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
+from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
 
 import headwise as hw
 from headwise.lab.cli import main
@@ -70,7 +70,8 @@ def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
     from headwise.lab.inspect_command import _encoded, _sentences
 
     inspected, _ = _encoded(folders / "bert-0", folders / "text.txt", None)
-    found = _sentences(inspected, 3)
+    found, repeated = _sentences(inspected, 3)
+    assert not repeated
     assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
     ids = torch.tensor([[2, WORDS.index("<b>"), WORDS.index("the"), WORDS.index("car"), 3]])
     eager = BertModel.from_pretrained(folders / "bert-0", attn_implementation="eager").eval()
@@ -78,6 +79,27 @@ def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
         attentions = eager(ids.to(inspected.frozen.model.device), output_attentions=True).attentions
     for own, expected in zip(found[1].weights, attentions, strict=True):
         torch.testing.assert_close(own, expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_layers_that_share_a_module_are_said_to_and_their_tokens_count_once(folders, tmp_path):
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "embedding_size": 8}
+    AlbertModel(AlbertConfig(num_hidden_layers=3, vocab_size=len(WORDS), **sizes)).save_pretrained(tmp_path / "albert")
+    tokenizer().save_pretrained(tmp_path / "albert")
+    out = tmp_path / "out"
+    assert inspect(tmp_path / "albert", "--text", folders / "text.txt", "--out", out) == 0
+    report = hw.load_report(out / "report.json")
+    assert (len(report.layers), report.tokens) == (1, 24)
+    assert [note for note in report.notes if "runs 3 times in a forward; its numbers are over all 3." in note]
+    assert "the weights over tokens are those of the last" in (out / "heads.html").read_text()
+
+
+def test_lines_that_are_cut_are_counted(folders, tmp_path):
+    (tmp_path / "long.txt").write_text("the old man\n" + "the car " * 15 + "\n" + "a man " * 20 + "\n")
+    assert inspect(folders / "bert-0", "--text", tmp_path / "long.txt", "--out", tmp_path / "out") == 0
+    report = hw.load_report(tmp_path / "out" / "report.json")
+    assert report.tokens == 5 + 32 + 32
+    assert report.notes[-1] == "1 of 3 lines are longer and were read to 32 tokens."
+    assert "1 of 3 lines are longer" in (tmp_path / "out" / "heads.html").read_text()
 
 
 def test_a_model_of_another_shape_is_refused_before_anything_is_measured(folders, tmp_path, capsys):

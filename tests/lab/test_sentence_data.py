@@ -82,6 +82,18 @@ def test_pans_markup_is_taken_off_and_its_ages_are_the_labels(tmp_path):
     assert read_set(tmp_path / "pan").splits["all"][0].texts == ("a < b > c d",)
 
 
+def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
+    folder = write_profiles(tmp_path, authors=3, tweets=2)
+    (folder / "truth.txt").write_text("a0:::f:::18-24\na1:::m:::XX-XX\na2:::f:::25-34\n", encoding="utf-8")
+    found = read_set(folder)
+    assert {(one.group, one.label) for one in found.splits["all"]} == {("a0", "18-24"), ("a2", "25-34")}
+    assert found.said == "tweets by their author's age (1 authors of unknown age left out)"
+    assert [path.name for path in found.paths[:2]] == ["a0.xml", "a2.xml"]
+    (folder / "truth.txt").write_text("".join(f"a{n}:::f:::XX-XX\n" for n in range(3)), encoding="utf-8")
+    with pytest.raises(DataError, match=r"knows the age of no author"):
+        read_set(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -101,9 +101,25 @@ def test_taps_read_outputs_and_weights_with_the_padding_of_the_keys_alone():
     assert torch.equal(capture.weights.squeeze(2), weights)
     assert torch.equal(capture.key_keep, ~padding)
     # a learned query is no token of the sequence: none is padding, whichever side that lies on
-    assert capture.query_keep is None
+    assert torch.equal(capture.query_keep, torch.tensor([[True], [True]]))
     with pytest.raises(hw.LayoutError, match="no module computes values"):
         hw.Taps(hw.find_heads(found), values=True)
+
+
+def test_a_text_of_padding_alone_counts_nowhere():
+    found, (states, padding) = model(), batch()
+    heads = hw.find_heads(found)
+    empty = torch.cat([padding, torch.ones(1, LENGTH, dtype=torch.bool)])
+    alone, beside = (states, padding), (torch.cat([states, states[:1]]), empty)
+    reports = [hw.measure(found, heads, [given], forward=lambda model, b: model(*b)) for given in (alone, beside)]
+    assert [report.tokens for report in reports] == [2, 2]
+    assert reports[0].layers == reports[1].layers
+    penalty = hw.Disagreement(heads, hw.Frobenius())
+    values = []
+    for given in (alone, beside):
+        found(*given)
+        values.append(penalty())
+    torch.testing.assert_close(values[1], values[0])
 
 
 def test_the_frobenius_penalty_is_lins_over_sentences():

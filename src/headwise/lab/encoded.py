@@ -43,12 +43,14 @@ class Row:
         tokens: Its tokens as they are to be read.
         spans: The characters of the line each token stands for; None where they are not words of a language.
         table: The words of the line, with their parse if there is one; None where its tokens are no words.
+        cut: Whether the line is longer than what was read of it.
     """
 
     ids: Sequence[int]
     tokens: tuple[str, ...]
     spans: Sequence[Span] | None = None
     table: WordTable | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,7 @@ class Encoded:
         tokens: The tokens of each line as they are to be read.
         encoding: What `headwise.align.align` takes, for role masks; None where tokens are no words of a language.
         tables: The words of each line, with their parse if there is one; None where tokens are no words.
+        cut: How many of the lines are longer than what was read of them.
     """
 
     number: int
@@ -72,6 +75,7 @@ class Encoded:
     tokens: tuple[tuple[str, ...], ...]
     encoding: Any = None
     tables: tuple[WordTable, ...] | None = None
+    cut: int = 0
 
 
 def pieces(spans: Sequence[Span]) -> Pieces:
@@ -113,6 +117,7 @@ def batched(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> I
             tuple(row.tokens for row in found),
             encoding,
             tables if len(tables) == len(found) else None,
+            sum(row.cut for row in found),
         )
 
 

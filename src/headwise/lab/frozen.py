@@ -101,6 +101,7 @@ def _translation(folder: Path, pipeline: Path | None) -> Frozen:
         lambda batch: _of_encoder(encoder, batch),
         (folder / runs.SETTINGS, *files),
         note="Of this run the encoder was looked at.",
+        longest=f"{translator.longest} subwords",
     )
 
 
@@ -109,7 +110,8 @@ def _source(translator: Translator, sentence: str) -> Row:
     encoding = subwords.tokenizer.encode(sentence, add_special_tokens=False)
     ids = [subwords.shift + one for one in encoding.ids][: translator.longest]
     spans: list[Span] = [*encoding.offsets[: translator.longest], None]
-    return Row([*ids, END], (*(subwords.decode([one]) for one in ids), SPECIAL[END]), spans)
+    shown = (*(subwords.decode([one]) for one in ids), SPECIAL[END])
+    return Row([*ids, END], shown, spans, cut=len(encoding.ids) > len(ids))
 
 
 def _of_encoder(encoder: Any, batch: Encoded) -> Sequence[Tensor]:

@@ -69,6 +69,7 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
         states,
         tuple(sorted(beside)),
         note=note,
+        longest=f"{longest} tokens",
     )
 
 
@@ -98,7 +99,8 @@ def _encoded(tokenizer: Any, sentences: Sequence[str], longest: int, device: str
     import numpy as np
 
     options = {"truncation": True, "max_length": longest}
-    lengths = np.array([len(ids) for ids in tokenizer(list(sentences), **options)["input_ids"]])
+    whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
+    lengths = np.minimum(whole, longest)
     for number, chosen in enumerate(length_sorted(lengths, BATCH)):
         texts = [sentences[place] for place in chosen]
         encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
@@ -110,4 +112,5 @@ def _encoded(tokenizer: Any, sentences: Sequence[str], longest: int, device: str
         inputs = {name: tensor.to(device) for name, tensor in encoding.items()}
         # a tokenizer without offsets tells no places in the text
         known = encoding if getattr(encoding, "encodings", None) else None
-        yield Encoded(number, tuple(map(int, chosen)), inputs, keep.to(device), tokens, known)
+        places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
+        yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)

@@ -35,6 +35,7 @@ class Frozen:
         lines: Returns the lines of a text file.
         score: Makes what says how little its output moves.
         note: What a reader should know of what was left out; "" for nothing.
+        longest: How much of a line is read, such as "256 tokens"; "" for all of it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Frozen:
     lines: Callable[[Path], Sequence[Any]] = read_sentences
     score: Callable[[], Fidelity | Agreement] = Fidelity
     note: str = ""
+    longest: str = ""
 
 
 def through(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:

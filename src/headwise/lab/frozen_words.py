@@ -78,14 +78,15 @@ def frozen_classifier(folder: Path, record: Mapping[str, Any], arm: Arm, pipelin
             words = table[: scale.max_words]
             numbers = [START, *(ids.get(word.lower(), UNKNOWN) for word in words.words), END]
             shown = tuple(vocabulary[number] for number in numbers)
-            rows.append(Row(numbers, shown, [None, *_places(line, words), None], words))
+            places = [None, *_places(line, words), None]
+            rows.append(Row(numbers, shown, places, words, cut=len(table) > len(words)))
         return batched(rows, next(encoder.parameters()).device)
 
     def states(batch: Encoded) -> Sequence[Tensor]:
         layers: Any = encoder.layers
         return through(layers, lambda: run(batch))
 
-    return Frozen(run_name(folder), encoder, heads, read, run, states, files)
+    return Frozen(run_name(folder), encoder, heads, read, run, states, files, longest=f"{scale.max_words} words")
 
 
 def frozen_sentence(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen:
@@ -99,12 +100,13 @@ def frozen_sentence(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen
     read = OneText(model) if pairs else model
 
     def row(sentence: str) -> Row:
-        found = next(words_in_place([sentence]))[: scale.max_words]
+        whole = next(words_in_place([sentence]))
+        found = whole[: scale.max_words]
         numbers = encode([word for word, _ in found], vocabulary)
         shown = tuple(
             word if one != UNKNOWN else vocabulary[UNKNOWN] for (word, _), one in zip(found, numbers, strict=True)
         )
-        return Row(numbers, shown, [span for _, span in found])
+        return Row(numbers, shown, [span for _, span in found], cut=len(whole) > len(found))
 
     def run(batch: Encoded) -> Tensor:
         found = read(batch.inputs["input_ids"])
@@ -122,6 +124,7 @@ def frozen_sentence(folder: Path, record: Mapping[str, Any], arm: Arm) -> Frozen
         note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
         if pairs
         else "",
+        longest=f"{scale.max_words} words",
     )
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect_models"]
 
+LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
 REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 
 
@@ -75,9 +76,10 @@ def inspect_models(
         console.print(report.compare(before))
         before.save(place / AGAINST)
     report.save(place / REPORT)
+    sentences, repeated = _sentences(inspected, shown)
     page = inspection_page(
-        report,
-        _sentences(inspected, shown),
+        replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
+        sentences,
         title=f"The heads of {inspected.frozen.name}",
         before=before,
         settings=f"$ {command}",
@@ -115,7 +117,13 @@ def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None,
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    return replace(report, notes=(*report.notes, *([frozen.note] if frozen.note else [])))
+    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _cut(inspected)))))
+
+
+def _cut(inspected: Inspected) -> str:
+    cut = sum(batch.cut for batch in inspected.batches)
+    lines = sum(len(batch.places) for batch in inspected.batches)
+    return f"{cut} of {lines} lines are longer and were read to {inspected.frozen.longest}." if cut else ""
 
 
 def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
@@ -140,25 +148,31 @@ def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
     return masks
 
 
-def _sentences(inspected: Inspected, count: int) -> list[Sentence]:
-    """Return the first sentences of the text with the attention weights of each layer."""
+def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
+    """Return the first sentences of the text with the attention weights of each layer; and whether one ran again.
+
+    Of a layer that ran more than once in a forward the weights are those of the last time.
+    """
     heads = inspected.frozen.heads
     groups, _ = readable(heads)
     sites = [site for what, found in groups.items() if "weights" in what for site in found]
     found: dict[int, Sentence] = {}
+    repeated = False
     if not sites or count < 1:
-        return []
+        return [], repeated
     with torch.no_grad(), Taps(replace(heads, sites=tuple(sites)), weights=True) as taps:
         for batch in inspected.batches:
             wanted = [row for row, place in enumerate(batch.places) if place < count]
             if not wanted:
                 continue
             inspected.frozen.run(batch)
-            captured: dict[str, Any] = {capture.site.name: capture.weights for capture in taps.read()}
+            captures = taps.read()
+            captured: dict[str, Any] = {capture.site.name: capture.weights for capture in captures}
+            repeated = len(captures) > len(captured)
             for row in wanted:
                 weights = [_own(captured.get(site.name), batch, row) for site in heads]
                 found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
-    return [found[place] for place in sorted(found)]
+    return [found[place] for place in sorted(found)], repeated
 
 
 def _own(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:

@@ -15,10 +15,12 @@ from xml.etree import ElementTree as ET
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 
-__all__ = ["Profile", "read_profiles", "truth_of"]
+__all__ = ["Profile", "Profiles", "read_profiles", "truth_of"]
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"
+# What the corpora write where an author's age is not known.
+UNKNOWN = "xx-xx"
 # a tag, not what stands between two comparisons
 TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
@@ -34,14 +36,24 @@ class Profile:
     path: Path
 
 
+@dataclass(frozen=True)
+class Profiles:
+    """The tweets of every author whose age is known, and how many authors were left out since theirs is not."""
+
+    tweets: tuple[Profile, ...]
+    ageless: int
+
+
 def truth_of(folder: Path) -> Path | None:
     """Return the file of the authors' ages, or None where a folder holds no profiles."""
     found = folder / TRUTH
     return found if found.is_file() and any(folder.glob("*.xml")) else None
 
 
-def read_profiles(folder: Path) -> list[Profile]:
+def read_profiles(folder: Path) -> Profiles:
     """Return every tweet of every author; markup is taken off, and tweets without a word are left out.
+
+    Authors whose age the corpus writes as XX-XX are left out with their tweets: that is no age to be told.
 
     Raises:
         DataError: A line of the truth does not fit, an author has no file or no age, or a file is no XML; the message
@@ -59,7 +71,10 @@ def read_profiles(folder: Path) -> list[Profile]:
     absent = next((author for author in ages if author not in present), None)
     if absent is not None:
         raise DataError(f"{folder / TRUTH} names author {absent!r}, of whom {folder} holds no tweet; add the file.")
-    return found
+    tweets = tuple(profile for profile in found if profile.age != UNKNOWN)
+    if not tweets:
+        raise DataError(f"{folder / TRUTH} knows the age of no author; expected author{BETWEEN}gender{BETWEEN}age.")
+    return Profiles(tweets, sum(age == UNKNOWN for age in ages.values()))
 
 
 def _ages(path: Path) -> dict[str, str]:

@@ -82,9 +82,12 @@ def read_set(place: Path) -> SentenceSet:
         return SentenceSet("reviews by stars", {"all": [one for path in parts for one in _texts(path)]}, parts)
     if truth_of(place) is not None:
         profiles = read_profiles(place)
-        examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles]
+        examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles.tweets]
+        left_out = f" ({profiles.ageless} authors of unknown age left out)" if profiles.ageless else ""
         return SentenceSet(
-            "tweets by their author's age", {"all": examples}, tuple(dict.fromkeys(one.path for one in profiles))
+            f"tweets by their author's age{left_out}",
+            {"all": examples},
+            tuple(dict.fromkeys(one.path for one in profiles.tweets)),
         )
     return _pairs(place) or _sick(place) or _own_folder(place)
 
