@@ -210,3 +210,32 @@ def test_one_arm_on_both_sides_is_no_contrast(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2))
     (judged,) = judge([Claim("", (Contrast("good", "good"),))], {"": Evidence(results)})
     assert judged.verdict == "no verdict (good over good is one arm at this scale)"
+
+
+def begun(results, starts):
+    return replace(results, runs=tuple(replace(run, start=starts[run.seed]) for run in results.runs))
+
+
+def test_fine_tunings_of_one_pre_training_give_no_verdict(tmp_path):
+    results = comparison(tmp_path, Drawn("good", effect=1.2))
+    numbers = {(run.arm, run.seed): {"NLL": 1.0 + (run.arm == "good")} for run in results.runs}
+    claims = [
+        Claim("", (Contrast("good", "plain"),)),
+        Claim("", (Contrast("good", "plain", over=("",)),)),
+        Claim("", (Contrast("good", "plain", measure="NLL"),)),
+    ]
+    alone = judge(claims, {"": Evidence(results, numbers)})
+    assert {judged.verdict for judged in alone} == {"borne out"}
+    shared = judge(claims, {"": Evidence(begun(results, (0, 1, 2, 0, 1)), numbers)})
+    assert {judged.verdict for judged in shared} == {"no verdict (3 pre-trainings)"}
+    assert {judged.found[0].estimate.seeds for judged in shared} == {3}
+    own = judge(claims, {"": Evidence(begun(results, (0, 1, 2, 3, 4)), numbers)})
+    assert {judged.verdict for judged in own} == {"borne out"}
+    assert own[0].found[0].estimate.value == pytest.approx(alone[0].found[0].estimate.value, abs=1e-12)
+
+
+def test_models_with_tests_of_their_own_are_not_compared(tmp_path):
+    results = comparison(tmp_path, Drawn("good", effect=1.2))
+    own = replace(results, metric=replace(results.metric, own_test=True))
+    (judged,) = judge([Claim("", (Contrast("good", "plain"),))], {"": Evidence(own)})
+    assert judged.verdict == "no verdict (good over plain is of models with tests of their own)"

@@ -57,7 +57,7 @@ def settings_of(task: str, place: Path) -> RunSettings:
     elif task == "pretraining":
         scale, data = pretraining_toy.TOY, pretraining_toy.write_jsonl(place / "docs.jsonl.gz", 60)
     elif task == "glue":
-        sizes = {"epochs": 1, "batch_size": 16, "warmup_steps": 2, "length": 32, "train_examples": None}
+        sizes = {"epochs": 1, "batch_size": 16, "warmup_share": 0.1, "length": 32, "train_examples": None}
         model = glue_toy.write_model(place / "model")
         scale = dataclasses.replace(GLUE_SCALES["demo"], **sizes, keep_model=True, pretrained=model)
         data = glue_toy.write_glue(place / "glue") / "CoLA"

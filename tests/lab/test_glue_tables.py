@@ -12,19 +12,21 @@ import pytest
 from rich.console import Console
 
 from headwise.checks import DataError
-from headwise.lab import reproduce as reproducing
 from headwise.lab import runs
+from headwise.lab.begun import read_begun
 from headwise.lab.grids import NONE
-from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.reproduce import do_plans, make_plans, report
 from headwise.lab.reproduction_data import with_data
 from headwise.lab.reproduction_lists import show_plans
+from headwise.lab.reproductions import REPRODUCTIONS
+from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.glue_averages import averages
-from headwise.lab.tables.records import render
+from headwise.lab.tables.records import Reproduced, render
 from headwise.lab.tables.repulsive_glue import SVGD
 from headwise.lab.tables.sizes import sized
 from headwise.lab.tasks import glue_scales, pretraining_scales
 from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
-from lab.glue_toy import write_glue
+from lab.glue_toy import write_glue, write_model
 from lab.pretraining_toy import TOY, write_jsonl
 
 TABLE = REPRODUCTIONS["repulsive/table-3"]
@@ -40,13 +42,13 @@ def place(tmp_path, monkeypatch) -> Path:
     write_jsonl(tmp_path / "data" / "corpora" / "docs.jsonl.gz", 120)
     demo = dataclasses.replace(TOY, name="demo", steps=4, rounds=1)
     monkeypatch.setitem(pretraining_scales.PRETRAINING_SCALES, "demo", demo)  # pyright: ignore[reportArgumentType]
-    fine = dataclasses.replace(glue_scales.GLUE_SCALES["demo"], length=16, warmup_steps=0)
+    fine = dataclasses.replace(glue_scales.GLUE_SCALES["demo"], length=16, warmup_share=0.0)
     monkeypatch.setitem(glue_scales.GLUE_SCALES, "demo", fine)  # pyright: ignore[reportArgumentType]
     for name in ("repulsive/table-3", "repulsive/pretraining"):
         whole = REPRODUCTIONS[name]
         parts = tuple(dataclasses.replace(part, arms=("plain", SVGD)) for part in whole.parts)
         small = dataclasses.replace(whole, parts=parts, made=_claims if whole.made else None)
-        monkeypatch.setitem(reproducing.REPRODUCTIONS, name, small)
+        monkeypatch.setitem(REPRODUCTIONS, name, small)
     monkeypatch.setattr("headwise.lab.step_time.BATCHES", 1)
     monkeypatch.setattr("headwise.lab.step_time.ROUNDS", 1)
     return tmp_path
@@ -76,7 +78,7 @@ def test_the_table_names_the_eight_sets_and_the_second_way_to_rte():
 
 @pytest.mark.usefixtures("inline")
 def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place):
-    table, data, out = reproducing.REPRODUCTIONS["repulsive/table-3"], place / "data", place / "out"
+    table, data, out = REPRODUCTIONS["repulsive/table-3"], place / "data", place / "out"
     found = with_data(table, "demo", data)
     plans = make_plans(found, "demo", seeds=1, data=data, out=out, workers=1)
     assert [plan.part.name for plan in plans] == ["MNLI", "RTE", "RTE after MNLI"]
@@ -107,6 +109,10 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     assert float(plain[4]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE"]), abs=0.06)
     assert float(plain[5]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE after MNLI"]), abs=0.06)
     page = render(place / "paper")
+    assert "Begins with pretraining at scale demo (4 steps), data docs " in page
+    assert {row[2] for row in ((c["statement"], c["contrasts"], c["verdict"]) for c in record["claims"][:2])} == {
+        "no verdict (1 pre-training)"
+    }
     assert "Not judged here, for want of data: CoLA (no train.tsv), SST-2 (not there), MRPC (not there)" in page
     assert "mean of MNLI, RTE after MNLI" in page
     quoted = next(row for row in record["published"]["rows"] if row[1] == "QQP" and row[0] == "ELECTRA")
@@ -115,8 +121,55 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     assert all(plan.finished == plan.folders for plan in plans)
 
 
+def test_the_claims_are_those_of_the_paper_about_the_sets_there_are():
+    assert TABLE.made is not None
+    whole = TABLE.made(SETS)
+    rising = ["CoLA", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE after MNLI"]
+    assert [one.part for one in whole[1].contrasts] == rising
+    assert len(whole[0].contrasts) == 2
+    few = TABLE.made(("CoLA", "SST-2", "RTE"))
+    # RTE fine-tuned alone falls in the paper
+    assert [one.part for one in few[1].contrasts] == ["CoLA"]
+    assert few[1].statement.endswith("(1 of these seven are here: CoLA).")
+    assert "Avg. of 3" in few[0].statement
+
+
+@pytest.mark.usefixtures("inline")
+def test_each_fine_tuning_has_a_pre_training_where_there_are_several(place):
+    table, data, out = REPRODUCTIONS["repulsive/table-3"], place / "data", place / "out"
+    found = with_data(table.only(("RTE",), "demo"), "demo", data)
+    options = ScaleOptions("demo", sizes=("starts=2",))
+    plans = make_plans(found, "demo", seeds=2, data=data, out=out, workers=1, options=options)
+    assert plans[0].before[0].comparison.seeds == (0, 1)
+    assert do_plans(found, plans, Console(quiet=True)) == []
+    starts = [runs.read_json(folder / "result.json")["start"] for folder in plans[0].folders]
+    assert starts == [0, 1, 0, 1]
+
+
+def test_only_a_comparison_of_pre_training_is_begun_with(place):
+    table = REPRODUCTIONS["repulsive/table-3"]
+    model = write_model(place / "model")
+    options = ScaleOptions("demo", pretrained=model)
+    with pytest.raises(DataError, match="model is no comparison of pretraining; expected for repulsive/table-3"):
+        make_plans(table, "demo", seeds=1, data=place / "data", out=place / "out", workers=1, options=options)
+    (place / "bare").mkdir()
+    (place / "data" / "glue").rename(place / "bare" / "glue")
+    with pytest.raises(DataError, match="bare holds no text to pre-train on; expected one of prepared, corpora"):
+        make_plans(table, "demo", seeds=1, data=place / "bare", out=place / "out", workers=1)
+
+
+def test_a_record_says_what_its_runs_began_with(tmp_path):
+    runs.write_json(
+        tmp_path / "comparison.json", {"task": "pretraining", "scale": "gpu", "sizes": {"steps": 6000}, "data": "ab12"}
+    )
+    begun = read_begun(tmp_path, None, tmp_path)
+    assert str(begun) == "pretraining at scale gpu (6,000 steps), data ab12"
+    assert Reproduced(TABLE, "gpu", {}, {}, {}, begun=begun).file == "table-3-gpu.json"
+    assert Reproduced(TABLE, "cpu", {}, {}, {}, begun=begun).file == "table-3-cpu-after-pretraining-gpu.json"
+
+
 def test_what_begins_with_a_set_that_is_not_there_is_left_out_too(place):
-    table = reproducing.REPRODUCTIONS["repulsive/table-3"]
+    table = REPRODUCTIONS["repulsive/table-3"]
     (place / "data" / "glue" / "MNLI" / "train.tsv").unlink()
     found = with_data(table, "demo", place / "data")
     assert [part.name for part in found.parts] == ["RTE"]
@@ -130,13 +183,14 @@ def test_what_begins_with_a_set_that_is_not_there_is_left_out_too(place):
 
 
 def test_a_folder_without_any_of_the_sets_is_refused(place):
-    table = reproducing.REPRODUCTIONS["repulsive/table-3"]
+    table = REPRODUCTIONS["repulsive/table-3"]
     (place / "none").mkdir()
     expected = (
         r"none holds no data that repulsive/table-3 could be run on: CoLA \(not there\), SST-2 .*expected some of"
     )
     with pytest.raises(DataError, match=expected):
         with_data(table, "demo", place / "none")
+    write_jsonl(place / "none" / "corpora" / "docs.jsonl.gz", 4)
     with pytest.raises(DataError, match="CoLA does not exist; at scale demo repulsive/table-3 takes a folder"):
         make_plans(table, "demo", seeds=1, data=place / "none", out=place / "out", workers=1)
 

@@ -6,31 +6,35 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2Model, PreTrainedTokenizerFast
 
 import headwise as hw
 from headwise.checks import DataError, SettingError
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
+from headwise.lab.frozen import open_frozen
 from headwise.lab.optimizer import optimizer_of
 from headwise.lab.protocol import initialise
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.glue import GlueTask
-from headwise.lab.tasks.glue_files import GLUE, glue_set, lacking, read_split
+from headwise.lab.tasks.glue_files import GLUE, glue_set, lacking, read_split, submission
 from headwise.lab.tasks.glue_scales import GLUE_SCALES
 from headwise.lab.tasks.glue_start import Classifier, find_start
 from headwise.lab.tasks.task import Recipe, WithStarts
 from headwise.lab.train import train_run
 from headwise.lab.trained import load_trained
-from lab.glue_toy import sentence, truth, write_glue, write_model
+from lab.glue_toy import sentence, toy_words, truth, write_glue, write_model
 
 TASK = GlueTask()
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "glue"
@@ -47,7 +51,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def toy(pretrained: Path, **changes):
-    sizes = {"name": "toy", "epochs": 2, "batch_size": 16, "warmup_steps": 2, "length": 32, "train_examples": None}
+    sizes = {"name": "toy", "epochs": 2, "batch_size": 16, "warmup_share": 0.1, "length": 32, "train_examples": None}
     return dataclasses.replace(GLUE_SCALES["demo"], **{**sizes, **changes}, pretrained=pretrained)
 
 
@@ -276,6 +280,123 @@ def test_settings_that_do_not_fit_are_refused(model):
     assert (scale.name, scale.pretrained, scale.epochs) == ("demo-epochs=2", model, 2)
     assert "pretrained" not in runs.as_record(scale)
     assert ScaleOptions("demo", pretrained=model).words(for_others=True) == ["--scale", "demo", "--pretrained", "DIR"]
+
+
+def test_pairs_without_an_order_are_trained_on_in_both(glue, model):
+    once, twice = (TASK.load(glue / "STS-B", toy(model, both_orders=both), None) for both in (False, True))
+    assert len(twice.train) == 2 * len(once.train)
+    assert (len(twice.dev), len(twice.test)) == (len(once.dev), len(once.test))
+    swapped = [twice.train[number].ids for number in range(6)]
+    assert swapped[::2] == [once.train[number].ids for number in range(3)]
+    assert [twice.train[n].label for n in range(4)] == [once.train[n // 2].label for n in range(4)]
+    ordered = TASK.load(glue / "RTE", toy(model, both_orders=True), None)
+    assert len(ordered.train) == len(TASK.load(glue / "RTE", toy(model), None).train)
+
+
+def test_a_share_of_all_steps_warms_up(model):
+    recipe = toy(model, warmup_share=0.25).recipe
+    assert [recipe.warmup(steps) for steps in (8, 312, 1620)] == [2, 78, 405]
+    assert Recipe(1.0, 1, 7, warmup_share=0.25).warmup(400) == 7
+    assert GLUE_SCALES["paper"].recipe.warmup(312) == 31
+    with pytest.raises(SettingError, match="warmup_share"):
+        toy(model, warmup_share=1.5)
+
+
+def test_a_test_file_is_read_before_anything_is_trained_and_says_nothing_of_the_data(model, tmp_path):
+    glue = write_glue(tmp_path)
+    known = TASK.load(glue / "RTE", toy(model), None).fingerprint
+    path = glue / "RTE" / "test.tsv"
+    good = path.read_text()
+    path.write_text(good + "9\tonly one\n")
+    with pytest.raises(DataError, match=r"test\.tsv, line 8: a text is missing or empty"):
+        TASK.load(glue / "RTE", toy(model), None)
+    path.write_text(good + "9\tone\ttwo\n")
+    assert TASK.load(glue / "RTE", toy(model), None).fingerprint == known
+    path.write_text(good + "9\tone\t\ttwo\n")
+    with pytest.raises(DataError, match=r"test\.tsv, line 8: 4 fields, and 3 columns; a text holds a tab"):
+        TASK.load(glue / "RTE", toy(model), None)
+    path.write_text(good)
+    path.with_name("test.tsv.gz").touch()
+    with pytest.raises(DataError, match=r"holds both test\.tsv and test\.tsv\.gz"):
+        TASK.load(glue / "RTE", toy(model), None)
+
+
+def test_every_line_of_a_test_file_is_answered(tmp_path):
+    (tmp_path / "QQP").mkdir()
+    lines = ["id\tquestion1\tquestion2", "4\ta\tb", "5\t\tb", "6\ta", "7\ta\tb"]
+    (tmp_path / "QQP" / "test.tsv").write_text("\n".join(lines) + "\n")
+    found, left_out = read_split(tmp_path / "QQP", "test")
+    assert ([example.index for example in found], left_out) == (["4", "5", "6", "7"], 0)
+    assert submission(GLUE["QQP"], found, [1, 0, 1, 0]).splitlines()[2:4] == ["5\t0", "6\t1"]
+
+
+def altered(model: Path, place: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """A copy of a model's folder with other parameters."""
+    shutil.copytree(model, place)
+    save_file(change(load_file(model / "model.safetensors")), place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+QUERY = "electra.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kept: {f"module.{name}": value for name, value in kept.items()}, r"has no 'electra\.embeddings"),
+        (lambda kept: {name: value for name, value in kept.items() if name != QUERY}, f"has no '{QUERY}'"),
+        (lambda kept: {**kept, QUERY: torch.zeros(16, 8)}, f"has another shape of '{QUERY}'"),
+        (lambda kept: {**kept, QUERY: kept[QUERY] * float("nan")}, f"'{QUERY}' holds numbers that are not finite"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(change, said, model, tmp_path):
+    place = altered(model, tmp_path / "other", change)
+    with pytest.raises(DataError, match=said):
+        Classifier(place, 2)
+    with pytest.raises(DataError, match=r"has no '(encoder|embeddings)|not finite|cannot be loaded by transformers"):
+        open_frozen(place)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model, glue, tmp_path):
+    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    said = "holds no tokenizer with a vocabulary; save it beside the model"
+    with pytest.raises(DataError, match=said):
+        TASK.load(glue / "RTE", toy(tmp_path / "bare"), None)
+    with pytest.raises(DataError, match=said):
+        open_frozen(tmp_path / "bare")
+
+
+def test_texts_of_more_tokens_than_positions_are_refused(model, glue):
+    with pytest.raises(DataError, match="has positions for 64 tokens, and texts are cut at 65; give --set length=64"):
+        TASK.load(glue / "RTE", toy(model, length=65), None)
+    assert TASK.load(glue / "RTE", toy(model, length=64), None).length == 64
+
+
+def test_a_model_without_a_token_for_padding_is_fine_tuned_in_batches(glue, tmp_path):
+    words = toy_words()
+    config = GPT2Config(vocab_size=words.vocabulary_size, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    GPT2Model(config).save_pretrained(tmp_path / "gpt")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.tokenizer, unk_token="[UNK]", eos_token="[SEP]")
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    scale = toy(tmp_path / "gpt", epochs=1)
+    train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
+    assert (tmp_path / "run" / "result.json").is_file()
+
+
+def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
+    made = comparison(tmp_path / "pre", "pretraining", model, {"plain": 2})
+    scale = toy(made, epochs=1, starts=2, keep_model=True)
+    data = TASK.load(glue / "RTE", scale, None)
+    plain = parse_arm("plain")
+    assert [TASK.start_of(plain, data, scale, seed) for seed in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(DataError, match="run pretraining with arm plain and seed 2 first"):
+        TASK.start_of(plain, data, toy(made, starts=3), 2)
+    train_run(settings("plain", glue / "RTE", scale), tmp_path / "rte" / "plain" / "seed-3")
+    assert runs.read_json(tmp_path / "rte" / "plain" / "seed-3" / "result.json")["start"] == 1
+    runs.write_json(tmp_path / "rte" / "comparison.json", {"task": "glue", "scale": "toy", "sizes": {}, "data": "d"})
+    second = TASK.load(glue / "CoLA", toy(tmp_path / "rte"), None)
+    assert TASK.start_of(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
+    assert TASK.start_of(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")

@@ -12,7 +12,8 @@ from rich.console import Console
 from headwise.lab.data import numbered_lines
 from headwise.lab.evidence import by_shared_seed, read_evidence
 from headwise.lab.rating import FORM, KEY
-from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.reproduce import do_plans, make_plans, report
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.results import REFERENCES
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part

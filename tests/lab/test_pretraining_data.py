@@ -19,6 +19,7 @@ from headwise.lab.tasks.pretraining_preparation import prepare_text
 from headwise.lab.tasks.pretraining_rows import Packer, masked_positions, segments
 from headwise.lab.tasks.pretraining_text import pieces, text_files
 from headwise.lab.tasks.wordpieces import learn_word_pieces, read_word_pieces
+from headwise.lab.text_parts import bounded_lines
 from lab.pretraining_toy import document, small, write_jsonl
 
 
@@ -59,12 +60,79 @@ def test_a_document_that_is_not_read_to_its_end_does_not_spill_into_the_next(tmp
     assert list(next(documents)) == ["three"]
 
 
-@pytest.mark.parametrize("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]'])
+@pytest.mark.parametrize("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
 def test_a_bad_line_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: expected a JSON object with a document under "text"'):
         list(pieces(path))
+
+
+def test_half_of_a_surrogate_pair_is_named_before_anything_is_made(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "bad \\ud83d emoji"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: character 5 of the document is half of a surrogate pair"):
+        prepare_text((path,), small(), "f" * 16, tmp_path / "made")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"], "nothing is left of what was refused"
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffone\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "two"}\n', encoding="utf-8")
+    assert [piece.text for path in text_files(tmp_path) for piece in pieces(path)] == ["one", "two"]
+
+
+def test_text_without_ends_of_lines_takes_no_more_memory_or_time_a_word(tmp_path):
+    peaks = []
+    for words in (200_000, 1_600_000):
+        (tmp_path / "a.txt").write_text("wörd hello " * words, encoding="utf-8")
+        tracemalloc.start()
+        assert sum(len(piece.text) for piece in pieces(tmp_path / "a.txt")) == 11 * words
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 7, 1000])
+def test_parts_of_lines_add_up_to_the_lines_wherever_they_are_cut(longest, tmp_path):
+    lines = ["\ufeffaé b", "", " ", "c", "🙂 long one", "last"]
+    (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode())
+    found: list[str] = []
+    for part in bounded_lines(tmp_path / "a.txt", longest):
+        if part.begins:
+            found.append("")
+        found[-1] += part.text
+    assert [line.rstrip("\r") for line in found] == [lines[0][1:], *lines[1:]]
+    (tmp_path / "a.txt").write_bytes(b"fine\nb\xffd")
+    with pytest.raises(DataError, match=r"a\.txt, line 2: not UTF-8"):
+        list(bounded_lines(tmp_path / "a.txt", longest))
+
+
+def test_letters_that_are_words_of_their_own_need_no_second_piece_and_no_more_are_learned_than_asked_for():
+    texts = [chr(0x4E00 + number) * (1 + number % 3) for number in range(5000)] + ["the cat sat"] * 9
+    words = learn_word_pieces(lambda: texts, 8_000)
+    learned = words.tokenizer.get_vocab()
+    assert len(learned) <= 8_000
+    assert "##\u4e00" not in learned
+    assert {"##at", "the"} <= set(learned)
+    assert sum(len(one) == 1 for one in learned) == 1_000
+    for size in (7, 12, 40):
+        assert learn_word_pieces(lambda: texts, size).vocabulary_size <= size
+    again = learn_word_pieces(lambda: list(reversed(texts)), 8_000)
+    assert again.tokenizer.get_vocab() == learned
+
+
+def test_shards_that_are_shuffled_together_are_opened_once(prepared, monkeypatch):
+    opened: list[str] = []
+    load = np.load
+    monkeypatch.setattr(np, "load", lambda path, **how: (opened.append(Path(path).name), load(path, **how))[1])
+    rows = data_of(prepared).train
+    for number in [*range(0, 8 * 20, 7)] * 3:
+        rows.ids(number)
+    assert len(opened) == len(set(opened)) == 8
+    rows.ids(8 * 20 + 1)
+    rows.ids(0)
+    assert opened[8:] == ["train-00008.npy", "train-00000.npy"]
 
 
 def test_places_without_text_are_refused(tmp_path):

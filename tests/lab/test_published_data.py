@@ -12,7 +12,8 @@ from rich.console import Console
 
 from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.reproduce import do_plans, make_plans, report
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.tasks.logic import LogicTask
 from headwise.lab.tasks.logic_scales import SCALES
 

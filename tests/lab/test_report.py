@@ -54,7 +54,9 @@ def test_the_headline_says_who_was_better_worse_and_undecided(table):
 
 def test_too_few_seeds_are_said_in_the_headline(tmp_path):
     table = read_table(write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1)))
-    assert headline(table).endswith("No verdict is given: one needs the arm's control and 5 seeds of both.")
+    assert headline(table).endswith(
+        "No verdict is given (scaled not run, 2 seeds): one needs the arm's control and 5 seeds of both."
+    )
 
 
 def test_one_arm_one_seed_and_plain_alone_are_put_in_words_that_agree(tmp_path):

@@ -13,8 +13,9 @@ from headwise.checks import DataError, SettingError
 from headwise.lab import reproduce
 from headwise.lab.evidence import Evidence
 from headwise.lab.grids import NONE
-from headwise.lab.reproduce import REPRODUCTIONS, Plan, do_plans, make_plans, report
+from headwise.lab.reproduce import Plan, do_plans, make_plans, report
 from headwise.lab.reproduction_lists import show_list, show_plans
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.results import read_results
 from headwise.lab.table import make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import reproduce as reproducing
-from headwise.lab.reproduce import REPRODUCTIONS, do_plans, make_plans, report
+from headwise.lab.reproduce import do_plans, make_plans, report
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.sizes import Size, sized
@@ -150,7 +150,7 @@ def test_the_baseline_of_v1_table_6_stands_in_its_row(tmp_path, monkeypatch):
     small: Reproduction = dataclasses.replace(
         base, parts=tuple(Part(("plain", "cnn"), part.sizes, part.name) for part in base.parts), claims=()
     )
-    monkeypatch.setitem(reproducing.REPRODUCTIONS, base.id, small)
+    monkeypatch.setitem(REPRODUCTIONS, base.id, small)
     folder = tmp_path / "sets" / "cyberbullying"
     folder.mkdir(parents=True)
     lines = [f"{n % 2}\t{'awful' if n % 2 else 'lovely'} {FILLERS[n % 12]} n{n}" for n in range(80)]

@@ -247,3 +247,37 @@ def test_answers_that_are_nearly_all_right_have_a_narrow_interval():
     correct[0, 5] = correct[1, 9] = False
     found = score(correct, seed=0, resamples=500)
     assert 0.95 < found.low < found.value < found.high == 1.0
+
+
+def test_runs_that_share_a_start_count_as_one():
+    leads = np.random.default_rng(3).normal(0.3, 1.0, (6, 40)) + np.repeat([[0.0], [2.0], [1.0]], 2, axis=0)
+    starts = (0, 1, 2, 0, 1, 2)
+    found = difference(leads, np.zeros((6, 40)), seed=4, starts=starts, least=-50.0)
+    means = np.stack([leads[[0, 3]].mean(axis=0), leads[[1, 4]].mean(axis=0), leads[[2, 5]].mean(axis=0)])
+    whole = estimate(means, seed=4)
+    assert (found.value, found.p, found.seeds) == (whole.value, whole.p, 3)
+    assert found.drawn == "pre-training"
+    assert verdict(found, 0.001) == "no verdict (3 pre-trainings)"
+    assert difference(leads, np.zeros((6, 40)), seed=4).seeds == 6
+
+
+def test_five_fine_tunings_of_two_pre_trainings_that_merely_differ_are_no_finding():
+    drawn = np.random.default_rng(0)
+    found = []
+    for _ in range(60):
+        lead = drawn.normal(0, 0.05)
+        values = (drawn.random((5, 400)) < 0.7 + lead) * 1.0 - (drawn.random((5, 400)) < 0.7)
+        shared = difference(values, np.zeros_like(values), seed=1, resamples=200, starts=(0,) * 5, least=-1.0)
+        found.append(verdict(shared, shared.p))
+        alone = difference(values, np.zeros_like(values), seed=1, resamples=200, least=-1.0)
+        found.append(verdict(alone, alone.p))
+    assert set(found[::2]) == {"no verdict (1 pre-training)"}
+    assert sum(words.startswith(("better", "worse")) for words in found[1::2]) > 10
+
+
+def test_a_correlation_may_be_below_zero_and_its_interval_with_it():
+    values = np.full((5, 30), -0.253) + np.random.default_rng(0).normal(0, 0.1, (5, 30))
+    found = score(values, seed=0, least=-1.0)
+    assert -1.0 <= found.low < found.value < found.high < 0.0
+    assert score(values - 5, seed=0, least=-1.0).low == -1.0
+    assert difference(values + 9, values - 9, seed=0, least=-1.0).high == 2.0

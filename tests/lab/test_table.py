@@ -10,6 +10,7 @@ from synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, wr
 
 from headwise.checks import DataError, NotFired
 from headwise.lab.protocol import key
+from headwise.lab.report import headline
 from headwise.lab.results import read_results
 from headwise.lab.statistics import difference, holm, score
 from headwise.lab.table import Row, Table, make_table, read_table
@@ -240,3 +241,18 @@ def test_arms_beyond_those_asked_for_stand_last(out):
     for name in ("zeta", "alpha"):
         write_run(out, replace(PAPER[2], name=name), 0, test["labels"], test["labels"], test["bins"], 0.1)
     assert [row.arm for row in read_table(out).rows][-2:] == ["alpha", "zeta"]
+
+
+def test_runs_of_one_start_are_judged_as_one_and_own_tests_not_at_all(out):
+    results = read_results(out)
+    shared = replace(results, runs=tuple(replace(run, start=run.seed % 2) for run in results.runs))
+    words = {row.arm: row.verdict for row in make_table(shared).arms if row.control}
+    assert words
+    assert {one for one in words.values() if "not run" not in one} == {"no verdict (2 pre-trainings)"}
+    own = make_table(replace(results, metric=replace(results.metric, own_test=True)))
+    judged = [row for row in own.arms if row.to_control is not None]
+    assert judged
+    assert {row.verdict for row in judged} == {"no verdict (each its own test)"}
+    assert all(row.to_control is None or row.to_control.adjusted is None for row in own.arms)
+    assert "Each model answers a test of its own making" in headline(own)
+    assert "No verdict is given (scaled not run, 2 pre-trainings)" in headline(make_table(shared))

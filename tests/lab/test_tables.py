@@ -13,7 +13,7 @@ from headwise.lab.arm_text import parse_arm
 from headwise.lab.claims import MEASURED, Claim, Contrast
 from headwise.lab.methods import Methods
 from headwise.lab.models.seq2seq import Seq2Seq, Seq2SeqConfig
-from headwise.lab.reproduce import REPRODUCTIONS
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.tables.diversify import DIVERSIFY
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.repulsive import REPULSIVE

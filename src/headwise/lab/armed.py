@@ -66,6 +66,11 @@ def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[
     return task.model(data, scale), masks
 
 
+def start_of(task: Task, arm: Arm, data: Data, scale: Scale, seed: int) -> int | None:
+    """Return which of its arm's earlier runs a run begins with; None where it draws everything itself."""
+    return task.start_of(arm, data, scale, seed) if isinstance(task, WithStarts) else None
+
+
 def left_of(task: Task, arm: Arm, data: Data) -> Arm:
     """Return what an arm does to the model that its runs begin with; the arm itself where nothing was done before."""
     return task.remaining(arm, data) if isinstance(task, WithStarts) else arm

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from headwise.lab.evidence import Evidence, by_seed, by_shared_seed
 from headwise.lab.protocol import key
+from headwise.lab.results import starts_of
 from headwise.lab.shown import Shown
-from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate, holm
+from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate, holm, of_one_start, undecided
 
 __all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
 
@@ -152,7 +153,8 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     Each contrast is the mean over shared seeds and test items, with the hierarchical bootstrap of
     `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
     every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
-    with fewer than five seeds there is no verdict, and without a test the words are "measured, not tested", where there
+    with fewer than five seeds there is no verdict (runs that began with one earlier run, in which the method acted,
+    count as one), and without a test the words are "measured, not tested", where there
     is anything to measure.
 
     Args:
@@ -177,6 +179,14 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     return tuple(judged)
 
 
+@dataclass(frozen=True, eq=False)
+class Leads:
+    """Values whose plain mean is a contrast, [S, N], one row a seed, and which earlier run each row began with."""
+
+    values: Array
+    starts: tuple[int, ...] | None
+
+
 @dataclass(frozen=True)
 class _Term:
     """One mean of a contrast, with its sign."""
@@ -192,21 +202,26 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
         return Found(contrast, None, reason="is one arm at this scale")
     if contrast.over:
         leads = _mean_leads(contrast, parts)
-        if isinstance(leads, str):
-            return Found(contrast, None, reason=leads)
-        return Found(contrast, estimate(leads, seed=key("claim", str(contrast))))
+        return _found(contrast, leads)
     terms = _terms(contrast)
     if any(term.part not in parts for term in terms):
         return Found(contrast, None, reason="was not run")
     if contrast.measure is not None:
         leads = _number_leads(terms, contrast.measure, parts)
     else:
+        if any(parts[term.part].results.metric.own_test for term in terms):
+            return Found(contrast, None, reason="is of models with tests of their own")
         if not _share_items(terms, parts):
             return Found(contrast, None, reason="is on different test sets")
         leads = _item_leads(terms, parts)
+    return _found(contrast, leads)
+
+
+def _found(contrast: Contrast, leads: Leads | str) -> Found:
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
-    return Found(contrast, estimate(leads, seed=key("claim", str(contrast))))
+    found = estimate(of_one_start(leads.values, leads.starts), seed=key("claim", str(contrast)))
+    return Found(contrast, found if leads.starts is None else replace(found, drawn="pre-training"))
 
 
 def _terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
@@ -226,8 +241,8 @@ def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
     )
 
 
-def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | str:
-    """Return values whose plain mean is the mean over parts of a contrast, [S, N], or why there are none."""
+def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads of a mean over parts, or why there are none."""
     means = [(1.0, contrast)] + ([] if contrast.less is None else [(-1.0, contrast.less)])
     if any(part not in parts for part in contrast.parts):
         return "was not run"
@@ -240,7 +255,7 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | st
     seeds = set.intersection(*(set(found) for found in runs))
     if not seeds:
         return "was not run"
-    leads: list[tuple[float, Array]] = []
+    leads: list[tuple[float, Leads]] = []
     for sign, mean in means:
         for part in mean.over:
             kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
@@ -249,12 +264,13 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Array | st
             if isinstance(found, str):
                 return found
             leads.append((sign / len(mean.over), found))
-    items = sum(found.shape[1] for _, found in leads)
-    return np.concatenate([found * (weight * items / found.shape[1]) for weight, found in leads], axis=1)
+    items = sum(found.values.shape[1] for _, found in leads)
+    weighed = [found.values * (weight * items / found.values.shape[1]) for weight, found in leads]
+    return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts)
 
 
-def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array | str:
-    """Return values whose plain mean over seeds and used items is the contrast, [S, N], or why there are none."""
+def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads over the items used, or why there are none."""
     bins = parts[terms[0].part].results.bins
     inside = [_inside(bins, term.bins) for term in terms]
     if not all(mask.any() for mask in inside):
@@ -270,17 +286,18 @@ def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Array 
         weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
         for row, seed in enumerate(seeds):
             leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
-    return leads[:, used]
+    return Leads(leads[:, used], starts_of(runs[0][seed] for seed in seeds))
 
 
-def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Array | str:
-    """Return the contrast of a number of each run, [S, 1], or why there is none."""
+def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads in a number of each run, one a seed, or why there are none."""
     found = [parts[term.part].of(term.arm, measure) for term in terms]
     seeds = sorted(set.intersection(*(set(values) for values in found)))
     if not seeds:
         return "was not run"
     leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
-    return np.array(leads)[:, None]
+    first = by_seed(parts[terms[0].part].results.runs, terms[0].arm)
+    return Leads(np.array(leads)[:, None], starts_of(first[seed] for seed in seeds))
 
 
 def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
@@ -300,9 +317,9 @@ def _verdict(found: Sequence[Found]) -> str:
     absent = [f"{one.contrast} {one.reason}" for one in found if one.estimate is None]
     if absent:
         return f"no verdict ({absent[0]})"
-    seeds = min(one.estimate.seeds for one in found if one.estimate is not None)
-    if seeds < MINIMUM_SEEDS:
-        return f"no verdict ({seeds} seed{'s' * (seeds != 1)})"
+    fewest = min((one.estimate for one in found if one.estimate is not None), key=lambda estimate: estimate.seeds)
+    if fewest.seeds < MINIMUM_SEEDS:
+        return undecided(fewest.seeds, fewest.drawn)
     settled = [
         one.estimate.value > 0
         for one in found

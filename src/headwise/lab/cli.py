@@ -213,12 +213,13 @@ def reproduce(
     from headwise.lab import reproduction_lists as lists
     from headwise.lab.pool import default_workers
     from headwise.lab.reproduction_data import require_data, with_data
+    from headwise.lab.reproductions import REPRODUCTIONS
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
         return
-    require_known("reproduction", identifier, reproducing.REPRODUCTIONS)
-    reproduction = reproducing.REPRODUCTIONS[identifier]
+    require_known("reproduction", identifier, REPRODUCTIONS)
+    reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
     seeds = reproducing.seeds_at(scale) if seeds is None else seeds

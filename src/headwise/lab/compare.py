@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab import runs
-from headwise.lab.armed import armed
+from headwise.lab.armed import armed, start_of
 from headwise.lab.arms import Arm
 from headwise.lab.baseline import BaselineSettings
 from headwise.lab.figures import write_pictures
@@ -137,7 +137,7 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
 
     Raises:
         SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
-        DataError: The data cannot be read.
+        DataError: The data cannot be read, or a model that a run begins with is not there.
     """
     runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
@@ -145,6 +145,10 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     for arm in comparison.arms:
         require_fits(arm, task, data, comparison.scale)
+        for seed in comparison.seeds:
+            # what a run begins with is there now, or it fails after hours
+            if not runs.is_finished(run_folder(comparison.out, arm.folder, seed)):
+                start_of(task, arm, data, comparison.scale, seed)
     # what is refused above leaves the folder to another command
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)

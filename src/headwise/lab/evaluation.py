@@ -7,6 +7,7 @@ mode. Must not know any task.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from headwise.heads import Heads
 from headwise.lab.metric import Metric
 from headwise.taps import Capture, Taps
 
-__all__ = ["diversity", "scores_by_bin", "spread_evenly"]
+__all__ = ["Diversity", "diversity", "scores_by_bin", "spread_evenly"]
 
 PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
 
@@ -43,8 +44,21 @@ def spread_evenly(items: int, most: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, items - 1, min(most, items)).astype(np.int64))
 
 
-def diversity(heads: Heads | None, probe: Iterable[None]) -> dict[str, float | None]:
-    """Return how alike the heads are: means over sites.
+@dataclass(frozen=True)
+class Diversity:
+    """How alike heads are.
+
+    Attributes:
+        means: Means over sites, by measure.
+        sites: The measures of each site, by its name.
+    """
+
+    means: dict[str, float | None]
+    sites: dict[str, dict[str, float]]
+
+
+def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
+    """Return how alike the heads are, at each site and on the mean.
 
     Args:
         heads: The heads; None for a model without attention.
@@ -56,12 +70,12 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> dict[str, float | N
         head a site, where there are no pairs, and for all without heads.
     """
     if heads is None:
-        return dict.fromkeys((*PAIRWISE, "particle_norm"))
+        return Diversity(dict.fromkeys((*PAIRWISE, "particle_norm")), {})
     parameters = [slab.view(slab.parameter).flatten(1) for slab in heads.slabs()]
     norms = torch.cat([metrics.particle_norms(particles) for particles in parameters])
     measured: dict[str, float | None] = {"particle_norm": float(norms.mean())}
     if min(site.num_heads for site in heads) < 2:
-        return dict.fromkeys(PAIRWISE) | measured
+        return Diversity(dict.fromkeys(PAIRWISE) | measured, {})
     measured["parameter_cosine"] = _mean(
         [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters]
     )
@@ -70,9 +84,10 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> dict[str, float | N
         for _ in probe:
             for capture in taps.read():
                 sites[capture.site.name].add(capture)
-    for name in PAIRWISE[:-1]:
-        measured[name] = _mean([site.mean(name) for site in sites.values()])
-    return measured
+    found = {name: {measure: site.mean(measure) for measure in PAIRWISE[:-1]} for name, site in sites.items()}
+    for measure in PAIRWISE[:-1]:
+        measured[measure] = _mean([site[measure] for site in found.values()])
+    return Diversity(measured, found)
 
 
 class _Site:

@@ -75,13 +75,17 @@ def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evide
 
 
 def run_numbers(folder: Path) -> dict[str, float]:
-    """Return the finite numbers of a finished run by name: of its result, its answers and its analyses.
+    """Return the finite numbers of a finished run by name: of its result, its answers, its analyses and each site.
 
     Raises:
         DataError: A file is not what a run leaves.
     """
     records: list[Any] = [read_json(folder / RESULT)]
     records.append(records[0].get("answers") or {})
+    records += [
+        {f"{name} of {site}": value for name, value in measures.items()}
+        for site, measures in (records[0].get("sites") or {}).items()
+    ]
     for path in sorted(folder.glob(f"{ANALYSIS}*.json")):
         analysis = read_json(path)
         if not isinstance(analysis, dict) or not isinstance(analysis.get("numbers"), dict):

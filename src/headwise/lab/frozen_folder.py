@@ -17,6 +17,7 @@ from headwise.lab.batches import length_sorted
 from headwise.lab.encoded import BATCH, Encoded
 from headwise.lab.frozen_model import Frozen
 from headwise.lab.tasks.glue_start import MODEL
+from headwise.lab.whole_model import require_vocabulary, require_whole
 from headwise.layouts import find_heads
 from headwise.saving import RECORD, load
 
@@ -86,8 +87,11 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
             whole: Any = load(folder)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
             return whole.base_model, tokenizer
-        model = AutoModel.from_pretrained(str(folder), local_files_only=True)
-        return model, AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        require_whole(folder, model, said)
+        require_vocabulary(folder, tokenizer)
+        return model, tokenizer
     except HeadwiseError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -36,6 +36,8 @@ class GlueScore:
 
     name: str = "GLUE score"
     unit: str = ""
+    least: float = -1.0
+    own_test: bool = False
 
     def values(self, statistics: NDArray) -> Array:
         """Return the share of each item, [N], from statistics [N, 3].

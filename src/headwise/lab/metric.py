@@ -23,7 +23,7 @@ ORDERS = 4
 
 
 class Metric(Protocol):
-    """A metric between 0 and 1, shown times 100."""
+    """A metric of at most 1, shown times 100."""
 
     @property
     def name(self) -> str:
@@ -33,6 +33,16 @@ class Metric(Protocol):
     @property
     def unit(self) -> str:
         """What stands behind a number of it: "%" or nothing."""
+        ...
+
+    @property
+    def least(self) -> float:
+        """The least it can be: 0, or -1 of a correlation."""
+        ...
+
+    @property
+    def own_test(self) -> bool:
+        """Whether each model is tested on what it made itself, so that no difference of two is one of quality."""
         ...
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
@@ -83,6 +93,8 @@ class Accuracy:
 
     name: str = "accuracy"
     unit: str = "%"
+    least: float = 0.0
+    own_test: bool = False
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
         """Return 1.0 where an item was answered correctly.
@@ -109,6 +121,8 @@ class Bleu:
 
     name: str = "BLEU"
     unit: str = ""
+    least: float = 0.0
+    own_test: bool = False
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
         """Return the share of each sentence, [N], from statistics [N, 10].
@@ -167,8 +181,10 @@ class Auc:
     items, to first order (DeLong et al. 1988, in clusters Obuchowski 1997).
     """
 
-    name: str = "AUC-ROC"
+    name: str = "AUC-ROC, own test"
     unit: str = "%"
+    least: float = 0.0
+    own_test: bool = True
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
         """Return the share of each item, [N], from statistics [N, 4].

@@ -116,6 +116,8 @@ def headline(table: Table) -> str:
         f"{len(arms)} way{'s' * (len(arms) > 1)} of making heads differ on the task {table.task} at scale "
         f"{table.scale}, {each} each, judged by {table.primary} ({items})."
     )
+    if table.metric.own_test:
+        return f"{what} Each model answers a test of its own making, so which is better is not judged."
     return f"{what} {_found(arms)}"
 
 
@@ -139,7 +141,8 @@ def _found(arms: Sequence[Row]) -> str:
     worse = [row.arm for row in arms if row.verdict.startswith("worse")]
     open_ = [row for row in arms if row.verdict.startswith("no verdict")]
     if len(open_) == len(arms):
-        return f"No verdict is given: one needs the arm's control and {MINIMUM_SEEDS} seeds of both."
+        reasons = ", ".join(dict.fromkeys(row.verdict.removeprefix("no verdict ").strip("()") for row in open_))
+        return f"No verdict is given ({reasons}): one needs the arm's control and {MINIMUM_SEEDS} seeds of both."
     parts = []
     if better:
         parts.append(f"Better than the control: {_listed(better)}.")

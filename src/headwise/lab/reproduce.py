@@ -9,25 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from headwise.checks import DataError
 from headwise.lab import runs
-from headwise.lab.analyses import ABOUT, ANALYSES, HEAD_VECTORS
+from headwise.lab.analyses import ABOUT, HEAD_VECTORS
 from headwise.lab.arm_text import parse_arm
+from headwise.lab.begun import Begun, read_begun, require_begun
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.evidence import Evidence, read_evidence
 from headwise.lab.figures import Picture
 from headwise.lab.grids import terminal_grid
 from headwise.lab.pool import do_analyses, do_jobs
 from headwise.lab.reproduction_data import data_of, folder_of_part, text_of
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.results import STEP_TIME
 from headwise.lab.scale_options import ScaleOptions, with_options
 from headwise.lab.table import Table, make_table
 from headwise.lab.tables.data_names import corpus_name, folder_word
-from headwise.lab.tables.diversify import DIVERSIFY
-from headwise.lab.tables.guided import GUIDED
 from headwise.lab.tables.pictures import curve, head_map
 from headwise.lab.tables.records import (
     Reproduced,
@@ -38,24 +39,13 @@ from headwise.lab.tables.records import (
     write_records,
 )
 from headwise.lab.tables.reproduction import Part, Reproduction
-from headwise.lab.tables.repulsive import REPULSIVE
-from headwise.lab.tables.repulsive_figures import SENTENCE_FIGURES
-from headwise.lab.tables.repulsive_glue import REPULSIVE_GLUE
-from headwise.lab.tables.repulsive_graphs import GRAPHS
-from headwise.lab.tables.repulsive_sentences import SENTENCES
 from headwise.lab.tables.sizes import sized
-from headwise.lab.tasks.named import TASKS, named_task
+from headwise.lab.tasks.named import named_task
 from headwise.lab.workers import Failure, Job
 from headwise.page import write_whole
 
-__all__ = ["REPRODUCTIONS", "Plan", "do_plans", "make_plans", "report", "seeds_at"]
+__all__ = ["Plan", "do_plans", "make_plans", "report", "seeds_at"]
 
-# What needs a task or an analysis that is not there yet is not listed.
-REPRODUCTIONS: dict[str, Reproduction] = {
-    reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *REPULSIVE_GLUE, *GRAPHS, *DIVERSIFY, *GUIDED)
-    if reproduction.task in TASKS and reproduction.analysis in ("", *ANALYSES)
-}
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
 
@@ -118,10 +108,15 @@ def make_plans(
     """
     task, before, text = named_task(reproduction.task), (), data
     data, plans = data_of(reproduction, data), []
-    if reproduction.after and (options is None or options.pretrained is None):
+    if reproduction.after and options is not None and options.pretrained is not None:
+        require_begun(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
+    elif reproduction.after:
         first = REPRODUCTIONS[reproduction.after]
-        before = make_plans(first, scale, seeds=1, data=text_of(text), out=out, workers=workers)
-        options = replace(options or ScaleOptions(scale), pretrained=before[0].comparison.out)
+        options = options or ScaleOptions(scale)
+        # as many pre-trainings of each arm as the fine-tunings begin with
+        starts: Any = with_options(sized(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name)
+        before = make_plans(first, scale, seeds=starts.starts, data=text_of(text), out=out, workers=workers)
+        options = replace(options, pretrained=before[0].comparison.out)
     for part in reproduction.parts_at(scale):
         begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
         if part.after and begun is None:
@@ -234,7 +229,8 @@ def report(
     tables = {part: make_table(found.results) for part, found in evidence.items()}
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = _pictures(reproduction, places, evidence, tables)
-    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn)
+    begun = _begun(plans, out / CACHE) if reproduction.after else None
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     _write_pages(reproduction, plans, evidence, place, console)
     for part, table in reproduced.tables.items():
@@ -243,19 +239,21 @@ def report(
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
-    for grid in (
-        summed_grid(reproduced),
-        measures_grid(reproduced),
-        published_grid(reproduced),
-        claims_grid(reproduced.judged),
-    ):
-        if grid is not None:
-            console.print(terminal_grid(grid))
+    made = summed_grid(reproduced), measures_grid(reproduced), published_grid(reproduced)
+    for grid in filter(None, (*made, claims_grid(reproduced.judged))):
+        console.print(terminal_grid(grid))
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
     return reproduced
+
+
+def _begun(plans: Sequence[Plan], cache: Path) -> Begun:
+    first = next(plan for plan in plans if not plan.part.after)
+    data = first.before[0].comparison.data if first.before else None
+    scale: Any = first.comparison.scale
+    return read_begun(Path(scale.pretrained), data, cache)
 
 
 def _pictures(

@@ -22,10 +22,20 @@ TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
 
 
 def text_of(data: Path | None) -> Path | None:
-    """Return where in a folder of several kinds of data the text to pre-train on lies."""
+    """Return where in a folder of several kinds of data the text to pre-train on lies.
+
+    Raises:
+        DataError: The folder holds none.
+    """
     if data is None or not data.is_dir():
         return data
-    return next((data / name for name in TEXTS if (data / name).exists()), data)
+    found = next((data / name for name in TEXTS if (data / name).exists()), None)
+    if found is None:
+        raise DataError(
+            f"{data} holds no text to pre-train on; expected one of {', '.join(TEXTS)} beside the sets, or name with "
+            "--pretrained the --out folder of a comparison of pretraining."
+        )
+    return found
 
 
 def data_of(reproduction: Reproduction, data: Path | None) -> Path | None:

@@ -19,7 +19,8 @@ from headwise.lab import runs
 from headwise.lab.arms import folder_of
 from headwise.lab.cells import NONE
 from headwise.lab.compare import run_folder
-from headwise.lab.reproduce import REPRODUCTIONS, Plan, seeds_at
+from headwise.lab.reproduce import Plan, seeds_at
+from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.results import COMPARISON
 from headwise.lab.tables.reproduction import Reproduction
 from headwise.lab.tables.sizes import sized

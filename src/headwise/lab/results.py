@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from headwise.lab.metric import METRICS, Measure, Metric
 from headwise.lab.paired_tests import Pair, PairedTests, read_paired_tests
 from headwise.lab.runs import EPOCHS, PREDICTIONS, RESULT, TEXT, analysis_file, read_json
 
-__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results"]
+__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results", "starts_of"]
 
 COMPARISON = "comparison.json"
 TEST = "test.npz"
@@ -50,6 +50,8 @@ class Run:
     Attributes:
         arm: Name of the arm, or of the baseline.
         seed: Its seed.
+        start: Which of its arm's earlier runs it began with, where the method acted in these; None where it drew
+            everything itself.
         control: Name of the arm it is judged against; None for plain and for baselines.
         baseline: Whether it is a row to compare with rather than an arm.
         statistics: What is kept of each test item for the metric, [N] or [N, K].
@@ -69,6 +71,7 @@ class Run:
 
     arm: str
     seed: int
+    start: int | None
     control: str | None
     baseline: bool
     statistics: NDArray
@@ -180,6 +183,13 @@ def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
     )
 
 
+def starts_of(runs: Iterable[Run]) -> tuple[int, ...] | None:
+    """Return which earlier run each run began with; None where one drew everything itself."""
+    found = [run.start for run in runs]
+    known = tuple(start for start in found if start is not None)
+    return known if known and len(known) == len(found) else None
+
+
 def _read_run(path: Path, metric: Metric, items: int) -> Run:
     again = AGAIN.format(path.parent)
     try:
@@ -198,6 +208,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
         run = Run(
             arm=str(record["arm"]),
             seed=int(record["seed"]),
+            start=None if record.get("start") is None else int(record["start"]),
             control=None if record["control"] is None else str(record["control"]),
             baseline="baseline" in settings,
             statistics=statistics,

@@ -15,7 +15,18 @@ from scipy import stats
 
 from headwise.checks import SettingError, require_integer, require_range
 
-__all__ = ["MINIMUM_SEEDS", "RESAMPLES", "Estimate", "difference", "estimate", "holm", "score", "verdict"]
+__all__ = [
+    "MINIMUM_SEEDS",
+    "RESAMPLES",
+    "Estimate",
+    "difference",
+    "estimate",
+    "holm",
+    "of_one_start",
+    "score",
+    "undecided",
+    "verdict",
+]
 
 MINIMUM_SEEDS = 5
 RESAMPLES = 2000
@@ -32,8 +43,9 @@ class Estimate:
         low: Lower end of the interval.
         high: Upper end of the interval.
         p: Two-sided p-value of the mean being zero.
-        seeds: Number of seeds S.
+        seeds: Number of independent runs S.
         items: Number of test items N.
+        drawn: What is drawn anew in each of them, as in "seed".
     """
 
     value: float
@@ -42,38 +54,81 @@ class Estimate:
     p: float
     seeds: int
     items: int
+    drawn: str = "seed"
 
 
-def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
-    """Return the score of an arm with its 95 % interval, within [0, 1]; see `estimate`.
+def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES, least: float = 0.0) -> Estimate:
+    """Return the score of an arm with its 95 % interval, within [least, 1]; see `estimate`.
 
     Args:
         values: [S, N], one row a seed, one column a test item; see `metric`.
         seed: Seed of the resampling.
         resamples: Number of resamples.
+        least: The least score there can be: 0, or -1 of a correlation.
     """
     found = estimate(values, seed=seed, resamples=resamples)
-    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
+    return replace(found, low=max(found.low, least), high=min(found.high, 1.0))
 
 
-def difference(arm: NDArray, control: NDArray, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
-    """Return the score of an arm minus its control's with its 95 % interval, within [-1, 1]; see `estimate`.
+def difference(
+    arm: NDArray,
+    control: NDArray,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    least: float = 0.0,
+    starts: Sequence[int] | None = None,
+) -> Estimate:
+    """Return the score of an arm minus its control's with its 95 % interval, within -+ (1 - least); see `estimate`.
 
     Args:
         arm: Values of the arm, [S, N], one row a seed, one column a test item.
         control: Values of the control under the same seeds on the same items, [S, N].
         seed: Seed of the resampling.
         resamples: Number of resamples.
+        least: The least score there can be, as in `score`.
+        starts: Which earlier run each row began with; see `of_one_start`.
 
     Raises:
         SettingError: The two do not have one shape.
+
+    Example:
+        >>> one, other = np.array([[1.0, 1.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 1.0]])
+        >>> found = difference(one, other, seed=0, starts=(3, 3))
+        >>> found.value, found.seeds, found.drawn
+        (0.25, 1, 'pre-training')
     """
     if arm.shape != control.shape:
         raise SettingError(
             f"arm and control have shapes {arm.shape} and {control.shape}; expected the same seeds and items in both."
         )
-    found = estimate(arm.astype(np.float64) - control.astype(np.float64), seed=seed, resamples=resamples)
-    return replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))
+    leads = of_one_start(arm.astype(np.float64) - control.astype(np.float64), starts)
+    found = estimate(leads, seed=seed, resamples=resamples)
+    low, high = max(found.low, least - 1.0), min(found.high, 1.0 - least)
+    return replace(found, low=low, high=high, drawn="seed" if starts is None else "pre-training")
+
+
+def of_one_start(leads: Array, starts: Sequence[int] | None) -> Array:
+    """Return rows that began with one earlier run as their mean: they share its chance, and count as one.
+
+    Fine-tunings of one pre-training say how much fine-tuning varies and nothing of how much pre-training does; a
+    method that acts in pre-training is judged over pre-trainings.
+
+    Args:
+        leads: [S, N], one row a run.
+        starts: Which earlier run each row began with; None where each drew everything itself.
+
+    Returns:
+        [S', N], one row for each of the S' different starts.
+
+    Example:
+        >>> of_one_start(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1)).tolist()
+        [[2.0], [5.0]]
+    """
+    if starts is None:
+        return leads
+    places = np.asarray(starts)
+    return np.stack([leads[places == start].mean(axis=0) for start in dict.fromkeys(starts)])
 
 
 def estimate(
@@ -173,13 +228,22 @@ def verdict(found: Estimate, adjusted: float, *, level: float = 0.05) -> str:
     'better (p = 0.004)'
     """
     if found.seeds < MINIMUM_SEEDS:
-        return f"no verdict ({found.seeds} seed{'s' if found.seeds != 1 else ''})"
+        return undecided(found.seeds, found.drawn)
     words = "no difference shown"
     if adjusted <= level:
         words = "better" if found.value > 0 else "worse"
     if adjusted < 0.001:
         return f"{words} (p < 0.001)"
     return f"{words} (p = {adjusted:.{3 if adjusted < 0.1 else 2}f})"
+
+
+def undecided(runs: int, drawn: str) -> str:
+    """Return in words that there are too few independent runs for a verdict.
+
+    >>> undecided(1, "pre-training")
+    'no verdict (1 pre-training)'
+    """
+    return f"no verdict ({runs} {drawn}{'s' * (runs != 1)})"
 
 
 def _mean_and_error(columns: Array, item_shares: Array, seed_shares: Array, items: int) -> tuple[Array, Array]:

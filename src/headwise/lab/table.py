@@ -20,7 +20,7 @@ from headwise.lab.head_drops import HeadDrops
 from headwise.lab.metric import Measure, Metric
 from headwise.lab.paired_tests import PairedTests
 from headwise.lab.protocol import key
-from headwise.lab.results import MEASURES, Results, Run, read_results
+from headwise.lab.results import MEASURES, Results, Run, read_results, starts_of
 from headwise.lab.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
 
 __all__ = ["PLAIN", "Difference", "Point", "Row", "Table", "make_table", "read_table"]
@@ -30,6 +30,7 @@ PLAIN = "plain"
 SAME = 1e-6
 # Intervals of single bins are shown and never tested, so fewer resamples do.
 BIN_RESAMPLES = 500
+OWN_TEST = "no verdict (each its own test)"
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,9 @@ def make_table(results: Results) -> Table:
         for runs in arms.values():
             _require_distinct(runs, plain)
     rows = [_row(arms[name], arms, results) for name in _order(arms, results.arms)]
-    judged = _adjusted({row.arm: row.to_control for row in rows})
-    others = _adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
+    adjusted = _untested if results.metric.own_test else _adjusted
+    judged = adjusted({row.arm: row.to_control for row in rows})
+    others = adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
     bins, items = np.unique(results.bins, return_counts=True)
     return Table(
         task=results.task,
@@ -252,9 +254,14 @@ def _row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Result
         control=first.control,
         baseline=first.baseline,
         seeds=tuple(run.seed for run in runs),
-        score=score(_values(runs, metric), seed=key("accuracy", first.arm)),
+        score=score(_values(runs, metric), seed=key("accuracy", first.arm), least=metric.least),
         bins=tuple(
-            score(_values(runs, metric, mask), seed=key("accuracy", first.arm), resamples=BIN_RESAMPLES)
+            score(
+                _values(runs, metric, mask),
+                seed=key("accuracy", first.arm),
+                resamples=BIN_RESAMPLES,
+                least=metric.least,
+            )
             for mask in masks
         ),
         to_plain=_compared(runs, other, metric),
@@ -303,7 +310,15 @@ def _compared(
     one = _values([run for run, _ in pairs], metric, mask)
     other = _values([run for _, run in pairs], metric, mask)
     name = others[0].arm
-    return Difference(name, difference(one, other, seed=key("difference", runs[0].arm, name), resamples=resamples))
+    found = difference(
+        one,
+        other,
+        seed=key("difference", runs[0].arm, name),
+        resamples=resamples,
+        least=metric.least,
+        starts=starts_of(other for _, other in pairs),
+    )
+    return Difference(name, found)
 
 
 def _values(runs: Sequence[Run], metric: Metric, mask: NDArray[np.bool_] | slice = slice(None)) -> NDArray[np.float64]:
@@ -327,6 +342,11 @@ def _adjusted(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
         arm: replace(found, adjusted=p, verdict=verdict(found.estimate, p))
         for (arm, found), p in zip(known.items(), p_values, strict=True)
     }
+
+
+def _untested(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
+    """Return differences that no test is about: each model answered a test of its own making."""
+    return {arm: replace(found, verdict=OWN_TEST) for arm, found in family.items() if found is not None}
 
 
 def _judged(row: Row, to_control: Difference | None, to_plain: Difference | None) -> Row:

@@ -21,7 +21,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
 from headwise.lab import processes, runs
-from headwise.lab.armed import armed
+from headwise.lab.armed import armed, start_of
 from headwise.lab.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.callback import RunCallback
 from headwise.lab.checkpoints import seal, verify
@@ -198,13 +198,14 @@ def _trainer(
     recipe, seed = settings.scale.recipe, settings.seed
     rate = settings.arm.learning_rate or recipe.learning_rate
     batches: Any = task.batches(data, settings.scale, key(seed, "order"))
+    steps = math.ceil(len(batches) / recipe.accumulation)
     staging = folder / runs.UNFINISHED
     processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
     args = TrainingArguments(
         output_dir=str(staging),
         num_train_epochs=recipe.epochs,
         learning_rate=rate,
-        warmup_steps=recipe.warmup_steps,
+        warmup_steps=recipe.warmup(recipe.epochs * steps),
         lr_scheduler_type=recipe.schedule,
         max_grad_norm=recipe.clip_norm,
         gradient_accumulation_steps=recipe.accumulation,
@@ -224,7 +225,7 @@ def _trainer(
     )
     run = RunCallback(
         folder,
-        math.ceil(len(batches) / recipe.accumulation),
+        steps,
         batches=batches,
         dropout_seed=key(seed, "dropout"),
         evaluate=lambda: _on_dev(task, model, methods, data),
@@ -286,13 +287,15 @@ def _finish(
         "arm": settings.arm.name,
         "control": settings.arm.control,
         "seed": settings.seed,
+        "start": start_of(task, settings.arm, data, settings.scale, settings.seed),
         "settings": settings.record(),
         "score": score,
         "dev_score": run.records[-1]["dev"]["pooled"],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step_seconds": run.median_step_seconds,
         "train_seconds": run.train_seconds,
-        **measured,
+        **measured.means,
+        "sites": measured.sites,
         "answers": answered,
         "signatures": signatures,
         "force_ratio": run.force_ratio,

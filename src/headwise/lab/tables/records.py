@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from headwise.checks import DataError
+from headwise.lab.begun import Begun
 from headwise.lab.cells import NONE, number, percent
 from headwise.lab.claims import Found, Judged, judge
 from headwise.lab.evidence import Evidence
@@ -58,6 +59,7 @@ class Reproduced:
         evidence: The runs of each part that has any.
         tables: The table of each of these parts.
         drawn: Its figures of parts, beside those of each table.
+        begun: What its runs began with; None where they began with nothing.
     """
 
     reproduction: Reproduction
@@ -66,13 +68,19 @@ class Reproduced:
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
     drawn: tuple[Picture, ...] = ()
+    begun: Begun | None = None
 
     @property
     def file(self) -> str:
-        """The name of its record: version of the paper if there are several, figure or table, scale and data."""
+        """The name of its record: version of the paper if there are several, figure or table, scale and data.
+
+        The scale of what its runs began with stands there too where it is another.
+        """
         paper, _, name = self.reproduction.id.partition("/")
         version = paper.partition("-")[2]
         names = [*([version] if version else []), name, self.scale]
+        if self.begun is not None and self.begun.scale != self.scale:
+            names.append(f"after-{self.begun.task}-{self.begun.scale}")
         return "-".join(names + [name for name in dict.fromkeys(self.data.values()) if name]) + ".json"
 
     def picture_file(self, picture: Picture) -> str:
@@ -163,6 +171,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "extra": reproduction.extra,
         "scale": found.scale,
         "data": ", ".join(dict.fromkeys(_data(found, part) for part in tables)),
+        "begun": None if found.begun is None else str(found.begun),
         "primary": "; ".join(dict.fromkeys(table.primary for table in tables.values())),
         "command": command,
         "claims": [
@@ -226,7 +235,9 @@ def _section(found: Mapping[str, Any]) -> str:
     for grid in found["grids"]:
         lines += [markdown_of(_read_grid(grid)), ""]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines += [NOTE, "", f"Primary metric, named beforehand: {found['primary']}. Data {found['data']}. {versions}.", ""]
+    begun = f" Begins with {found['begun']}." if found.get("begun") else ""
+    metric = f"Primary metric, named beforehand: {found['primary']}."
+    lines += [NOTE, "", f"{metric} Data {found['data']}.{begun} {versions}.", ""]
     return "\n".join(lines)
 
 

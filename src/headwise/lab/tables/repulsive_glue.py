@@ -19,6 +19,9 @@ SVGD = "svgd:alpha=0.1,step_size=0.01"
 SMOOTH = "smooth:step_size=0.01"
 _ARMS = ("plain", SMOOTH, SVGD)
 _LOSS = "discriminator_loss"
+# The one layer that is repelled: a mean over all layers would thin its change by their number.
+FIRST = "electra.encoder.layer.0.attention.self"
+_CKA, _COSINE = f"output_cka of {FIRST}", f"output_cosine of {FIRST}"
 
 PRETRAINING = Reproduction(
     id="repulsive/pretraining",
@@ -38,12 +41,12 @@ PRETRAINING = Reproduction(
         Claim(
             "Repulsion makes what the heads put out less alike (section 5.2, of which the choice of the first layer "
             "follows).",
-            (Contrast("plain", SVGD, measure="output_cka"), Contrast("plain", SVGD, measure="output_cosine")),
+            (Contrast("plain", SVGD, measure=_CKA), Contrast("plain", SVGD, measure=_COSINE)),
             (Numbers("force_ratio", "repulsion over drive", (SVGD,), digits=4),),
         ),
         Claim(
             "What makes them less alike is the repulsion, not the smoothing (our control; the paper has none).",
-            (Contrast(SMOOTH, SVGD, measure="output_cka"),),
+            (Contrast(SMOOTH, SVGD, measure=_CKA),),
         ),
         Claim(
             "Losses after equal steps, beside one another.",
@@ -54,7 +57,7 @@ PRETRAINING = Reproduction(
             tested=False,
         ),
     ),
-    measures=(_LOSS, "generator_loss", "output_cka", "parameter_cosine"),
+    measures=(_LOSS, "generator_loss", _CKA, _COSINE, "output_cka", "parameter_cosine"),
 )
 
 _TABLE_3 = {
@@ -72,6 +75,7 @@ _TABLE_3 = {
 _SMALL = ("RTE", "STS-B", "RTE after MNLI")
 _LONGER = {"demo": None, "cpu": "epochs=5"}
 _SETS = tuple(_TABLE_3)
+RISING = sum(float(after) > float(before) for before, after in _TABLE_3.values())
 
 
 def _on(name: str) -> Sizes:
@@ -86,19 +90,18 @@ def _on(name: str) -> Sizes:
 
 def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
     """Return the paper's claims as far as some of its sets can speak of them."""
-    ways = tuple(averages(sets).values())
-    # the paper counts RTE by its second column
-    counted = tuple(
-        name for name in sets if AFTER.get(name) or name not in AFTER.values() or "RTE after MNLI" not in sets
-    )
+    ways = averages(sets)
+    # the paper counts RTE by its second column; fine-tuned alone it falls
+    rising = tuple(name for name in sets if float(_TABLE_3[name][1]) > float(_TABLE_3[name][0]))
+    here = "" if len(rising) == RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
     return (
         Claim(
-            "Repulsive attention improves the average over the sets, with RTE fine-tuned alone and after MNLI.",
-            tuple(Contrast(SVGD, "plain", over=way) for way in ways),
+            f"Repulsive attention improves the average over the sets ({' and '.join(ways) or 'fewer than two here'}).",
+            tuple(Contrast(SVGD, "plain", over=way) for way in ways.values()),
         ),
         Claim(
-            "Repulsive attention improves seven of eight sets: all but SST-2.",
-            tuple(Contrast(SVGD, "plain", part=name) for name in counted if name != "SST-2"),
+            f"Repulsive attention improves seven of eight sets, RTE after MNLI among them: all but SST-2{here}.",
+            tuple(Contrast(SVGD, "plain", part=name) for name in rising),
         ),
         Claim(
             "The gains are larger on MNLI, the largest set, and on CoLA (shown, with RTE and SST-2, which fall in the "
@@ -108,7 +111,7 @@ def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
         ),
         Claim(
             "What repulsive pre-training adds is the repulsion, not the smoothing (our control; the paper has none).",
-            tuple(Contrast(SVGD, SMOOTH, over=way) for way in ways),
+            tuple(Contrast(SVGD, SMOOTH, over=way) for way in ways.values()),
         ),
     )
 
@@ -120,8 +123,9 @@ TABLE_3 = Reproduction(
     task="glue",
     parts=tuple(Part(_ARMS, _on(name), name, after="MNLI" if name in AFTER else "") for name in _SETS),
     extra=(
-        "smooth, the control of svgd. Ours are on GLUE's dev files, which nothing is chosen by; the pre-training is "
-        "one run an arm, so its own chance is not in the intervals"
+        "smooth, the control of svgd. Ours are on GLUE's dev files, which nothing is chosen by. The method acts in "
+        "pre-training, so arms are judged over pre-trainings: fine-tunings of one count as one, and intervals of a "
+        "score are over fine-tunings and test items"
     ),
     claims=_claims(_SETS),
     published=Published(

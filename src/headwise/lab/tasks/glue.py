@@ -21,6 +21,7 @@ from headwise.lab.batches import LengthBatches, length_sorted
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.glue_score import ACCURACY, GlueScore, glue_score
 from headwise.lab.metric import Measure
+from headwise.lab.quiet import quietly
 from headwise.lab.runs import whole_folder, write_text
 from headwise.lab.tasks.glue_data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
 from headwise.lab.tasks.glue_files import GLUE, lacking, submission
@@ -78,7 +79,10 @@ class GlueTask:
 
     def started(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
         """Return the model that a run begins with."""
-        return Classifier(data.start.folder(arm.name, seed, scale.starts), data.classes, scale.layer_decay)
+        model = Classifier(data.start.folder(arm.name, seed, scale.starts), data.classes, scale.layer_decay)
+        if model.network.config.pad_token_id is None:
+            model.network.config.pad_token_id = data.tokenizer.pad_token_id
+        return model
 
     def remaining(self, arm: Arm, data: GlueData) -> Arm:
         """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
@@ -86,6 +90,10 @@ class GlueTask:
             return arm
         kept = {"name", "control", "learning_rate"}
         return Arm(**{field.name: getattr(arm, field.name) for field in fields(arm) if field.name in kept})
+
+    def start_of(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
+        """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""
+        return data.start.pretraining(arm.name, seed, scale.starts)
 
     def studied(self, model: Classifier) -> nn.Module:
         """Return the model of transformers."""
@@ -189,7 +197,7 @@ def _judged(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str,
 
 def _keep(model: Classifier, data: GlueData, folder: Path) -> None:
     """Write a folder that another fine-tuning can begin with."""
-    with whole_folder(folder / MODEL) as temporary:
+    with quietly(), whole_folder(folder / MODEL) as temporary:
         if aggregators_of(model.network):
             save(model.network, temporary)
         else:

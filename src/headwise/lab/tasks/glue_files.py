@@ -6,7 +6,7 @@ server. Must not know token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,17 @@ from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
 from headwise.lab.glue_score import ACCURACY, MATTHEWS, SPEARMAN
 
-__all__ = ["GLUE", "GlueExample", "GlueSet", "glue_set", "lacking", "read_split", "submission"]
+__all__ = [
+    "GLUE",
+    "GlueExample",
+    "GlueSet",
+    "glue_set",
+    "labelled_files",
+    "lacking",
+    "read_split",
+    "submission",
+    "unlabelled_files",
+]
 
 NOT = ("entailment", "not_entailment")
 YES = ("0", "1")
@@ -43,6 +53,7 @@ class GlueSet:
         dev: Names of the dev files without suffix.
         test: Names of the test files, and of the answers the server takes for them.
         bare: The columns of training and dev files where these have no header.
+        unordered: Whether the texts of a pair may change places.
         gaps: Whether the published file has lines that lack fields, which are left out and counted.
     """
 
@@ -54,6 +65,7 @@ class GlueSet:
     dev: tuple[str, ...] = ("dev",)
     test: tuple[tuple[str, str], ...] = ()
     bare: tuple[str, ...] = ()
+    unordered: bool = False
     gaps: bool = False
 
     @property
@@ -68,8 +80,8 @@ GLUE = {
     for one in (
         GlueSet("CoLA", ("sentence",), "label", YES, MATTHEWS, bare=("source", "label", "mark", "sentence")),
         GlueSet("SST-2", ("sentence",), "label", YES),
-        GlueSet("MRPC", ("#1 String", "#2 String"), "Quality", YES),
-        GlueSet("STS-B", _SENTENCES, "score", (), SPEARMAN),
+        GlueSet("MRPC", ("#1 String", "#2 String"), "Quality", YES, unordered=True),
+        GlueSet("STS-B", _SENTENCES, "score", (), SPEARMAN, unordered=True),
         GlueSet("QQP", ("question1", "question2"), "is_duplicate", YES, gaps=True),
         GlueSet(
             "MNLI",
@@ -106,6 +118,17 @@ def lacking(folder: Path) -> str:
     return next((f"{name}.tsv" for name in names if _file(folder, name) is None), "")
 
 
+def labelled_files(folder: Path) -> list[Path]:
+    """Return the files that a set is trained and judged on."""
+    found = (_file(folder, name) for name in ("train", *glue_set(folder).dev))
+    return [path for path in found if path is not None]
+
+
+def unlabelled_files(folder: Path) -> list[tuple[str, str]]:
+    """Return the test files that are there, and the names of the answers the server takes for them."""
+    return [(file, name) for file, name in glue_set(folder).answers if _file(folder, file) is not None]
+
+
 def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
     """Return the examples of "train", "dev", or a file of the test split by its name, and how many lines were left out.
 
@@ -122,11 +145,15 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
         for number, fields in _rows(found, path, labelled=labelled):
             texts = tuple(" ".join(fields.get(column, "").split()) for column in found.texts)
             label = fields.get(found.label, "").strip() if labelled else ""
-            if found.gaps and not (all(texts) and (label or not labelled)):
+            if found.gaps and labelled and not (all(texts) and label):
                 left_out += 1
                 continue
+            if found.gaps and not labelled:
+                # the server wants an answer to each line
+                examples.append(GlueExample(texts, label, _index(fields, len(examples))))
+                continue
             _require_line(found, path, number, texts, label, labelled=labelled)
-            examples.append(GlueExample(texts, label, fields.get("index", fields.get("id", str(len(examples))))))
+            examples.append(GlueExample(texts, label, _index(fields, len(examples))))
     return examples, left_out
 
 
@@ -158,7 +185,19 @@ def _rows(found: GlueSet, path: Path, *, labelled: bool) -> Iterator[tuple[int, 
             raise DataError(f"{path}, line {number}: the header lacks {missing[0]!r}; expected GLUE's own file.")
     for number, line in lines:
         fields = line.removeprefix(BOM).split("\t") if number == 1 else line.split("\t")
+        if len(fields) > len(header):
+            if found.gaps:
+                yield number, {}
+                continue
+            raise DataError(
+                f"{path}, line {number}: {len(fields)} fields, and {len(header)} columns; a text holds a tab, take it "
+                "out."
+            )
         yield number, dict(zip(header, fields, strict=False))
+
+
+def _index(fields: Mapping[str, str], place: int) -> str:
+    return fields.get("index", fields.get("id", str(place)))
 
 
 def _require_line(
@@ -180,4 +219,7 @@ def _require_line(
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / f"{name}.tsv", folder / f"{name}.tsv.gz") if path.is_file()), None)
+    forms = [path for path in (folder / f"{name}.tsv", folder / f"{name}.tsv.gz") if path.is_file()]
+    if len(forms) == 2:
+        raise DataError(f"{folder} holds both {name}.tsv and {name}.tsv.gz; expected one of them: take the other away.")
+    return forms[0] if forms else None

@@ -7,10 +7,7 @@ data.
 from __future__ import annotations
 
 import functools
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
 from headwise.checks import DataError, HeadwiseError
 from headwise.lab.arms import folder_of
 from headwise.lab.data import digest
 from headwise.lab.models.electra import decayed_apart, draw_narrow
-from headwise.lab.runs import read_json
+from headwise.lab.quiet import quietly
+from headwise.lab.runs import RESULT, read_json
+from headwise.lab.whole_model import require_vocabulary, require_whole
 from headwise.saving import RECORD, load
 
-__all__ = ["DISCRIMINATOR", "FORMS", "MODEL", "Classifier", "Start", "find_start", "losses", "open_tokenizer"]
+__all__ = [
+    "DISCRIMINATOR",
+    "FORMS",
+    "MODEL",
+    "Classifier",
+    "Start",
+    "find_start",
+    "losses",
+    "open_tokenizer",
+    "require_positions",
+]
 
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "
@@ -78,6 +86,21 @@ class Start:
                 f"{number}{remedy} first."
             )
         return found
+
+    def pretraining(self, arm: str, seed: int, starts: int) -> int | None:
+        """Return the seed of the pre-training that a run goes back to; None where all runs begin with one model.
+
+        Raises:
+            DataError: The run it begins with is not there.
+        """
+        if not self.task:
+            return None
+        run = self.folder(arm, seed, starts).parent
+        if self.task == "pretraining":
+            return seed % starts
+        before = read_json(run / RESULT)
+        found = before.get("start") if isinstance(before, dict) else None
+        return None if found is None else int(found)
 
     def any_folder(self) -> Path:
         """Return the folder of one of the models, for what all of them share.
@@ -193,11 +216,34 @@ def open_tokenizer(folder: Path) -> Any:
     """
     try:
         if (folder / RECORD).is_file():
-            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({reason}).") from error
+    require_vocabulary(folder, tokenizer)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def require_positions(folder: Path, length: int) -> None:
+    """Refuse texts of more tokens than a model has positions for.
+
+    Raises:
+        DataError: It has fewer.
+    """
+    own = load(folder).config if (folder / RECORD).is_file() else None
+    config: Any = own or AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    known = getattr(config, "max_position_embeddings", None)
+    # RoBERTa and its like count positions from behind that of padding
+    shifted = int(config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    if known is not None and length > int(known) - shifted:
+        raise DataError(
+            f"{folder} has positions for {int(known) - shifted} tokens, and texts are cut at {length}; give --set "
+            f"length={int(known) - shifted}."
+        )
 
 
 def _single(place: Path) -> tuple[Path, ...]:
@@ -207,7 +253,7 @@ def _single(place: Path) -> tuple[Path, ...]:
 def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
     """Return a classifier and the modules of its backbone that the folder has no parameters for."""
     try:
-        with _quietly():
+        with quietly():
             if (folder / RECORD).is_file():
                 return _with_aggregators(folder, classes), set()
             network, said = AutoModelForSequenceClassification.from_pretrained(
@@ -223,6 +269,7 @@ def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no model that transformers can load as a classifier ({reason}).") from error
+    require_whole(folder, network, said, f"{network.base_model_prefix}.")
     return network, {name.rpartition(".")[0] for name in said["missing_keys"]}
 
 
@@ -237,17 +284,3 @@ def _with_aggregators(folder: Path, classes: int) -> Any:
 
 def _stay() -> None:
     """Leave a pretrained module as it is."""
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep transformers from telling that the head is new, and from showing a bar for each run."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

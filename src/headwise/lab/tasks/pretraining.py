@@ -18,6 +18,7 @@ from headwise.checks import DataError
 from headwise.lab.evaluation import spread_evenly
 from headwise.lab.metric import Auc, Measure
 from headwise.lab.models.electra import ElectraPretraining
+from headwise.lab.quiet import quietly
 from headwise.lab.runs import whole_folder, write_text
 from headwise.lab.tasks.glue_start import DISCRIMINATOR
 from headwise.lab.tasks.pretraining_data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
@@ -167,7 +168,7 @@ class PretrainingTask:
 
         With an aggregator in it only `headwise.load` does, and transformers refuses it.
         """
-        with whole_folder(folder / DISCRIMINATOR) as temporary:
+        with quietly(), whole_folder(folder / DISCRIMINATOR) as temporary:
             exported: Any = model.discriminator
             exported.save_pretrained(temporary)
             for name, text in data.words.files().items():

@@ -88,7 +88,7 @@ class Rows(Dataset[MaskedRow]):
         self.special = (words.start, words.end, words.padding)
         self.mask, self.length = words.mask, length
         self.count = max(1, round(masked * (length - 2)))
-        self._opened: tuple[int, NDArray] | None = None
+        self._opened: dict[int, NDArray] = {}
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -109,19 +109,22 @@ class Rows(Dataset[MaskedRow]):
         return self._rows(shard)[number - first].astype(np.int64)
 
     def _rows(self, shard: int) -> NDArray:
-        if self._opened is None or self._opened[0] != shard:
+        if shard not in self._opened:
             try:
                 rows = np.load(self.shards[shard], mmap_mode="r")
                 if rows.ndim != 2 or rows.shape[1] != self.length:
                     raise ValueError(f"rows of shape {rows.shape}")
             except (OSError, ValueError, EOFError) as error:
                 raise DataError(f"{self.shards[shard]} cannot be read ({error}); prepare the text again.") from None
-            self._opened = shard, rows
-        return self._opened[1]
+            # as many as a pass shuffles together, so that each is opened once
+            if len(self._opened) == TOGETHER:
+                self._opened.pop(next(iter(self._opened)))
+            self._opened[shard] = rows
+        return self._opened[shard]
 
     def __getstate__(self) -> dict[str, Any]:
         # a process of its own opens the file itself
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": {}}
 
 
 class StreamBatches(Sampler[list[int]]):

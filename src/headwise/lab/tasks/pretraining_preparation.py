@@ -6,6 +6,7 @@ it, under a temporary name until it is whole. A preparation that was stopped goe
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -27,7 +28,7 @@ from headwise.lab.tasks.wordpieces import WordPieces, learn_word_pieces, read_wo
 
 __all__ = ["RECORD", "SPLITS", "TOKENIZER", "TextPreparation", "fingerprint_of", "prepare_text", "shard_file"]
 
-FORMAT = "pretraining-1"  # changes with anything below that changes what is written
+FORMAT = "pretraining-2"  # changes with anything below that changes what is written
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"
 SPLITS = ("train", "dev", "test")
 # A hash of a document's first piece puts it into dev or test with this chance each.
@@ -99,8 +100,15 @@ def prepare_text(
         # who comes second waits, and finds the folder there
         with lock:
             if not place.exists():
-                with _bars(progress) as bars:
-                    record = _write(files, preparation, partial, bars, progress=progress)
+                try:
+                    with _bars(progress) as bars:
+                        record = _write(files, preparation, partial, bars, progress=progress)
+                except DataError:
+                    # text that was refused before a shard was written leaves nothing to go on from
+                    if not (partial / STATE).exists():
+                        shutil.rmtree(partial)
+                        Path(lock.lock_file).unlink(missing_ok=True)
+                    raise
                 record |= {"fingerprint": fingerprint, "corpus": files[0].name.split(".")[0]}
                 runs.write_json(partial / RECORD, record)
                 for path in (partial / STATE, *partial.glob(HELD.format("*"))):

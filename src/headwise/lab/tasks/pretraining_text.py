@@ -6,12 +6,14 @@ Owns the forms of files and what a document is in each. Must not know tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from headwise.checks import DataError
 from headwise.lab.data import numbered_lines
+from headwise.lab.text_parts import TextPart, bounded_lines
 
 __all__ = ["FORMS", "Piece", "pieces", "text_files"]
 
@@ -22,6 +24,9 @@ FORMS = (
 TEXT, LINES = (".txt", ".txt.gz"), (".jsonl", ".jsonl.gz")
 # Characters of a piece, so that memory does not grow with a document.
 LONGEST = 100_000
+BOM = "\ufeff"
+# JSON may name halves of a surrogate pair, which are no text.
+HALF = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
@@ -71,44 +76,53 @@ def _objects(path: Path) -> Iterator[Iterator[str]]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+            text = json.loads(line.removeprefix(BOM))["text"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise DataError(f'{path}, line {number}: expected a JSON object with a document under "text".')
+        broken = HALF.search(text)
+        if broken is not None:
+            raise DataError(
+                f"{path}, line {number}: character {broken.start() + 1} of the document is half of a surrogate pair; "
+                "take it out, as where a text was cut inside an emoji."
+            )
         yield iter((text,))
 
 
 def _paragraphs(path: Path) -> Iterator[Iterator[str]]:
-    """Yield the lines of each document, lazily: a document is over when the next one is asked for."""
-    lines = numbered_lines(path)
-    first = next((line for _, line in lines if line.strip()), None)
+    """Yield the text of each document in parts, lazily: a document is over when the next one is asked for."""
+    parts = bounded_lines(path)
+    first = next((part for part in parts if not part.is_blank), None)
 
-    def document(begin: str) -> Iterator[str]:
-        yield begin
-        for _, line in lines:
-            if not line.strip():
-                return
-            yield line
+    def document(begin: TextPart) -> Iterator[str]:
+        yield begin.text
+        for part in parts:
+            if part.begins:
+                if part.is_blank:
+                    return
+                yield "\n"
+            yield part.text
 
     while first is not None:
         rest = document(first)
         yield rest
         for _ in rest:
             pass  # whoever read the document did not read it to its end
-        first = next((line for _, line in lines if line.strip()), None)
+        first = next((part for part in parts if not part.is_blank), None)
 
 
-def _cut(lines: Iterator[str]) -> Iterator[Piece]:
+def _cut(parts: Iterator[str]) -> Iterator[Piece]:
     held, begins = "", True
-    for line in lines:
-        held = f"{held}\n{line}" if held else line
-        while len(held) > LONGEST:
-            blank = max(held.rfind(mark, 1, LONGEST) for mark in " \n\t")
-            end = blank if blank > 0 else LONGEST
-            if held[:end].strip():
-                yield Piece(held[:end], begins, ends=False)
+    for part in parts:
+        held, start = held + part, 0
+        while len(held) - start > LONGEST:
+            blank = max(held.rfind(mark, start + 1, start + LONGEST) for mark in " \n\t")
+            end = blank if blank > 0 else start + LONGEST
+            if held[start:end].strip():
+                yield Piece(held[start:end], begins, ends=False)
                 begins = False
-            held = held[end:]
+            start = end
+        held = held[start:]
     if held.strip() or not begins:
         yield Piece(held, begins, ends=True)

@@ -50,6 +50,7 @@ class Recipe:
         learning_rate: Peak rate of the optimizer.
         epochs: Passes over the training split.
         warmup_steps: Steps of linear warm-up.
+        warmup_share: Share of all steps that warm up where `warmup_steps` is 0, in [0, 1).
         schedule: How the rate falls after the warm-up: to zero in a line, or with the inverse square root of the step.
         clip_norm: Largest norm of the gradient, repulsion included; 0 clips nothing.
         betas: Adam's decay rates.
@@ -77,6 +78,16 @@ class Recipe:
     bfloat16: bool = False
     # records from before there was a choice have none; a scale that chooses records its own choice
     optimizer: Literal["adam", "sgd"] = field(default="adam", metadata={"recorded": False})
+    # a scale that has such a share records it itself
+    warmup_share: float = field(default=0.0, metadata={"recorded": False})
+
+    def warmup(self, steps: int) -> int:
+        """Return how many of a run's steps warm up.
+
+        >>> Recipe(1e-3, 3, 0, warmup_share=0.1).warmup(250)
+        25
+        """
+        return self.warmup_steps or int(self.warmup_share * steps)
 
     def __post_init__(self) -> None:
         require_positive("learning_rate", self.learning_rate)
@@ -89,6 +100,7 @@ class Recipe:
         require_choice("optimizer", self.optimizer, ("adam", "sgd"))
         require_range("clip_norm", self.clip_norm, low=0.0)
         require_range("weight_decay", self.weight_decay, low=0.0)
+        require_range("warmup_share", self.warmup_share, low=0.0, high=1.0)
 
 
 class Scale(Protocol):
@@ -329,6 +341,13 @@ class WithStarts(Protocol):
 
     def remaining(self, arm: Any, data: Any) -> Any:
         """Return what an arm still does; an arm that acted in the training before may do nothing."""
+        ...
+
+    def start_of(self, arm: Any, data: Any, scale: Any, seed: int) -> int | None:
+        """Return which of its arm's earlier runs a run begins with, where the arm's method acted in these; else None.
+
+        Runs that begin with one of them are not independent of one another.
+        """
         ...
 
     def lacking(self, folder: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ __all__ = ["WordPieces", "learn_word_pieces", "read_word_pieces"]
 
 PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_OFTEN = 2
+# BERT's own limit; letters beyond it are unknown.
+MOST_LETTERS = 1_000
 CONTINUES = "##"
 
 
@@ -110,22 +113,24 @@ def learn_word_pieces(
 
     Args:
         texts: Gives the text to learn from, from its beginning each time it is called.
-        vocabulary_size: Number of ids at most, the five special ones included.
+        vocabulary_size: Number of ids at most, the five special ones included. A letter may need two, and no more than
+            1,000 letters, the most frequent ones, are known.
         progress: Whether to show a bar on stderr where that is a terminal.
 
     Raises:
-        SettingError: The vocabulary has no room for more than the special tokens.
+        SettingError: The vocabulary has no room for a letter beside the special tokens.
     """
-    require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 1)
+    require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
     tokenizer = _empty(models.WordPiece(unk_token=UNKNOWN))
-    normalize = tokenizer.normalizer.normalize_str
-    letters = sorted({letter for text in texts() for letter in normalize(text) if not letter.isspace()})
+    letters, continuing = _alphabet(texts(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
     # the trainer numbers what continues a word in the order of a random hash, and breaks ties by these numbers
-    fixed = [*SPECIAL, *(CONTINUES + letter for letter in letters)]
+    fixed = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocabulary_size,
         min_frequency=LEAST_OFTEN,
         special_tokens=fixed,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
         continuing_subword_prefix=CONTINUES,
         show_progress=progress and sys.stderr.isatty(),
     )
@@ -152,6 +157,22 @@ def read_word_pieces(path: Path) -> WordPieces:
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; expected a tokenizer with {', '.join(SPECIAL)}.")
     return _ready(tokenizer)
+
+
+def _alphabet(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> tuple[list[str], list[str]]:
+    """Return the most frequent letters of texts, and those of them that continue a word, each sorted."""
+    words = Counter[str]()
+    for text in texts:
+        words.update(tokenizer.normalizer.normalize_str(text).split())
+    counts = Counter[str]()
+    continuing: set[str] = set()
+    for word, count in words.items():
+        for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word):
+            continuing.update(part[1:])
+            for letter in part:
+                counts[letter] += count
+    letters = sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:most])
+    return letters, [letter for letter in letters if letter in continuing]
 
 
 def _empty(model: models.WordPiece) -> Tokenizer:
