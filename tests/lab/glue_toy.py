@@ -44,7 +44,7 @@ def write_glue(folder: Path, train: int = 60, judged: int = 24) -> Path:
         _write(folder / "MNLI" / f"{name}.tsv", ["index\tsentence1\tsentence2\tgold_label", *rows])
         score = "" if split == "test" else "\tscore"
         rows = [
-            f"{n - first}\tg\tf\t2012\t1\tnone\tnone\t{sentence(n)}\t{sentence(n)}"
+            f"{n - first}\tg\tf\t2012\t1\tnone\tnone\t{sentence(n)}\t{sentence(n + 1)}"
             + ("" if not score else f"\t{(n * 7) % 26 / 5:.3f}")
             for n in numbers
         ]

@@ -10,18 +10,21 @@ import shutil
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2Model, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2Model, PreTrainedTokenizerFast, TrainingArguments
 
 import headwise as hw
 from headwise.checks import DataError, SettingError
 from headwise.lab import runs
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.armed import armed
+from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.frozen import open_frozen
 from headwise.lab.optimizer import optimizer_of
 from headwise.lab.protocol import initialise
@@ -286,8 +289,13 @@ def test_pairs_without_an_order_are_trained_on_in_both(glue, model):
     once, twice = (TASK.load(glue / "STS-B", toy(model, both_orders=both), None) for both in (False, True))
     assert len(twice.train) == 2 * len(once.train)
     assert (len(twice.dev), len(twice.test)) == (len(once.dev), len(once.test))
-    swapped = [twice.train[number].ids for number in range(6)]
-    assert swapped[::2] == [once.train[number].ids for number in range(3)]
+    ids = [twice.train[number].ids for number in range(6)]
+    assert ids[::2] == [once.train[number].ids for number in range(3)]
+    for one, other in zip(ids[::2], ids[1::2], strict=True):
+        first, second = one[1:-1], other[1:-1]
+        end = one[-1]
+        assert first[first.index(end) + 1 :] == second[: second.index(end)]
+        assert first[: first.index(end)] == second[second.index(end) + 1 :]
     assert [twice.train[n].label for n in range(4)] == [once.train[n // 2].label for n in range(4)]
     ordered = TASK.load(glue / "RTE", toy(model, both_orders=True), None)
     assert len(ordered.train) == len(TASK.load(glue / "RTE", toy(model), None).train)
@@ -300,6 +308,30 @@ def test_a_share_of_all_steps_warms_up(model):
     assert GLUE_SCALES["paper"].recipe.warmup(312) == 31
     with pytest.raises(SettingError, match="warmup_share"):
         toy(model, warmup_share=1.5)
+
+
+def test_the_share_is_of_the_steps_of_the_whole_run(model, glue, tmp_path, monkeypatch):
+    given: dict[str, Any] = {}
+
+    def seen(**arguments: Any) -> TrainingArguments:
+        given.update(arguments)
+        return TrainingArguments(**arguments)
+
+    monkeypatch.setattr("headwise.lab.train.TrainingArguments", seen)
+    scale = toy(model, warmup_share=0.5, epochs=3)
+    train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
+    batches = -(-len(TASK.load(glue / "RTE", scale, None).train) // 16)
+    assert given["warmup_steps"] == int(0.5 * 3 * batches) > 3
+
+
+def test_what_runs_begin_with_is_looked_for_before_any_is_done(model, glue, tmp_path):
+    made = comparison(tmp_path / "pre", "pretraining", model, {"plain": 2})
+    asked = Comparison("glue", (parse_arm("plain"),), (0, 1, 2), toy(made, starts=3), tmp_path / "out", glue / "RTE")
+    with pytest.raises(DataError, match="run pretraining with arm plain and seed 2 first"):
+        plan_runs(asked, Console(quiet=True))
+    assert len(plan_runs(dataclasses.replace(asked, seeds=(0, 1)), Console(quiet=True))) == 3, (
+        "two runs and the majority"
+    )
 
 
 def test_a_test_file_is_read_before_anything_is_trained_and_says_nothing_of_the_data(model, tmp_path):
