@@ -22,6 +22,7 @@ from headwise.lab.compare import Comparison, compare
 from headwise.lab.jobs import do_job
 from headwise.lab.pool import default_workers
 from headwise.lab.progress import Bars, Clock, Lines, watch_for
+from headwise.lab.results import read_results
 from headwise.lab.runs import first_difference, read_progress, write_json
 from headwise.lab.tasks.logic import LogicTask
 from headwise.lab.tasks.logic_data import load_logic
@@ -238,6 +239,20 @@ def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_add
     compare(toy(tmp_path, "plain", 1), console())
     record = json.loads((tmp_path / "comparison.json").read_text())
     assert (record["arms"], record["seeds"]) == (["plain", "smooth"], [0, 1])
+
+
+def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline, tmp_path):
+    compare(toy(tmp_path, "plain", 1), console())
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert (
+        record["described"] == read_results(tmp_path).described == load_logic(None, TOY, tmp_path / "cache").summary()
+    )
+    del record["described"], inline[:]
+    (tmp_path / "comparison.json").write_text(json.dumps(record))
+    assert read_results(tmp_path).described == ""
+    compare(toy(tmp_path, "plain", 1), console())
+    assert inline == [], "nothing is run again"
+    assert read_results(tmp_path).described
 
 
 def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline, tmp_path):

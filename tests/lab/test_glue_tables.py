@@ -109,6 +109,9 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     assert float(plain[4]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE"]), abs=0.06)
     assert float(plain[5]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE after MNLI"]), abs=0.06)
     page = render(place / "paper")
+    assert "\n* RTE: " in page
+    assert "(test is GLUE's dev file, dev is cut from training)" in page
+    assert str(place) not in page
     assert "Begins with pretraining at scale demo (4 steps), data docs " in page
     assert {row[2] for row in ((c["statement"], c["contrasts"], c["verdict"]) for c in record["claims"][:2])} == {
         "no verdict (1 pre-training)"

@@ -253,12 +253,15 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        runs.require_same(path, fixed | {name: old[name] for name in ("arms", "seeds", "shown") if name in old})
+        runs.require_same(
+            path, fixed | {name: old[name] for name in ("arms", "seeds", "shown", "described") if name in old}
+        )
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
-    # what is shown determines no run: an older folder shows what the task shows now
+    # these determine no run: an older folder shows what the task shows now, and says what its data is
     shown = [runs.as_record(measure) for measure in task.shown]
-    runs.write_json(path, fixed | {"shown": shown, "arms": arms, "seeds": seeds})
+    said = {"described": data.summary(), "shown": shown}
+    runs.write_json(path, fixed | said | {"arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
     references = task.references(data)

@@ -107,6 +107,7 @@ class Results:
         runs: The finished runs.
         paired: sacreBLEU's paired tests of each arm against its control, where they were done.
         paired_signatures: How they were done.
+        described: The data in words; "" in a folder that does not say.
     """
 
     task: str
@@ -122,6 +123,7 @@ class Results:
     runs: tuple[Run, ...]
     paired: tuple[PairedTests, ...] = ()
     paired_signatures: Mapping[str, str] = field(default_factory=dict)
+    described: str = ""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -170,6 +172,7 @@ def read_results(out: Path) -> Results:
         runs=runs,
         paired=paired,
         paired_signatures=signatures,
+        described=str(record.get("described", "")),
     )
 
 

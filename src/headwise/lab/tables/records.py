@@ -171,6 +171,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "extra": reproduction.extra,
         "scale": found.scale,
         "data": ", ".join(dict.fromkeys(_data(found, part) for part in tables)),
+        "described": [said for part, one in found.evidence.items() if (said := _of_part(part, one.results.described))],
         "begun": None if found.begun is None else str(found.begun),
         "primary": "; ".join(dict.fromkeys(table.primary for table in tables.values())),
         "command": command,
@@ -221,6 +222,8 @@ def render(paper: Path) -> str:
 def _section(found: Mapping[str, Any]) -> str:
     lines = [f"## {found['id']} at scale {found['scale']}: {found['title']}", "", f"Source: {found['source']}."]
     lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
+    if found.get("described"):
+        lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     if found.get("left_out"):
@@ -324,6 +327,10 @@ def _place(found: Reproduced) -> str:
 def _data(found: Reproduced, part: str) -> str:
     name, fingerprint = found.data.get(part, ""), found.tables[part].data
     return f"{name} {fingerprint}".strip()
+
+
+def _of_part(part: str, described: str) -> str:
+    return f"{part}: {described}" if part and described and not described.startswith(part) else described
 
 
 def _in(part: str) -> str:
