@@ -15,6 +15,7 @@ from headwise.lab.scale_options import ScaleOptions
 from headwise.lab.tables.reproduction import Part, Reproduction
 from headwise.lab.tables.sizes import Size, sized
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
+from headwise.plots import sentence_heatmap, to_png
 from lab.command import refused
 from lab.sentence_sets import FILLERS, write_pairs, write_texts
 
@@ -131,6 +132,29 @@ def test_a_figure_is_drawn_and_recorded(identifier, picture, tmp_path):
     names = [one["file"] for one in found["pictures"]]
     assert any(name.endswith(f"-{picture}.png") for name in names), names
     assert found["file"].startswith("v1-" if "v1" in identifier else "figure-")
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_record_holds_no_text_of_the_data_and_the_users_own_folder_does(tmp_path, monkeypatch):
+    drawn: dict[bytes, list[str]] = {}
+
+    def kept(words: list[str], rows: object) -> object:
+        figure = sentence_heatmap(words, rows)
+        drawn[to_png(figure)] = words
+        return figure
+
+    monkeypatch.setattr("headwise.lab.tables.sentence_pictures.sentence_heatmap", kept)
+    data = write_long(tmp_path / "long.tsv")
+    words = set(data.read_text(encoding="utf-8").split())
+    found = done("repulsive/figure-1", data, tmp_path)
+    (one, *_) = found["pictures"]
+    assert one["alt"].split("'")[1].isdigit()
+    assert one["caption"].endswith("Words are named by their place in the text.")
+    shown = drawn[(tmp_path / "record" / "results" / one["file"]).read_bytes()]
+    assert shown == [str(place + 1) for place in range(len(shown))]
+    (own,) = (tmp_path / "pages").glob("repulsive-figure-1-*/attention-plain-1.png")
+    assert set(drawn[own.read_bytes()]) <= words
+    assert len(drawn[own.read_bytes()]) == len(shown)
 
 
 @pytest.mark.usefixtures("inline")

@@ -55,12 +55,20 @@ class Picture:
         png: The bytes of the PNG file.
         caption: What to see in it.
         alt: What it shows, for a reader who cannot see it.
+        without_text: What a record shows in its place, where it holds texts of the data: they are others', and a
+            record goes where the data does not.
     """
 
     name: str
     png: bytes
     caption: str
     alt: str
+    without_text: Picture | None = None
+
+    @property
+    def for_record(self) -> Picture:
+        """The picture as a record keeps it."""
+        return self.without_text or self
 
 
 def pictures(table: Table) -> tuple[Picture, ...]:

@@ -182,7 +182,8 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "published": None if published is None else _grid(published),
         "comparable": found.is_the_papers,
         "pictures": [
-            {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt} for one in found.pictures
+            {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
+            for one in (picture.for_record for picture in found.pictures)
         ],
         "grids": [_grid(one) for one in (summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
@@ -195,7 +196,7 @@ def write_records(found: Reproduced, paper: Path, command: str) -> Path:
     """Write the record under `paper`/results and render `paper`/RESULTS.md anew; return the page's path."""
     prepare_folder(paper / FOLDER)
     for picture in found.pictures:
-        write_whole(paper / FOLDER / found.picture_file(picture), picture.png)
+        write_whole(paper / FOLDER / found.picture_file(picture), picture.for_record.png)
     write_json(paper / FOLDER / found.file, record(found, command))
     write_text(paper / PAGE, render(paper))
     return paper / PAGE

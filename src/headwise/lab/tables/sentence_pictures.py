@@ -6,7 +6,7 @@ Owns which runs stand in which figure; the figures themselves are `headwise.plot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,25 @@ class AttentionMaps:
         return tuple(found)
 
     def _picture(self, arm: str, place: int, one: dict[str, Any]) -> Picture:
+        words: list[str] = one["words"]
+        drawn = self._drawn(arm, place, one, words)
+        numbered = [str(number) for number in range(1, len(words) + 1)]
+        remark = " Words are named by their place in the text."
+        return replace(drawn, without_text=self._drawn(arm, place, one, numbered, remark))
+
+    def _drawn(self, arm: str, place: int, one: dict[str, Any], words: list[str], remark: str = "") -> Picture:
         weights: list[list[float]] = one["weights"]
-        total = [sum(row[word] for row in weights) for word in range(len(one["words"]))]
+        total = [sum(row[word] for row in weights) for word in range(len(words))]
         count = len(weights) if self.heads is None else min(self.heads, len(weights))
         chosen = [number * len(weights) // count for number in range(count)]
         rows = {f"head {number}": weights[number] for number in chosen}
         rows |= {f"all {len(weights)} heads together": total} if self.overall else {}
-        top = one["words"][max(range(len(total)), key=lambda word: total[word])]
-        caption = (
-            f"Attention of {arm} over a test text of class {one['label']}, answered {one['predicted']}: the darker, "
-            f"the "
-            "more; shades compare within a row."
-        )
+        top = words[max(range(len(total)), key=lambda word: total[word])]
         return Picture(
             f"attention-{folder_of(arm)}-{place + 1}",
-            to_png(sentence_heatmap(one["words"], rows)),
-            caption,
+            to_png(sentence_heatmap(words, rows)),
+            f"Attention of {arm} over a test text of class {one['label']}, answered {one['predicted']}: the darker, "
+            f"the more; shades compare within a row.{remark}",
             f"The words of a text shaded by attention; together the heads of {arm} look most at {top!r}.",
         )
 
@@ -87,8 +90,7 @@ def reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> 
             _named("reliability", part),
             to_png(figure),
             "Accuracy by confidence, all seeds together: below the line a model is surer than it is right. Beside it "
-            "ECE "
-            "and OE of each run.",
+            "ECE and OE of each run.",
             alt,
         ),
     )
@@ -113,8 +115,7 @@ def entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tupl
             _named("entropy", part),
             to_png(figure),
             f"Entropy of the answers to {first['text']}, texts of no class the models know: the further right and "
-            f"down, "
-            "the less sure of what they cannot know.",
+            "down, the less sure of what they cannot know.",
             "; ".join(f"{arm} {value:.2f} nats on average" for arm, value in means.items()),
         ),
     )
