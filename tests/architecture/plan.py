@@ -329,6 +329,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/encodings.py",
             "lab/probing_fit.py",
             "lab/probe.py",
+            "lab/probe_asked.py",
             "lab/probe_pictures.py",
             "lab/probe_command.py",
             "lab/arguments.py",
