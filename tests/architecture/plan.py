@@ -275,6 +275,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/table.py",
             "lab/table_record.py",
             "lab/cells.py",
+            "lab/column_blocks.py",
             "lab/grids.py",
             "lab/labels.py",
             "lab/drawing.py",

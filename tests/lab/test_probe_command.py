@@ -59,9 +59,7 @@ def words(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
         (("--sentences", "5"), "no dev sentence is left; ask for more with --sentences"),
     ],
 )
-def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(
-    options, said, words, capsys, monkeypatch
-):
+def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(options, said, words, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(probe_command, "encodings", lambda *_given, **_named: pytest.fail("encoded"))
         assert said in refused(capsys, *words, "--out", "out", *options)

@@ -33,7 +33,6 @@ FORM = "encodings-2"  # changes with anything that changes the arrays
 LAYERS, SHAPES = "layers.npy", "shapes.json"
 # Read once to see how many layers and heads answer.
 TRIAL = "a sentence"
-POOLING = "pooling"
 
 Array = NDArray[np.float32]
 
@@ -196,9 +195,8 @@ def _write(
                     layers[layer, rows] = _mean(state, batch)
                 for array, capture in zip(outputs, captured, strict=True):
                     assert capture.outputs is not None  # that is what was asked for
-                    found = capture.outputs.flatten(2)
-                    pools = capture.site.kind == POOLING
-                    array[rows] = found[:, 0].float().cpu().numpy() if pools else _mean(found, batch)
+                    # the one output of heads that pool stands at every token, and is its own mean
+                    array[rows] = _mean(capture.outputs.flatten(2), batch)
                 advance(len(rows))
     finally:
         if taps is not None:
