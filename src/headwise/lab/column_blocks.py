@@ -39,9 +39,11 @@ class ColumnBlocks:
     rows: tuple[tuple[str, ...], ...]
     align: str
 
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        for number, columns in enumerate(self._blocks(options.max_width)):
-            yield self._table(columns, options.max_width, title=not number)
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        # above a narrow table its own title would be as narrow
+        yield Text(self.title, "bold")
+        for columns in self._blocks(options.max_width):
+            yield self._table(columns, options.max_width)
 
     def _blocks(self, room: int) -> list[list[int]]:
         blocks: list[list[int]] = []
@@ -88,10 +90,8 @@ class ColumnBlocks:
             widths[place] -= max(0, min(over, widths[place] - 1))
         return widths
 
-    def _table(self, columns: Sequence[int], room: int, *, title: bool) -> Table:
-        shown = Table(
-            title=Text(self.title, "bold") if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-        )
+    def _table(self, columns: Sequence[int], room: int) -> Table:
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         shown.padding, shown.collapse_padding = (0, _padding(len(columns))), True
         for column, width in zip(columns, self._widths(columns, room), strict=True):
             justify = "left" if self.align[column] == "l" else "right"
