@@ -39,7 +39,11 @@ class ColumnBlocks:
     rows: tuple[tuple[str, ...], ...]
     align: str
 
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+    def __rich_console__(
+        self,
+        console: Console,
+        options: ConsoleOptions,
+    ) -> Iterator[Text | Table]:
         # above a narrow table its own title would be as narrow
         yield Text(self.title, "bold")
         for columns in self._blocks(options.max_width):

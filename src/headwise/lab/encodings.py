@@ -192,6 +192,7 @@ def _write(
                     outputs = [_opened(place, layer, capture, len(sentences)) for layer, capture in enumerate(captured)]
                 rows = list(batch.places)
                 for layer, state in enumerate(states):
+                    assert layers is not None  # it was opened with the first states
                     layers[layer, rows] = _mean(state, batch)
                 for array, capture in zip(outputs, captured, strict=True):
                     assert capture.outputs is not None  # that is what was asked for
