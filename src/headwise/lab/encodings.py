@@ -83,8 +83,7 @@ def shape_of(frozen: Frozen) -> Shape:
         DataError: Its lines are no sentences.
         LayoutError: The outputs of its heads cannot be read.
     """
-    if not frozen.reads_sentences:
-        raise DataError(f"{frozen.name} reads no sentences; {PROBED}.")
+    _require_sentences(frozen)
     with torch.no_grad(), Taps(frozen.heads, outputs=True) as taps:
         (batch,) = frozen.read([TRIAL])
         states = _states(frozen, batch)
@@ -115,9 +114,10 @@ def encodings(
         advance: Told how many sentences were encoded since it was last told.
 
     Raises:
-        DataError: The cache cannot be written, or the model's states are not finite.
+        DataError: The cache cannot be written, the model's states are not finite, or it reads no sentences.
         LayoutError: The outputs of the heads cannot be read.
     """
+    _require_sentences(frozen)
     place = cache / digest(json.dumps([model, heads, list(sentences)], ensure_ascii=True))
     kept = _kept(place, len(sentences))
     if kept is not None:
@@ -150,6 +150,11 @@ def encodings(
     if kept is None:
         raise DataError(f"{place} cannot be read though it was just written; name another folder with --cache.")
     return kept
+
+
+def _require_sentences(frozen: Frozen) -> None:
+    if not frozen.reads_sentences:
+        raise DataError(f"{frozen.name} reads no sentences; {PROBED}.")
 
 
 def _kept(place: Path, count: int) -> Encodings | None:
