@@ -1,4 +1,4 @@
-"""Probing files made for the tests: sentences whose label shows in one word."""
+"""Probing files made for the tests, sentences whose label shows in one word; and drawn models that read their words."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTrainedTokenizerFast
+
 FILLERS = ("the", "a", "film", "plot", "of", "it", "here", "once", "near", "town", "rain", "stone")
 VERBS = {"PAST": ("walked", "saw", "went"), "PRES": ("walks", "sees", "goes")}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", ".", *FILLERS, *VERBS["PAST"], *VERBS["PRES"]]
 
 
 def write_probing(path: Path, counts: Mapping[str, int], *, seed: int = 3) -> Path:
@@ -22,3 +27,37 @@ def write_probing(path: Path, counts: Mapping[str, int], *, seed: int = 3) -> Pa
             lines.append(f"{partition}\t{label}\tignored\t{' '.join(words)} .\n")
     path.write_text("".join(lines))
     return path
+
+
+def write_bert(folder: Path) -> Path:
+    """Save a drawn BERT of two layers with three heads, and its tokenizer."""
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
+    BertModel(BertConfig(num_hidden_layers=2, initializer_range=0.4, **sizes)).save_pretrained(folder)
+    template = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    _write_tokenizer(folder, template)
+    return folder
+
+
+def write_gpt2(folder: Path) -> Path:
+    """Save a drawn GPT-2 of two layers, whose tokenizer pads on the left."""
+    torch.manual_seed(5)
+    sizes = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 40, "vocab_size": len(WORDS)}
+    GPT2Model(GPT2Config(initializer_range=0.4, **sizes)).save_pretrained(folder)
+    _write_tokenizer(folder, None, padding_side="left")
+    return folder
+
+
+def _write_tokenizer(folder: Path, template: processors.TemplateProcessing | None, padding_side: str = "right") -> None:
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        made.post_processor = template
+    PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_max_length=32,
+        padding_side=padding_side,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 from headwise.lab.grids import (
+    Grid,
     bins_grid,
     cost_grid,
     diversity_grid,
@@ -16,6 +17,7 @@ from headwise.lab.grids import (
     plain_grid,
     signature_grid,
     terminal,
+    terminal_grid,
     verdict_grid,
 )
 from headwise.lab.table import Table, read_table
@@ -42,9 +44,13 @@ def hostile(tmp_path_factory) -> Table:
 
 
 def printed(table: Table, width: int) -> str:
+    return shown_at(width, terminal(table))
+
+
+def shown_at(width: int, shown: RenderableType) -> str:
     console = Console(width=width, force_terminal=False)
     with console.capture() as capture:
-        console.print(terminal(table))
+        console.print(shown)
     return capture.get()
 
 
@@ -108,6 +114,57 @@ def test_the_terminal_form_fits_and_breaks_no_name_or_number(table, wide, width)
             starts = sum(line.strip().startswith(f"{row.arm} ") for line in lines)
             assert starts >= 2 + (not row.baseline), row.arm
     assert "181,319" in printed(table, width)
+
+
+ARMS = ("plain", "output", "trunk:layers=0/1", "em:layers=0/1", "output+em:layers=0/1")
+TASKS = ("SeLen", "WC", "Surface: mean", "BShif", "Syntactic: mean (TrDep, BShif)")
+
+
+def table_7() -> Grid:
+    """A grid of the form of diversify/table-7, each cell a number of its own."""
+    header = ["task", "majority"]
+    for arm in ARMS:
+        header += [f"{arm}, paper", f"{arm}, here"]
+    rows = tuple(
+        (task, *(f"({10 * row + column}.{row} ±{column}.{row})" for column in range(1, len(header))))
+        for row, task in enumerate(TASKS, start=1)
+    )
+    return Grid("The paper's numbers", tuple(header), rows, "l" + "r" * (len(header) - 1))
+
+
+def layers_of_twelve() -> Grid:
+    """A grid of the form of a probe's by layer, of a model of twelve layers."""
+    header = ("task", "classes", "majority", "emb", *map(str, range(12)), "±")
+    rows = tuple((task, "1,000", *(f"({row}{column}.5)" for column in range(15))) for row, task in enumerate(TASKS[:2]))
+    return Grid("accuracy by layer, %", header, rows, "l" + "r" * (len(header) - 1))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 300])
+@pytest.mark.parametrize("grid", [table_7(), layers_of_twelve()], ids=lambda grid: grid.title)
+def test_what_is_too_wide_stands_in_blocks_each_with_the_first_column_and_nothing_is_cut(grid, width):
+    text = shown_at(width, terminal_grid(grid))
+    lines = text.splitlines()
+    assert "\u2026" not in text
+    assert max(map(len, lines)) <= width
+    said = " ".join(text.split())
+    for cell in {cell for row in grid.rows for cell in row[1:]}:
+        assert cell in said
+    for word in {word for name in grid.header for word in name.split()}:
+        assert word in said
+    # each block has one rule, below its header
+    blocks = sum("─" in line for line in lines)
+    assert blocks > 1 or width in (120, 300)
+    assert sum(line.split()[:1] == ["task"] for line in lines) == blocks
+    for row in grid.rows:
+        assert sum(line.split()[:1] == [row[0].split()[0]] for line in lines) == blocks
+
+
+def test_words_are_broken_only_where_the_room_is_less():
+    grid = Grid("claims", ("claim", "verdict"), (("a claim of several words", "better, on average"),), "ll")
+    said = shown_at(30, terminal_grid(grid))
+    assert all(word in said for word in ("several", "average"))
+    long = Grid("signature", ("score", "signature"), (("BLEU", "x" * 70),), "ll")
+    assert "".join(shown_at(40, terminal_grid(long)).split()).count("x") == 70
 
 
 def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):

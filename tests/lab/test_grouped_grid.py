@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from headwise.checks import DataError
 from headwise.lab.cells import NONE
 from headwise.lab.claims import Contrast
-from headwise.lab.statistics import Estimate
+from headwise.lab.metric import METRICS
+from headwise.lab.protocol import key
+from headwise.lab.statistics import estimate, score
+from headwise.lab.tables import grouped
 from headwise.lab.tables.grouped import grouped_grid
 from headwise.lab.tables.reproduction import Column, PaperRow, Published
 
@@ -22,46 +30,99 @@ PUBLISHED = Published(
 )
 
 
-def table(**scores: tuple[float, float, float]) -> Any:
-    """A table of rows by arm: value, lower and upper end."""
-    rows = {
-        arm: SimpleNamespace(arm=arm, score=Estimate(*ends, 0.5, 5, 100), baseline=arm == "majority")
-        for arm, ends in scores.items()
-    }
-    return SimpleNamespace(row=rows.get, arms=tuple(row for row in rows.values() if not row.baseline))
+ITEMS = 400
+# A share that is above a half by less than a two-sided test tells.
+BARELY = 0.525
+
+
+@pytest.fixture(autouse=True)
+def labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of two labels in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    keep_labels(2)
+
+
+def keep_labels(count: int) -> None:
+    Path("vocabulary.json").write_text(json.dumps({"vocabulary": [], "labels": [str(one) for one in range(count)]}))
+
+
+def right(share: float, seeds: int = 5) -> NDArray[np.bool_]:
+    """Answers of which so many are right, under each seed others."""
+    draw = np.random.default_rng(8)
+    return np.stack([draw.permutation(np.arange(ITEMS) < round(share * ITEMS)) for _ in range(seeds)])
+
+
+def table(**shares: float) -> Any:
+    """A table of rows by arm, and its runs."""
+    rows, found = {}, []
+    for arm, share in shares.items():
+        baseline = arm == "majority"
+        answers = right(share, 1 if baseline else 5)
+        rows[arm] = SimpleNamespace(arm=arm, score=score(answers, seed=0, resamples=50), baseline=baseline)
+        found += [
+            SimpleNamespace(arm=arm, seed=seed, baseline=baseline, statistics=one, folder=Path())
+            for seed, one in enumerate(answers)
+        ]
+    arms = tuple(row for row in rows.values() if not row.baseline)
+    results = SimpleNamespace(runs=found, metric=METRICS["accuracy"])
+    return SimpleNamespace(row=rows.get, arms=arms, evidence=SimpleNamespace(results=results))
 
 
 def grid(**tables: Any) -> dict[str, tuple[str, ...]]:
-    found = grouped_grid("A table", PUBLISHED, GROUPS, tables, lambda _part, arm: arm)
+    evidence = {part: one.evidence for part, one in tables.items()}
+    found = grouped_grid("A table", PUBLISHED, GROUPS, tables, evidence, lambda _part, arm: arm)
     assert found.header == ("task", "majority", "plain, paper", "plain, here", "em, here")
-    assert "in parentheses what is not told to be better than the majority baseline" in found.title
+    assert "in parentheses what is not told to be better than the majority baseline, or than guessing" in found.title
+    assert "Holm-adjusted over all scores of the grid" in found.title
     return {row[0]: tuple(row[1:]) for row in found.rows}
 
 
-MAJORITY = (0.5, 0.45, 0.55)
-TOLD, REACHING, TOUCHING, BELOW = (0.6, 0.51, 0.7), (0.6, 0.49, 0.7), (0.6, 0.5, 0.7), (0.4, 0.3, 0.45)
-
-
-@pytest.mark.parametrize(("ends", "marked"), [(TOLD, False), (REACHING, True), (TOUCHING, True), (BELOW, True)])
-def test_what_does_not_stand_clear_of_the_majority_is_in_parentheses_and_nothing_else(ends, marked):
-    rows = grid(One=table(majority=MAJORITY, plain=TOLD, em=ends))
+@pytest.mark.parametrize(("share", "marked"), [(0.7, False), (0.51, True), (0.5, True), (0.3, True)])
+def test_what_is_not_told_to_be_above_the_majority_is_in_parentheses_and_nothing_else(share, marked):
+    rows = grid(One=table(majority=0.5, plain=0.8, em=share))
     assert rows["One"][:2] == ("50.0", "90.00")
     assert not rows["One"][2].startswith("(")
     assert rows["One"][3].startswith("(") == rows["One"][3].endswith(")") == marked
-    assert f"{100 * ends[0]:.1f}" in rows["One"][3]
+    assert f"{100 * share:.1f}" in rows["One"][3]
+
+
+def test_the_test_is_one_sided_and_adjusted_over_the_whole_grid():
+    p = estimate(right(BARELY) - 0.5, seed=key("chance", "One", "plain")).p
+    assert 0.05 < p < 0.1
+    one = table(majority=0.5, plain=BARELY)
+    assert grouped._at_chance({"One": one}, {"One": one.evidence}) == set()
+    # it is told alone, and not beside three others
+    rows = grid(One=one, Two=table(majority=0.5, plain=0.5, em=0.5))
+    assert rows["One"][2].startswith("(")
+    assert grouped._at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
+
+
+def test_where_guessing_does_better_than_the_majority_it_is_the_floor():
+    rare = table(majority=0.0, plain=0.245, em=0.4)
+    keep_labels(4)
+    assert grid(One=rare)["One"][2].startswith("(")
+    assert not grid(One=rare)["One"][3].startswith("(")
+    keep_labels(40)
+    assert not grid(One=rare)["One"][2].startswith("(")
+
+
+def test_a_run_that_does_not_say_its_labels_is_named():
+    Path("vocabulary.json").write_text("{}")
+    with pytest.raises(DataError, match=r"vocabulary\.json does not say the run's labels"):
+        grid(One=table(majority=0.5, plain=0.8, em=0.7))
 
 
 def test_without_a_majority_nothing_is_marked():
-    rows = grid(One=table(plain=TOLD, em=BELOW))
+    rows = grid(One=table(plain=0.6, em=0.4))
     assert rows["One"][0] == NONE
     assert "(" not in rows["One"][3]
 
 
 def test_a_mean_is_over_the_parts_that_were_run_and_says_which():
     rows = grid(
-        One=table(majority=MAJORITY, plain=(0.7, 0.6, 0.8), em=TOLD),
-        Two=table(majority=MAJORITY, plain=(0.8, 0.7, 0.9), em=TOLD),
-        Three=table(majority=MAJORITY, plain=(0.55, 0.5, 0.6), em=(0.65, 0.6, 0.7)),
+        One=table(majority=0.5, plain=0.7, em=0.6),
+        Two=table(majority=0.5, plain=0.8, em=0.6),
+        Three=table(majority=0.5, plain=0.55, em=0.65),
     )
     assert rows["Easy: mean"] == (NONE, "85.20", "75.00", "60.00")
     assert rows["Hard: mean (Three)"] == (NONE, "55.00", "55.00", "65.00")
@@ -70,7 +131,7 @@ def test_a_mean_is_over_the_parts_that_were_run_and_says_which():
 
 
 def test_an_arm_that_some_part_of_a_group_lacks_has_no_mean_there():
-    rows = grid(One=table(majority=MAJORITY, plain=TOLD, em=TOLD), Two=table(majority=MAJORITY, plain=(0.8, 0.7, 0.9)))
+    rows = grid(One=table(majority=0.5, plain=0.6, em=0.6), Two=table(majority=0.5, plain=0.8))
     assert rows["Easy: mean"] == (NONE, "85.20", "70.00", NONE)
 
 

@@ -124,6 +124,21 @@ def test_a_label_without_a_training_sentence_stays_a_class(tmp_path):
     assert np.bincount(data.test.labels)[0] == 1
 
 
+def test_training_sentences_of_one_label_are_refused_by_file_and_label(tmp_path):
+    path = tmp_path / "tree_depth.txt"
+    lines = [f"tr\tPRES\tit goes {word}\n" for word in "abcdefghijklmn"]
+    path.write_text("".join([*lines, "va\tPAST\tit went\n", "te\tPRES\tit rains\n", "te\tPAST\tit saw\n"]))
+    with pytest.raises(DataError, match=r"tree_depth\.txt: all 14 training sentences have the label 'PRES'"):
+        load_probing(path, WHOLE, None)
+
+
+def test_too_few_sentences_to_cut_are_refused_by_file(tmp_path):
+    path = tmp_path / "tree_depth.txt"
+    path.write_text("va\tPRES\tit goes\nva\tPAST\tit went\n")
+    with pytest.raises(DataError, match=r"tree_depth\.txt: 2 different texts cannot be cut into 10 parts"):
+        load_probing(path, WHOLE, None)
+
+
 @needs_published_data
 @pytest.mark.parametrize("name", ["sentence_length", "tree_depth", "odd_man_out", "word_content"])
 def test_no_sentence_of_x_probe_is_in_two_splits_or_twice_in_one(name):

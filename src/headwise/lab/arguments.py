@@ -61,7 +61,8 @@ DataFolder = Annotated[
         help="Folder of the task's files; without it data is generated. For translation also FOLDER:en-de, or two "
         "files: my.en,my.de. For classification and sentence also one file, a label and a text in each line: my.tsv. "
         "For pretraining text or JSON lines: my.txt, my.jsonl.gz. For glue the folder of one of its sets. For probing "
-        "the file of one task: past_present.txt. For graph2text AGENDA's folder, or a file of triples.",
+        "the file of one task: past_present.txt; for reproduce the folder of all. For graph2text AGENDA's folder, or a "
+        "file of triples.",
     ),
 ]
 Pipeline = Annotated[

@@ -51,6 +51,8 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    # positions are counted from the left, padding included, by models that are given none
+    tokenizer.padding_side = "right"
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
     # some count two positions for padding

@@ -50,6 +50,11 @@ class Frozen:
     note: str = ""
     longest: str = ""
 
+    @property
+    def reads_sentences(self) -> bool:
+        """Whether its lines are sentences, and not formulas or graphs."""
+        return self.lines is read_sentences
+
 
 def through(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
     """Return the input of the first layer, the outputs of all but the last, and what the call returns."""

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich import box
 from rich.console import Group
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.lab.cells import NONE, number, p_range, percent, points, signed
+from headwise.lab.column_blocks import ColumnBlocks
 from headwise.lab.head_drops import LOSS, Drop, pooled
 from headwise.lab.table import PLAIN, Table
 
@@ -38,9 +37,6 @@ __all__ = [
 
 # More bins than this do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 5
-# Columns of a grid that leaves one space between them, and letters of a name that is not broken.
-CROWDED = 8
-LONGEST_NAME = 16
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
 
@@ -221,27 +217,9 @@ def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
     return number(mean) if score == LOSS else number(100 * mean)
 
 
-def terminal_grid(grid: Grid) -> RichTable:
-    """Return a grid as the terminal shows it."""
-    many = len(grid.header) > CROWDED
-    shown = RichTable(title=Text(grid.title, "bold"), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    shown.padding, shown.collapse_padding = ((0, 0) if many else (0, 1)), True
-    longest = min(LONGEST_NAME, max(len(row[0]) for row in grid.rows))
-    for place, (name, letter) in enumerate(zip(grid.header, grid.align, strict=True)):
-        justify = "left" if letter == "l" else "right"
-        # numbers are never broken; long names and verdicts are, where the terminal is narrow
-        shown.add_column(
-            Text(name),
-            justify=justify,
-            vertical="top",
-            no_wrap=letter == "r",
-            overflow="fold",
-            min_width=None if place else longest,
-        )
-    for row in grid.rows:
-        # an arm's name is text, not markup
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown
+def terminal_grid(grid: Grid) -> ColumnBlocks:
+    """Return a grid as the terminal shows it: where it is too wide, in blocks of columns, each with the first."""
+    return ColumnBlocks(grid.title, grid.header, grid.rows, grid.align)
 
 
 def markdown_of(grid: Grid) -> str:

@@ -22,6 +22,7 @@ from headwise.lab.statistics import holm
 from headwise.lab.tasks.probing_data import ProbingData
 
 __all__ = [
+    "ALL",
     "EMBEDDINGS",
     "NONE",
     "Chosen",
@@ -63,6 +64,7 @@ class Vectors:
     def of(self, found: Encodings) -> NDArray[np.floating]:
         """Return the vectors [N, d] of encoded sentences."""
         if self.layer is not None:
+            assert found.layers is not None  # no layer is asked for where there are none
             return found.layers[self.layer + 1]
         return np.concatenate([found.head(layer, head) for layer, head in self.heads], axis=1)
 
@@ -116,6 +118,7 @@ class ProbedTask:
 
     Attributes:
         task: Name of its file.
+        data: Digest of what the file holds.
         title: Its short name.
         labels: Number of classes.
         train: Training sentences.
@@ -127,6 +130,7 @@ class ProbedTask:
     """
 
     task: str
+    data: str
     title: str
     labels: int
     train: int

@@ -15,8 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headwise.checks import DataError
+from headwise.checks import DataError, SettingError
 from headwise.lab import runs
+from headwise.lab.data import digest
 from headwise.lab.encodings import encodings, fingerprint
 from headwise.lab.frozen_model import Frozen
 from headwise.lab.grids import markdown_of, terminal_grid
@@ -26,46 +27,53 @@ from headwise.lab.probe import (
     ProbedTask,
     Vectors,
     choose_sentences,
-    heads_asked,
     judged,
-    layers_asked,
     probe_vectors,
     sentences_of,
 )
+from headwise.lab.probe_asked import Asked, default_folder, vectors_asked
 from headwise.lab.probe_pictures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
-from headwise.lab.probing_fit import Classifier, Fitted
+from headwise.lab.probing_fit import Fitted
+from headwise.lab.results import COMPARISON
 from headwise.lab.tasks.probing_data import load_probing
-from headwise.lab.tasks.probing_files import FORMS, PROBES, probing_file
+from headwise.lab.tasks.probing_files import PROBES
 from headwise.lab.tasks.probing_scales import PROBING_SCALES
 from headwise.page import write_whole
 
-__all__ = ["Asked", "probe_model", "task_files"]
+__all__ = ["probe_model"]
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
+CONFIG = "config.json"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is probed and how.
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A task that is read and not probed yet.
 
     Attributes:
-        layers: As `probe.layers_asked` takes them.
-        heads: As `probe.heads_asked` takes them.
-        classifier: What is fitted.
-        sentences: Sentences of a task; None for all.
+        task: Name of its file.
+        data: Digest of what the file holds.
+        title: Its short name.
+        labels: Number of classes.
+        sentences: The sentences to encode.
+        chosen: Their places and classes by split.
+        said: What was done to the file's sentences.
     """
 
-    layers: str
-    heads: str
-    classifier: Classifier
-    sentences: int | None
+    task: str
+    data: str
+    title: str
+    labels: int
+    sentences: list[str]
+    chosen: Chosen
+    said: str
 
 
 def probe_model(
     frozen: Frozen,
     files: Sequence[tuple[str, Path]],
     asked: Asked,
-    out: Path,
+    out: Path | None,
     cache: Path,
     workers: int,
     console: Console,
@@ -73,11 +81,13 @@ def probe_model(
 ) -> list[ProbedTask]:
     """Probe a model on each task whose result is not in `out` yet, then show all of them.
 
+    Everything that may be refused is looked at before `out` is written to.
+
     Args:
         frozen: The model.
         files: Name and file of each task.
         asked: What is probed and how.
-        out: Folder of results, figures and text; what is finished there is not done again.
+        out: Folder of results, figures and text; what is finished there is not done again. None for `default_folder`.
         cache: Folder of encoded sentences.
         workers: Classifiers fitted side by side.
         console: Where everything is shown.
@@ -85,74 +95,108 @@ def probe_model(
 
     Raises:
         DataError: The model cannot be probed, or a file cannot be read or written.
-        SettingError: `out` holds results of other settings, or a layer or head is not there.
+        SettingError: `out` holds a model, or results of other settings or other sentences, or a layer or head is not
+            there.
     """
+    out = default_folder(frozen.name, asked) if out is None else out
+    _require_free(out)
+    model = fingerprint(frozen)
+    record = {"model": model, **asdict(asked)}
+    runs.require_same(out / runs.SETTINGS, record)
+    vectors = vectors_asked(frozen, asked)
+    finished = {name: task for name, path in files if (task := _finished(out, name, path)) is not None}
+    left = [_prepared(name, path, asked, cache) for name, path in files if name not in finished]
     if frozen.note:
         console.print(frozen.note, highlight=False)
-    model = fingerprint(frozen)
-    runs.claim(out, {"model": model, **asdict(asked)})
-    tasks = []
-    for name, path in files:
-        place = out / f"{name}.json"
-        if not place.exists():
-            runs.write_json(place, _probed(frozen, model, name, path, asked, cache, workers, console).record())
-        tasks.append(_read(place))
+    runs.claim(out, record)
+    for prepared in left:
+        task = _probed(frozen, model, prepared, vectors, asked, cache, workers, console)
+        runs.write_json(_place(out, prepared.task), task.record())
+        finished[prepared.task] = task
+    tasks = [finished[name] for name, _ in files]
     _show(tasks, out, console, frozen.name, command)
     return tasks
 
 
-def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
-    """Return name and file of each task: of "all", those that the folder has.
+def _require_free(out: Path) -> None:
+    """Refuse a folder that holds a model or runs, which settings of a probe would make something else."""
+    settings = out / runs.SETTINGS
+    held = [out / name for name in (CONFIG, runs.WEIGHTS, COMPARISON) if (out / name).exists()]
+    if settings.exists() and "classifier" not in runs.read_json(settings):
+        held.append(settings)
+    if held:
+        raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for what is probed.")
 
-    Raises:
-        DataError: The folder has no file of a task.
-    """
-    names = list(wanted)
-    if data.is_file():
-        return [(data.name.partition(".")[0], data)]
-    if names == ["all"]:
-        names = [name for name in PROBES if any((data / f"{name}{form}").is_file() for form in FORMS)]
-        if not names:
-            raise DataError(f"{data} holds no probing file; expected some as {next(iter(PROBES))}.txt, plain or .gz.")
-    return [(name, probing_file(data / name)) for name in names]
+
+def _place(out: Path, name: str) -> Path:
+    return out / f"{name}.json"
+
+
+def _finished(out: Path, name: str, path: Path) -> ProbedTask | None:
+    """Return the result of a task, or None where there is none; it has to be of the file that is asked about."""
+    place = _place(out, name)
+    if not place.exists():
+        return None
+    try:
+        task = ProbedTask.read(runs.read_json(place))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{place} is no result of a probe ({error}); delete it and probe again.") from None
+    data = digest("", [path])
+    if task.data != data:
+        raise SettingError(
+            f"{place} tells of other sentences (digest {task.data}) than {path} holds (digest {data}); choose another "
+            "--out, or name the data it was made from."
+        )
+    return task
+
+
+def _prepared(name: str, path: Path, asked: Asked, cache: Path) -> Prepared:
+    data = load_probing(path, PROBING_SCALES["paper"], cache / WORDS)
+    numbers, chosen = choose_sentences(data, asked.sentences, path)
+    title = PROBES[name].title if name in PROBES else name
+    sentences = sentences_of(data, numbers)
+    return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
 
 
 def _probed(
-    frozen: Frozen, model: str, name: str, path: Path, asked: Asked, cache: Path, workers: int, console: Console
+    frozen: Frozen,
+    model: str,
+    task: Prepared,
+    vectors: Sequence[Vectors],
+    asked: Asked,
+    cache: Path,
+    workers: int,
+    console: Console,
 ) -> ProbedTask:
-    data = load_probing(path, PROBING_SCALES["paper"], cache / WORDS)
-    numbers, chosen = choose_sentences(data, asked.sentences, path)
-    probe = PROBES.get(name)
-    title = name if probe is None else probe.title
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(f"{title}: encoding", total=len(numbers))
+        bar = bars.add_task(f"{task.title}: encoding", total=len(task.sentences))
         found = encodings(
             frozen,
-            sentences_of(data, numbers),
+            task.sentences,
             cache / ENCODINGS,
             model=model,
             heads=asked.heads != NONE,
             advance=lambda done: bars.update(bar, advance=done),
         )
-        vectors = [*layers_asked(asked.layers, len(found.layers) - 1), *heads_asked(asked.heads, found.counts)]
-        bars.update(bar, completed=len(numbers))
-        bar = bars.add_task(f"{title}: classifiers", total=len(vectors))
-        jobs = (joblib.delayed(probe_vectors)(found, chosen, one, asked.classifier) for one in vectors)
+        bars.update(bar, completed=len(task.sentences))
+        bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
+        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, asked.classifier) for one in vectors)
         fitted: list[tuple[Vectors, Fitted]] = []
         for one, result in zip(vectors, _in_parallel(jobs, workers), strict=True):
             fitted.append((one, result))
             bars.update(bar, advance=1)
-    majority = _majority(chosen)
+    majority = _majority(task.chosen)
     return ProbedTask(
-        task=name,
-        title=title,
-        labels=len(data.labels),
-        **{split: len(places) for split, places in chosen.places.items()},
+        task=task.task,
+        data=task.data,
+        title=task.title,
+        labels=task.labels,
+        **{split: len(places) for split, places in task.chosen.places.items()},
         majority=majority,
-        said=data.summary(),
+        said=task.said,
         # of a thousand classes the most frequent one may not occur in test at all
-        found=judged(fitted, test=len(chosen.places["test"]), majority=max(majority, 1.0 / len(data.labels))),
+        found=judged(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
     )
 
 
@@ -163,13 +207,6 @@ def _in_parallel(jobs: Iterable[Any], workers: int) -> Iterable[Fitted]:
 def _majority(chosen: Chosen) -> float:
     most = np.bincount(chosen.labels["train"]).argmax()
     return float(np.mean(chosen.labels["test"] == most))
-
-
-def _read(place: Path) -> ProbedTask:
-    try:
-        return ProbedTask.read(runs.read_json(place))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place} is no result of a probe ({error}); delete it and probe again.") from None
 
 
 def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:

@@ -12,7 +12,10 @@ from headwise.lab.arguments import Workers, require_known, standard_console, sto
 
 __all__ = ["probe"]
 
-GOES_ON = "stopped; what is encoded and probed is kept, give the same command again to go on."
+GOES_ON = (
+    "stopped; finished tasks are kept, of the one under way its encoded sentences at most; give the same command again "
+    "to go on."
+)
 
 
 def probe(
@@ -41,12 +44,16 @@ def probe(
     workers: Workers = None,
 ) -> None:
     """Show what the layers and heads of a frozen model tell of sentences (SentEval's probing tasks)."""
+    from headwise.checks import require_integer
     from headwise.lab.frozen import open_frozen
     from headwise.lab.pool import default_workers
-    from headwise.lab.probe_command import Asked, probe_model, task_files
+    from headwise.lab.probe_asked import Asked, task_files
+    from headwise.lab.probe_command import probe_model
     from headwise.lab.probing_fit import Classifier
     from headwise.lab.tasks.probing_files import PROBES
 
+    if workers is not None:
+        require_integer("--workers", workers, low=1)
     names = [name.strip() for name in task.split(",")]
     for name in names:
         require_known("probing task", name, ("all", *PROBES))
@@ -59,7 +66,7 @@ def probe(
             open_frozen(model, pipeline),
             files,
             asked,
-            out or Path("runs") / "probe" / model.resolve().name,
+            out,
             cache,
             default_workers() if workers is None else workers,
             standard_console(),

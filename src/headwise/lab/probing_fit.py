@@ -26,7 +26,8 @@ __all__ = ["Classifier", "Fitted", "Split", "fit"]
 KINDS = ("regression", "mlp")
 # SentEval's four, and a stronger one, as there are fewer sentences here; the strongest first.
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-# The path ends when so many weaker penalties in a row were no better on dev.
+# The path of a regression ends when so many weaker penalties in a row were no better on dev. A hidden layer tries all:
+# under strong ones it answers one class, and two that do are as good as each other.
 PATIENCE = 2
 ITERATIONS, EPOCHS = 100, 200
 BATCH = 128
@@ -89,8 +90,8 @@ class Fitted:
 def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     """Return how well a classifier does on vectors standardised by the training split's mean and deviation.
 
-    Penalties are tried from the first on; of equal ones on dev the first is kept. The test split is scored once, by the
-    classifier that was chosen.
+    Penalties are tried from the first on, by a regression until two in a row are no better on dev; of equal ones on dev
+    the first is kept. The test split is scored once, by the classifier that was chosen.
 
     Args:
         classifier: What to fit.
@@ -116,17 +117,18 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     kept: tuple[float, float, Any] | None = None
     worse = 0
     vectors, dev = scaled("train"), scaled("dev")
+    hidden = classifier.kind == "mlp" and len(np.unique(splits["train"].labels)) <= MANY
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = None
         for penalty in classifier.penalties:
-            model = _fitted(classifier, model, penalty, vectors, splits["train"].labels)
+            model = _fitted(classifier, model, penalty, vectors, splits["train"].labels, hidden=hidden)
             score = float(np.mean(model.predict(dev) == splits["dev"].labels))
             if kept is None or score > kept[0]:
                 kept, worse = (score, penalty, copy.deepcopy(model)), 0
             else:
                 worse += 1
-            if worse == PATIENCE:
+            if worse == PATIENCE and not hidden:
                 break
         assert kept is not None  # there is at least one penalty
         score, penalty, chosen = kept
@@ -136,9 +138,15 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
 
 
 def _fitted(
-    classifier: Classifier, before: Any, penalty: float, vectors: NDArray[np.float32], labels: NDArray[np.int64]
+    classifier: Classifier,
+    before: Any,
+    penalty: float,
+    vectors: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    *,
+    hidden: bool,
 ) -> Any:
-    if classifier.kind == "mlp" and len(np.unique(labels)) <= MANY:
+    if hidden:
         # scikit-learn divides alpha by the sentences of a batch
         model: Any = MLPClassifier(
             (classifier.hidden,),

@@ -97,6 +97,10 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
     if not absent:
         return reproduction
     left = at.without(absent)
+    if not there and place is not None and place.is_file():
+        raise DataError(
+            f"{place} is a file; {at.id} takes the folder that holds some of {', '.join(at.corpora_at(scale))}."
+        )
     if not there:
         raise DataError(
             f"{place} holds no data that {at.id} could be run on: {', '.join(left.left_out)}; expected some of "

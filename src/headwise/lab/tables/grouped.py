@@ -6,16 +6,31 @@ Owns that grid and how a score at chance is marked. Must not know any table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
+from headwise.checks import DataError
 from headwise.lab.cells import NONE, percent
+from headwise.lab.evidence import Evidence, by_seed
 from headwise.lab.grids import Grid
+from headwise.lab.protocol import key
+from headwise.lab.runs import read_json
+from headwise.lab.statistics import estimate, holm
 from headwise.lab.table import Row, Table
 from headwise.lab.tables.reproduction import Published
 
 __all__ = ["grouped_grid"]
 
 MAJORITY = "majority"
+# What runs on labelled data keep, their labels among it.
+VOCABULARY = "vocabulary.json"
+LEVEL = 0.05
+MARKED = (
+    "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that is "
+    "more (one-sided at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
+)
 
 
 def grouped_grid(
@@ -23,27 +38,33 @@ def grouped_grid(
     published: Published,
     groups: Mapping[str, Sequence[str]],
     tables: Mapping[str, Table],
+    evidence: Mapping[str, Evidence],
     canonical: Callable[[str, str], str],
 ) -> Grid:
     """Return parts by arms, the paper's number before ours, and below a group the means over its parts that were run.
 
-    A score in parentheses is not told to be better than the majority baseline: its 95 % interval reaches down to it.
-    The paper's means are over the same parts as ours.
+    A score in parentheses is not told to be better than the larger of the majority baseline and 1 / labels, in a
+    one-sided test adjusted over all scores of the grid. The paper's means are over the same parts as ours.
 
     Args:
         title: Of the grid.
         published: The paper's numbers.
         groups: Names of groups, and of the parts in each.
         tables: The table of each part that was run.
+        evidence: Its runs.
         canonical: Returns an arm's name at the scale from a part and the arm as the reproduction writes it.
+
+    Raises:
+        DataError: A run does not say its labels.
     """
+    doubtful = _at_chance(tables, evidence)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
     cells = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
     known = [arm for arm in arms if any((part, arm) in cells for part in tables)]
     rows = []
     for group, members in groups.items():
         there = [part for part in members if part in tables]
-        rows += [(part, *_row(part, arms, known, cells, tables.get(part))) for part in members]
+        rows += [(part, *_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
         if there:
             means = []
             for arm in arms:
@@ -56,12 +77,16 @@ def grouped_grid(
     header = ["task", MAJORITY]
     for arm in arms:
         header += [f"{arm}, paper", f"{arm}, here"] if arm in known else [f"{arm}, here"]
-    title += "; in parentheses what is not told to be better than the majority baseline"
-    return Grid(title, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
+    return Grid(title + MARKED, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
 
 
 def _row(
-    part: str, arms: Sequence[str], known: Sequence[str], cells: Mapping[tuple[str, str], str], table: Table | None
+    part: str,
+    arms: Sequence[str],
+    known: Sequence[str],
+    cells: Mapping[tuple[str, str], str],
+    table: Table | None,
+    doubtful: set[tuple[str, str]],
 ) -> list[str]:
     majority = None if table is None else table.row(MAJORITY)
     found = [NONE if majority is None else f"{100 * majority.score.value:.1f}"]
@@ -69,10 +94,37 @@ def _row(
         if arm in known:
             found.append(cells.get((part, arm), NONE))
         row = None if table is None else table.row(arm)
-        found.append(NONE if row is None else _score(row, majority))
+        found.append(NONE if row is None else _score(row, marked=(part, arm) in doubtful))
     return found
 
 
-def _score(row: Row, majority: Row | None) -> str:
+def _score(row: Row, *, marked: bool) -> str:
     text = percent(row.score)
-    return f"({text})" if majority is not None and row.score.low <= majority.score.value else text
+    return f"({text})" if marked else text
+
+
+def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) -> set[tuple[str, str]]:
+    """Return part and arm of each score that is not told to be above its floor."""
+    p_values: dict[tuple[str, str], float] = {}
+    for part, table in tables.items():
+        majority = table.row(MAJORITY)
+        if majority is None:
+            continue
+        results = evidence[part].results
+        for row in table.arms:
+            runs = list(by_seed(results.runs, row.arm).values())
+            # of many labels the most frequent one may not occur in test at all
+            floor = max(majority.score.value, 1.0 / _labels(runs[0].folder))
+            scores = np.stack([results.metric.values(run.statistics) for run in runs])
+            found = estimate(scores - floor, seed=key("chance", part, row.arm))
+            p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
+    adjusted = holm(list(p_values.values()))
+    return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}
+
+
+def _labels(folder: Path) -> int:
+    kept = read_json(folder / VOCABULARY)
+    try:
+        return len(kept["labels"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / VOCABULARY} does not say the run's labels ({error}); train it again.") from None

@@ -45,6 +45,11 @@ Written by `headwise reproduce` from the records in `results/`, not by hand. How
 laboratory's page of the documentation; what differs from the paper, in `DEVIATIONS.md` beside this.
 """
 OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
+# Where arms are columns.
+OTHER_GROUPED = (
+    "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number with "
+    "one of the paper's."
+)
 SAME = "Ours are on the data and the size that the paper names."
 
 
@@ -127,7 +132,8 @@ def published_grid(found: Reproduced) -> Grid | None:
         return None
     title = f"The paper's numbers ({published.on}) beside ours ({_place(found)})"
     if found.reproduction.groups:
-        return grouped_grid(title, published, found.reproduction.groups, found.tables, found.canonical)
+        groups = found.reproduction.groups
+        return grouped_grid(title, published, groups, found.tables, found.evidence, found.canonical)
     several = len({row.part for row in published.rows}) > 1
     header = ["the paper's row", *(["part"] if several else []), "arm"]
     for place, column in enumerate(published.columns):
@@ -181,6 +187,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         ],
         "published": None if published is None else _grid(published),
         "comparable": found.is_the_papers,
+        "grouped": bool(reproduction.groups),
         "pictures": [
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
@@ -233,7 +240,8 @@ def _section(found: Mapping[str, Any]) -> str:
     if rows:
         lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]
     if found.get("published"):
-        lines += [markdown_of(_read_grid(found["published"])), "", SAME if found["comparable"] else OTHER, ""]
+        other = OTHER_GROUPED if found.get("grouped") else OTHER
+        lines += [markdown_of(_read_grid(found["published"])), "", SAME if found["comparable"] else other, ""]
     for picture in found.get("pictures", ()):
         lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
     for grid in found["grids"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headwise.checks import DataError
 from headwise.lab.tasks.classification_data import ClassificationData, data_of
 from headwise.lab.tasks.classification_scales import ClassificationScale
 from headwise.lab.tasks.classification_texts import texts_of
@@ -85,7 +86,8 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
         progress: Whether parsing shows a bar.
 
     Raises:
-        DataError: There is no such file, a line does not fit, or a split comes out empty.
+        DataError: There is no such file, a line does not fit, there are too few sentences to cut, a split comes out
+            empty, or the training sentences have one label alone.
     """
     path = probing_file(place)
     kept = distinct(read_probing(path))
@@ -95,7 +97,17 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
     texts = texts_of(
         layout, dict.fromkeys(lines, path), lines, scale, cache, form=KEPT, labels=labels, progress=progress
     )
-    data = data_of(texts, scale, path, every_label=False)
+    try:
+        data = data_of(texts, scale, path, every_label=False)
+    except DataError as error:
+        if str(path) in str(error):
+            raise
+        raise DataError(f"{path}: {error}") from None
+    if len(np.unique(data.train.labels)) < 2:
+        raise DataError(
+            f"{path}: all {len(data.train)} training sentences have the label {labels[data.train.labels[0]]!r} (they "
+            f"come from {', '.join(kept.lines)}); expected at least two labels among them: add data."
+        )
     return ProbingData(
         **{field.name: getattr(data, field.name) for field in fields(data)},
         sentences=tuple(one.text for part in lines.values() for one in part),
