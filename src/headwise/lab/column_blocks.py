@@ -52,26 +52,23 @@ class ColumnBlocks:
     def _blocks(self, room: int) -> list[list[int]]:
         blocks: list[list[int]] = []
         for column in range(1, len(self.header)):
-            if blocks and self._least_width([*blocks[-1], column], room) <= room:
+            if blocks and self._least_width([*blocks[-1], column]) <= room:
                 blocks[-1].append(column)
             else:
                 blocks.append([0, column])
         return blocks or [[0]]
 
-    def _least_width(self, columns: Sequence[int], room: int) -> int:
-        return sum(self._least(column, room) for column in columns) + _between(len(columns))
+    def _least_width(self, columns: Sequence[int]) -> int:
+        return sum(self._least(column) for column in columns) + _between(len(columns))
 
-    def _least(self, column: int, room: int) -> int:
-        """Return the width below which a number or a word of a column would be broken."""
+    def _least(self, column: int) -> int:
+        """Return the least width of a column: that of its numbers, or of its longest word (name in the first) up to 16."""
         if self.align[column] == "r":
             numbers = max((cell_len(row[column]) for row in self.rows), default=0)
             return max(numbers, *(cell_len(word) for word in self.header[column].split() or [""]))
-        longest = max(cell_len(word) for text in self._texts(column) for word in text.split() or [""])
-        if not column:
-            # a name is not broken where it has half of the room, and is kept in one line where it is short
-            names = max((cell_len(row[0]) for row in self.rows), default=0)
-            return max(min(longest, room // 2), min(names, LONGEST_WORD))
-        return min(longest, LONGEST_WORD)
+        # a short name is kept in one line; a long one is broken before a column goes into a block of its own
+        whole = [line for text in self._texts(column) for line in ([text] if not column else text.split())]
+        return min(max(map(cell_len, whole), default=0), LONGEST_WORD)
 
     def _most(self, column: int) -> int:
         return max(cell_len(line) for text in self._texts(column) for line in text.split("\n"))
@@ -81,7 +78,7 @@ class ColumnBlocks:
 
     def _widths(self, columns: Sequence[int], room: int) -> list[int]:
         """Return widths that fill the room as far as texts need it, the narrowest column growing first."""
-        widths = [self._least(column, room) for column in columns]
+        widths = [self._least(column) for column in columns]
         most = [self._most(column) for column in columns]
         for _ in range(room - sum(widths) - _between(len(columns))):
             growing = [place for place, width in enumerate(widths) if width < most[place]]
