@@ -62,7 +62,7 @@ class ColumnBlocks:
         return sum(self._least(column) for column in columns) + _between(len(columns))
 
     def _least(self, column: int) -> int:
-        """Return the least width of a column: that of its numbers, or of its longest word (name in the first) up to 16."""
+        """Return the least width of a column: of its numbers, or of its longest word (name in the first) up to 16."""
         if self.align[column] == "r":
             numbers = max((cell_len(row[column]) for row in self.rows), default=0)
             return max(numbers, *(cell_len(word) for word in self.header[column].split() or [""]))
