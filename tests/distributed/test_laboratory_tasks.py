@@ -92,7 +92,7 @@ def test_glue(two: Processes, tmp_path: Path):
         name="toy",
         epochs=2,
         batch_size=15,
-        warmup_steps=2,
+        warmup_share=0.1,
         length=32,
         train_examples=52,
         pretrained=write_model(tmp_path / "model", dropout=0.0),
