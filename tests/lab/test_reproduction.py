@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import matplotlib.axes
 import pytest
 from rich.console import Console
 
@@ -243,7 +245,7 @@ def test_numbers_compare_only_on_the_papers_data_and_size(tmp_path):
     assert not published(tmp_path, scale="demo").is_the_papers
 
 
-def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path):
+def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path, monkeypatch):
     evidence, tables = {}, {}
     for place, part in enumerate(("2 heads", "4 heads")):
         arms = (Drawn("plain", None), *([Drawn("svgd")] if place else []))
@@ -255,6 +257,21 @@ def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path):
     assert picture.png.startswith(b"\x89PNG")
     assert curve("NLL", {"2 heads": evidence["2 heads"]}, {"2 heads": tables["2 heads"]}) is None
     assert curve("absent", evidence, tables) is None
+    assert picture.caption == "NLL by part: each dot a seed, each line an arm's means, its band from seed to seed."
+    sets = {"Twitter": evidence["2 heads"], "Wikipedia": evidence["4 heads"]}
+    named = dict(zip(sets, tables.values(), strict=True))
+    lines: list[int] = []
+    draw = matplotlib.axes.Axes.plot
+
+    def seen(axes: matplotlib.axes.Axes, x: list[float], *rest: Any, **look: Any) -> object:
+        lines.append(len(x))
+        return draw(axes, x, *rest, **look)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", seen)
+    assert curve("NLL", sets, named).caption == "NLL by part: each dot a seed, each large mark an arm's mean."
+    assert set(lines) == {1}, "sets have no order that a line could follow"
+    curve("NLL", evidence, tables)
+    assert 2 in lines
 
 
 def test_a_dry_run_shows_the_runs_and_what_is_left_and_writes_nothing(corpus, tmp_path):

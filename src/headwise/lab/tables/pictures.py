@@ -27,8 +27,12 @@ COLUMNS = 3
 
 
 def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
-    """Return a number of each arm over the parts, seeds as dots and means as a line; None with fewer than two parts."""
+    """Return a number of each arm over the parts, seeds as dots and means as marks; None with fewer than two parts.
+
+    Means are joined by a line where the parts are numbers of something, as in "5 heads".
+    """
     parts = list(evidence)
+    ordered = all(part[:1].isdigit() for part in parts)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
     found = {arm: {part: list(evidence[part].of(arm, measure).values()) for part in parts} for arm in arms}
     if len(parts) < 2 or not any(values for by_part in found.values() for values in by_part.values()):
@@ -37,10 +41,11 @@ def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, T
     style = styles(max(tables.values(), key=lambda table: len(table.arms)))
     with drawing(7.2, 4.4) as figure:
         axes = figure.subplots()
-        for place, (arm, by_part) in enumerate(found.items()):
-            look, shift = style[arm], 0.06 * (place - (len(arms) - 1) / 2)
-            there = [(number + shift, values) for number, values in enumerate(by_part.values()) if values]
-            draw_sweep(axes, there, look, label=arm)
+        for number, (arm, by_part) in enumerate(found.items()):
+            look, shift = style[arm], 0.06 * (number - (len(arms) - 1) / 2)
+            there = [(part + shift, values) for part, values in enumerate(by_part.values()) if values]
+            for place, members in enumerate([there] if ordered else [[one] for one in there]):
+                draw_sweep(axes, members, look, label="" if place else arm)
         axes.set_xticks(range(len(parts)), parts)
         axes.set_ylabel(measure)
         figure.legend(loc="outside upper left", ncols=COLUMNS, frameon=False)
@@ -49,10 +54,11 @@ def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, T
         f"{arm}: " + ", ".join(f"{part} {fmean(values):.3f}" for part, values in by_part.items() if values)
         for arm, by_part in found.items()
     )
+    means = "each line an arm's means, its band from seed to seed" if ordered else "each large mark an arm's mean"
     return Picture(
         f"{measure.lower()}-by-part",
         png,
-        f"{measure} by part: each dot a seed, each line an arm's means, its band from seed to seed.",
+        f"{measure} by part: each dot a seed, {means}.",
         alt,
     )
 
