@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headwise.checks import DataError
 from headwise.lab.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
 from headwise.lab.evidence import Evidence
 from headwise.lab.results import read_results
@@ -239,3 +240,15 @@ def test_models_with_tests_of_their_own_are_not_compared(tmp_path):
     own = replace(results, metric=replace(results.metric, own_test=True))
     (judged,) = judge([Claim("", (Contrast("good", "plain"),))], {"": Evidence(own)})
     assert judged.verdict == "no verdict (good over plain is of models with tests of their own)"
+
+
+def test_runs_of_which_some_do_not_say_their_start_are_refused(tmp_path):
+    results = comparison(tmp_path, Drawn("good", effect=1.2))
+    mixed = begun(results, (0, None, 2, 0, 1))
+    with pytest.raises(DataError, match=r"seed-1 does not say which earlier run it began with; delete the folder"):
+        judge([Claim("", (Contrast("good", "plain"),))], {"": Evidence(mixed)})
+    # a baseline begins with nothing, and says nothing of the others
+    runs = tuple(replace(run, start=None, baseline=True) if run.arm == "plain" else run for run in results.runs)
+    shared = replace(results, runs=tuple(run if run.baseline else replace(run, start=run.seed % 2) for run in runs))
+    (judged,) = judge([Claim("", (Contrast("plain", "good"),))], {"": Evidence(shared)})
+    assert judged.verdict == "no verdict (2 pre-trainings)"

@@ -17,7 +17,16 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2Model, PreTrainedTokenizerFast, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2Model,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    TrainingArguments,
+)
 
 import headwise as hw
 from headwise.checks import DataError, SettingError
@@ -33,10 +42,11 @@ from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.glue import GlueTask
 from headwise.lab.tasks.glue_files import GLUE, glue_set, lacking, read_split, submission
 from headwise.lab.tasks.glue_scales import GLUE_SCALES
-from headwise.lab.tasks.glue_start import Classifier, find_start
+from headwise.lab.tasks.glue_start import Classifier, find_start, require_positions
 from headwise.lab.tasks.task import Recipe, WithStarts
 from headwise.lab.train import train_run
 from headwise.lab.trained import load_trained
+from headwise.lab.whole_model import require_whole
 from lab.glue_toy import sentence, toy_words, truth, write_glue, write_model
 
 TASK = GlueTask()
@@ -389,6 +399,54 @@ def test_a_model_that_is_not_whole_is_refused(change, said, model, tmp_path):
         open_frozen(place)
 
 
+def written(model: Any, folder: Path) -> Path:
+    """A folder of a model with the toy's tokenizer."""
+    model.save_pretrained(folder)
+    for name, text in toy_words().files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+SEQ2SEQ: dict[str, Any] = {"d_model": 16, "vocab_size": 120, "decoder_start_token_id": 0, "pad_token_id": 0}
+
+
+def test_what_a_model_makes_itself_or_is_not_read_of_it_does_not_lack(tmp_path):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    marian = MarianConfig(**SEQ2SEQ, **sizes, max_position_embeddings=32, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    t5 = T5Config(**SEQ2SEQ, d_kv=8, d_ff=8, num_layers=1, num_heads=2)
+    folders = [written(MarianMTModel(marian), tmp_path / "marian"), written(T5EncoderModel(t5), tmp_path / "t5")]
+    flagged = written(T5EncoderModel(t5), tmp_path / "flagged")
+    config = json.loads((flagged / "config.json").read_text())
+    (flagged / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    for folder in [*folders, flagged]:
+        frozen = open_frozen(folder)
+        (batch,) = frozen.read([sentence(3)])
+        with torch.no_grad():
+            assert frozen.run(batch).shape[-1] == 16
+    with pytest.raises(DataError, match=r"has no 'transformer.decoder|has no 'decoder"):
+        Classifier(folders[1], 2)
+
+
+def test_numbers_of_one_byte_are_looked_at(tmp_path):
+    small = torch.nn.Linear(2, 2)
+    small.weight = torch.nn.Parameter(small.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    said: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
+    require_whole(tmp_path, small, said)
+    small.weight = torch.nn.Parameter(torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(DataError, match="'weight' holds numbers that are not finite"):
+        require_whole(tmp_path, small, said)
+
+
+def test_a_model_of_unknown_kind_is_refused_in_a_sentence(model, tmp_path):
+    shutil.copytree(model, tmp_path / "odd")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "model_type": "odd"}))
+    with pytest.raises(DataError, match="cannot be loaded by transformers"):
+        require_positions(tmp_path / "odd", 32)
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": -1}))
+    require_positions(tmp_path / "odd", 512)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(model, glue, tmp_path):
     shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     said = "holds no tokenizer with a vocabulary; save it beside the model"
@@ -429,6 +487,10 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
     second = TASK.load(glue / "CoLA", toy(tmp_path / "rte"), None)
     assert TASK.start_of(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
     assert TASK.start_of(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
+    path = tmp_path / "rte" / "plain" / "seed-3" / "result.json"
+    runs.write_json(path, {name: value for name, value in runs.read_json(path).items() if name != "start"})
+    with pytest.raises(DataError, match="seed-3 does not say which pre-training it began with; delete it"):
+        TASK.start_of(plain, second, toy(tmp_path / "rte"), 3)
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")

@@ -254,11 +254,22 @@ def test_runs_that_share_a_start_count_as_one():
     starts = (0, 1, 2, 0, 1, 2)
     found = difference(leads, np.zeros((6, 40)), seed=4, starts=starts, least=-50.0)
     means = np.stack([leads[[0, 3]].mean(axis=0), leads[[1, 4]].mean(axis=0), leads[[2, 5]].mean(axis=0)])
-    whole = estimate(means, seed=4)
-    assert (found.value, found.p, found.seeds) == (whole.value, whole.p, 3)
+    over_starts, over_rows = estimate(means, seed=4), estimate(leads, seed=4)
+    assert (found.value, found.p, found.seeds) == (over_starts.value, over_starts.p, 3)
+    assert found.high - found.value == pytest.approx(over_starts.high - over_starts.value)
+    assert over_starts.high - over_starts.value > over_rows.high - over_rows.value
     assert found.drawn == "pre-training"
     assert verdict(found, 0.001) == "no verdict (3 pre-trainings)"
     assert difference(leads, np.zeros((6, 40)), seed=4).seeds == 6
+
+
+def test_with_one_start_the_interval_is_still_that_of_its_fine_tunings():
+    leads = np.random.default_rng(3).normal(0.3, 0.1, (5, 400)) + np.array([[0.0], [2.0], [1.0], [-1.0], [0.5]])
+    found = difference(leads, np.zeros_like(leads), seed=4, starts=(0,) * 5, least=-50.0)
+    rows = estimate(leads, seed=4)
+    assert (found.low, found.high, found.p) == pytest.approx((rows.low, rows.high, rows.p))
+    alone = estimate(leads.mean(axis=0, keepdims=True), seed=4)
+    assert found.high - found.low > 20 * (alone.high - alone.low)
 
 
 def test_five_fine_tunings_of_two_pre_trainings_that_merely_differ_are_no_finding():

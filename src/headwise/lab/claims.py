@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from headwise.lab.evidence import Evidence, by_seed, by_shared_seed
 from headwise.lab.protocol import key
-from headwise.lab.results import starts_of
+from headwise.lab.results import Run, starts_of
 from headwise.lab.shown import Shown
-from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate, holm, of_one_start, undecided
+from headwise.lab.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
 
 __all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
 
@@ -220,8 +220,7 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
 def _found(contrast: Contrast, leads: Leads | str) -> Found:
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
-    found = estimate(of_one_start(leads.values, leads.starts), seed=key("claim", str(contrast)))
-    return Found(contrast, found if leads.starts is None else replace(found, drawn="pre-training"))
+    return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=key("claim", str(contrast))))
 
 
 def _terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
@@ -286,7 +285,7 @@ def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads 
         weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
         for row, seed in enumerate(seeds):
             leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
-    return Leads(leads[:, used], starts_of(runs[0][seed] for seed in seeds))
+    return Leads(leads[:, used], _starts(runs, seeds))
 
 
 def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
@@ -296,8 +295,14 @@ def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evid
     if not seeds:
         return "was not run"
     leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
-    first = by_seed(parts[terms[0].part].results.runs, terms[0].arm)
-    return Leads(np.array(leads)[:, None], starts_of(first[seed] for seed in seeds))
+    runs = [by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+    return Leads(np.array(leads)[:, None], _starts(runs, seeds))
+
+
+def _starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the starts of runs that are compared; a baseline among them has none."""
+    known = (starts_of(found[seed] for seed in seeds) for found in runs)
+    return next((starts for starts in known if starts is not None), None)
 
 
 def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:

@@ -47,7 +47,7 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
         )
     model, tokenizer = _loaded(folder)
     note = ""
-    if getattr(model.config, "is_encoder_decoder", False):
+    if _is_read_to_its_encoder(model):
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -80,6 +80,12 @@ def _named(folder: Path) -> str:
     return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
 
 
+def _is_read_to_its_encoder(model: Any) -> bool:
+    """Whether it is an encoder-decoder, or the encoder of one that was saved alone and says so in one of two ways."""
+    alone = any(name.endswith("EncoderModel") for name in model.config.architectures or ())
+    return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
+
+
 def _loaded(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -91,7 +97,7 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
             return whole.base_model, tokenizer
         model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        require_whole(folder, model, said)
+        require_whole(folder, model, said, unread=("decoder.",) if _is_read_to_its_encoder(model) else ())
         require_vocabulary(folder, tokenizer)
         return model, tokenizer
     except HeadwiseError:

@@ -142,7 +142,8 @@ def _found(arms: Sequence[Row]) -> str:
     open_ = [row for row in arms if row.verdict.startswith("no verdict")]
     if len(open_) == len(arms):
         reasons = ", ".join(dict.fromkeys(row.verdict.removeprefix("no verdict ").strip("()") for row in open_))
-        return f"No verdict is given ({reasons}): one needs the arm's control and {MINIMUM_SEEDS} seeds of both."
+        drawn = next((row.to_control.estimate.drawn for row in open_ if row.to_control is not None), "seed")
+        return f"No verdict is given ({reasons}): one needs the arm's control and {MINIMUM_SEEDS} {drawn}s of both."
     parts = []
     if better:
         parts.append(f"Better than the control: {_listed(better)}.")
@@ -169,6 +170,8 @@ def _settings(row: Row) -> str:
 
 
 def _protocol(table: Table) -> str:
+    drawn = {row.to_control.estimate.drawn for row in table.arms if row.to_control is not None} - {"seed"}
+    shared = "".join(f" Runs that began with one {one} of their arm count as one." for one in sorted(drawn))
     return (
         f"Every arm was trained under the same seeds, with the same data in the same order and, where two models share "
         f"parameters, the same start; the metric, {table.primary}, was named before the first run. Each arm is "
@@ -176,6 +179,7 @@ def _protocol(table: Table) -> str:
         "routing with uniform weights over the same votes), paired by seed and test item, by a hierarchical bootstrap "
         "over seeds and test items that is never less careful than Student's t over the seeds. With fewer than "
         f"{MINIMUM_SEEDS} seeds no verdict is given; p-values are adjusted by Holm's method over the arms of the table."
+        + shared
     )
 
 

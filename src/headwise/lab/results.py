@@ -187,10 +187,17 @@ def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
 
 
 def starts_of(runs: Iterable[Run]) -> tuple[int, ...] | None:
-    """Return which earlier run each run began with; None where one drew everything itself."""
-    found = [run.start for run in runs]
-    known = tuple(start for start in found if start is not None)
-    return known if known and len(known) == len(found) else None
+    """Return which earlier run each run began with; None where they drew everything themselves.
+
+    Raises:
+        DataError: Some did and some did not, as where runs were made by different versions.
+    """
+    given = list(runs)
+    known = tuple(run.start for run in given if run.start is not None)
+    if known and len(known) != len(given):
+        silent = next(run for run in given if run.start is None)
+        raise DataError(f"{silent.folder} does not say which earlier run it began with; {AGAIN.format(silent.folder)}")
+    return known or None
 
 
 def _read_run(path: Path, metric: Metric, items: int) -> Run:

@@ -21,8 +21,8 @@ __all__ = [
     "Estimate",
     "difference",
     "estimate",
+    "estimate_over_starts",
     "holm",
-    "of_one_start",
     "score",
     "undecided",
     "verdict",
@@ -87,7 +87,7 @@ def difference(
         seed: Seed of the resampling.
         resamples: Number of resamples.
         least: The least score there can be, as in `score`.
-        starts: Which earlier run each row began with; see `of_one_start`.
+        starts: Which earlier run each row began with; see `estimate_over_starts`.
 
     Raises:
         SettingError: The two do not have one shape.
@@ -102,33 +102,48 @@ def difference(
         raise SettingError(
             f"arm and control have shapes {arm.shape} and {control.shape}; expected the same seeds and items in both."
         )
-    leads = of_one_start(arm.astype(np.float64) - control.astype(np.float64), starts)
-    found = estimate(leads, seed=seed, resamples=resamples)
-    low, high = max(found.low, least - 1.0), min(found.high, 1.0 - least)
-    return replace(found, low=low, high=high, drawn="seed" if starts is None else "pre-training")
+    leads = arm.astype(np.float64) - control.astype(np.float64)
+    found = estimate_over_starts(leads, starts, seed=seed, resamples=resamples)
+    return replace(found, low=max(found.low, least - 1.0), high=min(found.high, 1.0 - least))
 
 
-def of_one_start(leads: Array, starts: Sequence[int] | None) -> Array:
-    """Return rows that began with one earlier run as their mean: they share its chance, and count as one.
+def estimate_over_starts(
+    leads: Array, starts: Sequence[int] | None, *, seed: int, resamples: int = RESAMPLES
+) -> Estimate:
+    """Return the mean of rows of which some began with one earlier run and share its chance: these count as one.
 
     Fine-tunings of one pre-training say how much fine-tuning varies and nothing of how much pre-training does; a
-    method that acts in pre-training is judged over pre-trainings.
+    method that acts in pre-training is judged over pre-trainings. Each start counts as much, however many rows began
+    with it. The interval is the wider one of that over starts and that over rows: with one start, the former knows
+    test items alone.
 
     Args:
         leads: [S, N], one row a run.
         starts: Which earlier run each row began with; None where each drew everything itself.
-
-    Returns:
-        [S', N], one row for each of the S' different starts.
+        seed: Seed of the resampling.
+        resamples: Number of resamples.
 
     Example:
-        >>> of_one_start(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1)).tolist()
-        [[2.0], [5.0]]
+        >>> found = estimate_over_starts(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1), seed=0)
+        >>> found.value, found.seeds, found.drawn
+        (3.5, 2, 'pre-training')
     """
+    rows = estimate(leads, seed=seed, resamples=resamples)
     if starts is None:
-        return leads
+        return rows
     places = np.asarray(starts)
-    return np.stack([leads[places == start].mean(axis=0) for start in dict.fromkeys(starts)])
+    means = np.stack([leads[places == start].mean(axis=0) for start in dict.fromkeys(starts)])
+    found = estimate(means, seed=seed, resamples=resamples)
+    half = max(found.high - found.value, rows.high - rows.value)
+    return Estimate(
+        found.value,
+        found.value - half,
+        found.value + half,
+        max(found.p, rows.p),
+        found.seeds,
+        found.items,
+        drawn="pre-training",
+    )
 
 
 def estimate(

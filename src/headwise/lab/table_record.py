@@ -99,6 +99,7 @@ def _difference_record(found: Difference | None) -> dict[str, Any] | None:
         "against": found.against,
         **_estimate_record(estimate),
         "seeds": estimate.seeds,
+        "drawn": estimate.drawn,
         "p": estimate.p,
         "p_holm": found.adjusted,
         "verdict": found.verdict,

@@ -99,8 +99,9 @@ class Start:
         if self.task == "pretraining":
             return seed % starts
         before = read_json(run / RESULT)
-        found = before.get("start") if isinstance(before, dict) else None
-        return None if found is None else int(found)
+        if not isinstance(before, dict) or "start" not in before:
+            raise DataError(f"{run} does not say which pre-training it began with; delete it and do it again.")
+        return None if before["start"] is None else int(before["start"])
 
     def any_folder(self) -> Path:
         """Return the folder of one of the models, for what all of them share.
@@ -234,15 +235,19 @@ def require_positions(folder: Path, length: int) -> None:
     Raises:
         DataError: It has fewer.
     """
-    own = load(folder).config if (folder / RECORD).is_file() else None
-    config: Any = own or AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    known = getattr(config, "max_position_embeddings", None)
+    try:
+        own = load(folder).config if (folder / RECORD).is_file() else None
+        config: Any = own or AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:200]}") from None
+    # XLNet says -1 for any number
+    known = max(0, int(getattr(config, "max_position_embeddings", None) or 0)) or None
     # RoBERTa and its like count positions from behind that of padding
     shifted = int(config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    if known is not None and length > int(known) - shifted:
+    if known is not None and length > known - shifted:
         raise DataError(
-            f"{folder} has positions for {int(known) - shifted} tokens, and texts are cut at {length}; give --set "
-            f"length={int(known) - shifted}."
+            f"{folder} has positions for {known - shifted} tokens, and texts are cut at {length}; give --set "
+            f"length={known - shifted}."
         )
 
 
@@ -269,7 +274,7 @@ def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no model that transformers can load as a classifier ({reason}).") from error
-    require_whole(folder, network, said, f"{network.base_model_prefix}.")
+    require_whole(folder, network, said, backbone=f"{network.base_model_prefix}.")
     return network, {name.rpartition(".")[0] for name in said["missing_keys"]}
 
 
