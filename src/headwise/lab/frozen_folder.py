@@ -16,8 +16,8 @@ from headwise.checks import DataError, HeadwiseError
 from headwise.lab.batches import length_sorted
 from headwise.lab.encoded import BATCH, Encoded
 from headwise.lab.frozen_model import Frozen
-from headwise.lab.tasks.glue_start import MODEL
-from headwise.lab.whole_model import require_vocabulary, require_whole
+from headwise.lab.tasks.glue_start import MODEL, open_tokenizer
+from headwise.lab.whole_model import require_whole
 from headwise.layouts import find_heads
 from headwise.saving import RECORD, load
 
@@ -49,8 +49,6 @@ def frozen_folder(folder: Path, name: str = "") -> Frozen:
     note = ""
     if _is_read_to_its_encoder(model):
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     # positions are counted from the left, padding included, by models that are given none
     tokenizer.padding_side = "right"
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -87,19 +85,16 @@ def _is_read_to_its_encoder(model: Any) -> bool:
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoModel
 
     try:
         if (folder / RECORD).is_file():
             # transformers refuses a folder with aggregators, and its tokenizer with it
             whole: Any = load(folder)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-            return whole.base_model, tokenizer
+            return whole.base_model, open_tokenizer(folder)
         model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         require_whole(folder, model, said, unread=("decoder.",) if _is_read_to_its_encoder(model) else ())
-        require_vocabulary(folder, tokenizer)
-        return model, tokenizer
+        return model, open_tokenizer(folder)
     except HeadwiseError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
