@@ -49,6 +49,15 @@ class Capture:
         """What was computed of the heads, None for what was not asked for."""
         return self.outputs, self.values, self.weights, self.mean_weights
 
+    @property
+    def queries(self) -> int:
+        """How many real queries the call had; 0 where neither outputs nor weights of each head were computed."""
+        if self.query_keep is not None:
+            return int(self.query_keep.sum())
+        if self.outputs is not None:
+            return self.outputs.shape[0] * self.outputs.shape[1]
+        return 0 if self.weights is None else self.weights.shape[0] * self.weights.shape[2]
+
     def __deepcopy__(self, _memo: dict[int, object]) -> Self:
         # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "site"}

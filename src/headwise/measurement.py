@@ -22,7 +22,7 @@ from headwise.heads import Heads, Site
 from headwise.intervals import mean_interval
 from headwise.masks import HeadMask
 from headwise.report import Report
-from headwise.site_sums import SiteSums, layer_report, queries_of
+from headwise.site_sums import SiteSums, layer_report
 from headwise.taps import Capture, Taps
 
 __all__ = ["evaluating", "measure", "readable"]
@@ -203,7 +203,7 @@ class Reading:
             if self.names not in ((), mask.names):
                 raise MaskError(f"a batch has roles {mask.names}, one before {self.names}; expected the same in all.")
             self.names = mask.names
-        self.tokens += max((queries_of(capture) for capture in captures), default=0)
+        self.tokens += max((capture.queries for capture in captures), default=0)
         for site, passes in Counter(capture.site.name for capture in captures).items():
             if passes > 1:
                 self.notes.append(

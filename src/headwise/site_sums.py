@@ -23,7 +23,7 @@ from headwise.metrics import OutputMoments, output_moments
 from headwise.report_layers import LayerReport, Matrix
 from headwise.role_shares import RoleShares, role_shares
 
-__all__ = ["SiteSums", "layer_report", "queries_of"]
+__all__ = ["SiteSums", "layer_report"]
 
 
 class SiteSums:
@@ -67,15 +67,6 @@ class SiteSums:
     def _term(self, name: str, found: tuple[Tensor, Tensor]) -> None:
         before = self.terms.get(name)
         self.terms[name] = found if before is None else (before[0] + found[0], before[1] + found[1])
-
-
-def queries_of(capture: Capture) -> int:
-    """Return how many real queries a call had; 0 where neither its outputs nor its weights were read."""
-    if capture.query_keep is not None:
-        return int(capture.query_keep.sum())
-    if capture.outputs is not None:
-        return capture.outputs.shape[0] * capture.outputs.shape[1]
-    return 0 if capture.weights is None else capture.weights.shape[0] * capture.weights.shape[2]
 
 
 def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: list[str]) -> LayerReport:

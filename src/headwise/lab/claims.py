@@ -154,8 +154,7 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
     every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
     with fewer than five seeds there is no verdict (runs that began with one earlier run, in which the method acted,
-    count as one), and without a test the words are "measured, not tested", where there
-    is anything to measure.
+    count as one), and without a test the words are "measured, not tested", where there is anything to measure.
 
     Args:
         claims: The claims of one table or figure.

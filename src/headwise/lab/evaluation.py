@@ -102,7 +102,7 @@ class _Site:
         outputs, weights, keep = capture.outputs, capture.weights, capture.query_keep
         assert outputs is not None
         assert weights is not None
-        count = outputs.shape[0] * outputs.shape[1] if keep is None else int(keep.sum())
+        count = capture.queries
         self.tokens += count
         self.sums["distance"] += count * float(metrics.head_distance(outputs, keep))
         self.sums["output_cosine"] += count * float(metrics.output_cosine(outputs, keep))

@@ -172,7 +172,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Auc:
-    """Area under the ROC curve: the chance that a position of one kind is scored above one of the other.
+    """Area under the ROC curve of replaced tokens: the chance that one is scored above one that was not replaced.
+
+    What was replaced is what the model's own generator put there, so each model has a test of its own.
 
     A position's placement is the share of positions of the other kind that it is on the right side of, ties half. An
     item's statistics are [placements of the first kind, positions of it, placements of the second, positions]. With S

@@ -20,8 +20,8 @@ SMOOTH = "smooth:step_size=0.01"
 _ARMS = ("plain", SMOOTH, SVGD)
 _LOSS = "discriminator_loss"
 # The one layer that is repelled: a mean over all layers would thin its change by their number.
-FIRST = "electra.encoder.layer.0.attention.self"
-_CKA, _COSINE = f"output_cka of {FIRST}", f"output_cosine of {FIRST}"
+_FIRST = "electra.encoder.layer.0.attention.self"
+_CKA, _COSINE = f"output_cka of {_FIRST}", f"output_cosine of {_FIRST}"
 
 PRETRAINING = Reproduction(
     id="repulsive/pretraining",
@@ -75,7 +75,7 @@ _TABLE_3 = {
 _SMALL = ("RTE", "STS-B", "RTE after MNLI")
 _LONGER = {"demo": None, "cpu": "epochs=5"}
 _SETS = tuple(_TABLE_3)
-RISING = sum(float(after) > float(before) for before, after in _TABLE_3.values())
+_RISING = sum(float(after) > float(before) for before, after in _TABLE_3.values())
 
 
 def _on(name: str) -> Sizes:
@@ -93,7 +93,7 @@ def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
     ways = averages(sets)
     # the paper counts RTE by its second column; fine-tuned alone it falls
     rising = tuple(name for name in sets if float(_TABLE_3[name][1]) > float(_TABLE_3[name][0]))
-    here = "" if len(rising) == RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
+    here = "" if len(rising) == _RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
     return (
         Claim(
             f"Repulsive attention improves the average over the sets ({' and '.join(ways) or 'fewer than two here'}).",

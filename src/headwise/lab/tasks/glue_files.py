@@ -148,11 +148,9 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
             if found.gaps and labelled and not (all(texts) and label):
                 left_out += 1
                 continue
-            if found.gaps and not labelled:
-                # the server wants an answer to each line
-                examples.append(GlueExample(texts, label, _index(fields, len(examples))))
-                continue
-            _require_line(found, path, number, texts, label, labelled=labelled)
+            # of a test file with gaps the server wants an answer to each line
+            if labelled or not found.gaps:
+                _require_line(found, path, number, texts, label, labelled=labelled)
             examples.append(GlueExample(texts, label, _index(fields, len(examples))))
     return examples, left_out
 
