@@ -58,10 +58,18 @@ def test_the_losses_are_those_of_the_equations_token_by_token(model):
     model.requires_grad_(False)
     rows, columns = given["input_ids"].shape
     everywhere = model.generator(input_ids=given["input_ids"], token_type_ids=given["token_type_ids"]).logits
-    noise = torch.Generator().manual_seed(3)
-    waits = torch.empty(9, 23).exponential_(generator=noise)
+    uniform = torch.rand(9, 1, generator=torch.Generator().manual_seed(3)).flatten().tolist()
+
+    def sampled(logits: torch.Tensor, number: float) -> int:
+        passed = 0.0
+        for token, p in enumerate(logits.softmax(dim=-1).tolist()):
+            passed += p
+            if number < passed:
+                return token
+        raise AssertionError("probabilities sum to less than the number")
+
     # one sample is the right token
-    given["labels"][0, 0] = (everywhere[0, 1].softmax(dim=-1) / waits[0]).argmax()
+    given["labels"][0, 0] = sampled(everywhere[0, 1], uniform[0])
     found = model(**given, sampling_seed=3)
     filled, corrupted, original = [], given["input_ids"].clone(), given["input_ids"].clone()
     for row in range(rows):
@@ -69,7 +77,7 @@ def test_the_losses_are_those_of_the_equations_token_by_token(model):
             position, token = int(given["positions"][row, place]), int(given["labels"][row, place])
             p = torch.softmax(everywhere[row, position], dim=-1)
             filled.append(-math.log(float(p[token])))
-            corrupted[row, position] = int((p / waits[3 * row + place]).argmax())
+            corrupted[row, position] = sampled(everywhere[row, position], uniform[3 * row + place])
             original[row, position] = token
     judged = model.discriminator(input_ids=corrupted, token_type_ids=given["token_type_ids"]).logits
     losses, replaced = [], 0
@@ -92,6 +100,19 @@ def test_replacements_follow_the_generators_probabilities():
     wanted = torch.softmax(logits, dim=-1)
     shares = torch.bincount(_sampled(logits.expand(4000, -1), seed=11), minlength=23) / 4000
     assert torch.allclose(shares, wanted, atol=4 * (0.25 / 4000) ** 0.5)
+
+
+def test_a_token_of_probability_zero_is_not_sampled(monkeypatch):
+    logits = torch.full((2, 4), -math.inf)
+    logits[:, 1], logits[:, 2] = 0.3, -0.4
+    for number, wanted in ((0.0, 1), (1.0, 2)):
+        # 1.0 stands for what rounding makes of the largest number below it
+        monkeypatch.setattr(torch, "rand", lambda *size, number=number, **_: torch.full(size, number))
+        assert _sampled(logits, seed=None).tolist() == [wanted] * 2
+
+
+def test_of_logits_that_are_no_numbers_some_token_is_sampled():
+    assert all(0 <= token < 23 for token in _sampled(torch.full((2, 23), math.nan), seed=3).tolist())
 
 
 def test_no_gradient_of_the_discriminator_reaches_the_generator_but_through_the_embeddings(model):

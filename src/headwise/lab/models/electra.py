@@ -207,13 +207,21 @@ def _full(logits: Tensor) -> Tensor:
 
 
 def _sampled(logits: Tensor, seed: int | None) -> Tensor:
-    """Return one token for each row of logits, drawn from its softmax: the least of exponentials of rates p."""
-    if seed is None:
-        waits = torch.empty_like(logits).exponential_()
-    else:
-        # drawn where every machine draws the same
-        waits = torch.empty(logits.shape).exponential_(generator=torch.Generator().manual_seed(seed)).to(logits.device)
-    return (logits - waits.log()).argmax(dim=-1)
+    """Return one token for each row of logits, drawn from its softmax: where one uniform number falls in its sums.
+
+    One number a row is drawn, where a number a token would take longer than the rest of a small step. With a seed it
+    is drawn where every machine draws the same.
+    """
+    sums = logits.softmax(dim=-1).cumsum(dim=-1)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    place = logits.device if seed is None else "cpu"
+    uniform = torch.rand(*logits.shape[:-1], 1, generator=generator, device=place).to(logits.device)
+    total = sums[..., -1:].contiguous()
+    # from the right, so that no token of probability 0 is drawn; rounding may lift the product to the total
+    drawn = torch.searchsorted(sums, uniform * total, right=True)
+    drawn = torch.minimum(drawn, torch.searchsorted(sums, total)).squeeze(-1)
+    # what has diverged is left to the loss to say
+    return drawn.clamp(max=logits.shape[-1] - 1)
 
 
 @torch.no_grad()
