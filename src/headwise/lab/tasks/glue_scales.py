@@ -97,7 +97,7 @@ GLUE_SCALES: Mapping[str, GlueScale] = {
     scale.name: scale
     for scale in (
         GlueScale("demo", 5e-4, epochs=1, batch_size=16, length=64, train_examples=640),
-        GlueScale("cpu", 5e-4, epochs=3, length=96, train_examples=8_000),
+        GlueScale("cpu", 5e-4, epochs=3, length=96, train_examples=4_000),
         GlueScale("gpu", 3e-4, epochs=3, layer_decay=0.8, both_orders=True),
         # Clark et al. 2020, appendix B and code, ELECTRA-small; ten epochs of RTE and STS-B stand with the table
         GlueScale("paper", 3e-4, epochs=3, layer_decay=0.8, both_orders=True),
