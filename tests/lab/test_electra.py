@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -157,6 +158,33 @@ def test_parameters_are_drawn_as_bert_draws_them_and_the_same_for_a_seed():
     assert not one.generator.generator_lm_head.bias.any()
 
 
+def test_a_deviation_of_ones_own_holds_in_both_networks_and_in_what_is_saved():
+    model = ElectraPretraining(dataclasses.replace(SIZES, width=64, hidden=64, embedding=32, deviation=0.3))
+    initialise(model, seed=5)
+    for network in (model.discriminator, model.generator):
+        drawn = network.electra.encoder.layer[1].intermediate.dense
+        assert float(drawn.weight.detach().std()) == pytest.approx(0.3, rel=0.1)
+        assert not drawn.bias.any()
+        assert network.config.initializer_range == 0.3
+    words = model.discriminator.electra.embeddings.word_embeddings.weight.detach()
+    assert float(words[1:].std()) == pytest.approx(0.3, rel=0.2)
+
+
+def test_positions_that_begin_as_sinusoids_know_distances_and_are_trained():
+    model = ElectraPretraining(dataclasses.replace(SIZES, embedding=32, deviation=0.3, sinusoids=True))
+    initialise(model, seed=5)
+    table = model.discriminator.electra.embeddings.position_embeddings.weight
+    assert float((table.detach() ** 2).mean()) == pytest.approx(0.3**2, rel=1e-3)
+    likeness = table.detach() @ table.detach().T
+    for distance in (0, 1, 5):
+        along = likeness.diagonal(distance)
+        assert torch.allclose(along, along[0].expand_as(along), rtol=1e-3, atol=1e-3), distance
+    assert likeness[0, 0] > likeness[0, 1] > likeness[0, 5]
+    model(**batch(), sampling_seed=3)["loss"].backward()
+    assert table.grad is not None
+    assert table.grad[:9].any()
+
+
 def test_biases_and_norms_are_not_decayed(model):
     optimizer = optimizer_of(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -171,6 +199,10 @@ def test_sizes_that_do_not_fit_are_refused():
         ElectraSizes(width=20, heads=4, generator=0.55)
     with pytest.raises(SettingError, match=r"generator is 0\.0; expected a share"):
         ElectraSizes(generator=0.0)
+    with pytest.raises(SettingError, match=r"embedding is 5; sinusoids for positions need an even width"):
+        ElectraSizes(embedding=5, sinusoids=True)
+    with pytest.raises(SettingError, match=r"deviation is 0\.0"):
+        ElectraSizes(deviation=0.0)
 
 
 # What follows is about the released code of An et al. 2020 (facts in papers/repulsive/DEVIATIONS.md).

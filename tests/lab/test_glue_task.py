@@ -248,6 +248,15 @@ def test_pretrained_parameters_stay_and_the_head_is_drawn_by_the_seed(model):
     assert float(one.network.state_dict()[head].std()) == pytest.approx(0.02, rel=0.2)
 
 
+def test_the_head_is_drawn_as_widely_as_the_model_was(model, tmp_path):
+    wide = shutil.copytree(model, tmp_path / "wide")
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "initializer_range": 0.3}))
+    classifier = Classifier(wide, 2)
+    initialise(classifier, seed=1)
+    assert float(classifier.network.state_dict()["classifier.dense.weight"].std()) == pytest.approx(0.3, rel=0.2)
+
+
 def test_lower_layers_are_trained_more_slowly(model):
     classifier = Classifier(model, 2, layer_decay=0.5)
     optimizer = optimizer_of(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))

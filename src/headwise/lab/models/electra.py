@@ -7,6 +7,7 @@ data's.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 from typing_extensions import override
 
-from headwise.checks import SettingError, require_integer, require_range
+from headwise.checks import SettingError, require_integer, require_positive, require_range
+from headwise.lab.models.encoder import sinusoids
 
-__all__ = ["ElectraPretraining", "ElectraSizes", "decayed_apart", "draw_narrow"]
+__all__ = ["DEVIATION", "ElectraPretraining", "ElectraSizes", "decayed_apart", "draw_normal"]
 
+# BERT's.
 DEVIATION = 0.02
 # Fine-tuning takes texts longer than those of pre-training.
 LONGEST = 512
@@ -41,9 +44,14 @@ class ElectraSizes:
         dropout: Dropout, of attention weights too, in [0, 1).
         generator_weight: Weight of the generator's loss.
         discriminator_weight: Weight of the discriminator's loss.
+        deviation: Standard deviation that weights are drawn with. BERT's suits its width; in a narrow model attention
+            then adds next to nothing to a state, and learns nothing for thousands of steps.
+        sinusoids: Whether the vectors of positions begin as sinusoids of that deviation, where what is learned of one
+            distance holds at all positions, and are not drawn one by one. They are trained all the same.
 
     Raises:
-        SettingError: A value is outside its range, or a width cannot be divided among the heads.
+        SettingError: A value is outside its range, a width cannot be divided among the heads, or embeddings have an odd
+            width for sinusoids.
     """
 
     vocabulary: int = 30_522
@@ -56,6 +64,8 @@ class ElectraSizes:
     dropout: float = 0.1
     generator_weight: float = 1.0
     discriminator_weight: float = 50.0
+    deviation: float = DEVIATION
+    sinusoids: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "hidden", "layers", "heads", "embedding"):
@@ -63,6 +73,9 @@ class ElectraSizes:
         require_range("dropout", self.dropout, low=0.0, high=0.999)
         require_range("generator_weight", self.generator_weight, low=0.0)
         require_range("discriminator_weight", self.discriminator_weight, low=0.0)
+        require_positive("deviation", self.deviation)
+        if self.sinusoids and self.embedding % 2:
+            raise SettingError(f"embedding is {self.embedding}; sinusoids for positions need an even width.")
         if not 0.0 < self.generator <= 1.0:
             raise SettingError(f"generator is {self.generator}; expected a share of the discriminator, in (0, 1].")
         for share, named in ((1.0, "discriminator"), (self.generator, "generator")):
@@ -82,6 +95,7 @@ class ElectraSizes:
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
             max_position_embeddings=LONGEST,
+            initializer_range=self.deviation,
             pad_token_id=padding,
         )
 
@@ -127,7 +141,10 @@ class ElectraPretraining(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 # each arm draws its parameters module by module; torch's own draw of an embedding is 50 times as wide
-                module.reset_parameters = functools.partial(draw_narrow, module)
+                module.reset_parameters = functools.partial(draw_normal, module, sizes.deviation)
+        if sizes.sinusoids:
+            positions = shared.position_embeddings
+            positions.reset_parameters = functools.partial(_begin_with_sinusoids, positions, sizes.deviation)
         head = self.generator.generator_lm_head
         head.reset_parameters = functools.partial(_clear_bias, head)
 
@@ -225,13 +242,19 @@ def _sampled(logits: Tensor, seed: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def draw_narrow(module: nn.Linear | nn.Embedding) -> None:
-    """Draw a module's weights as BERT's are drawn: from a normal of deviation 0.02, biases and padding zero."""
-    nn.init.normal_(module.weight, std=DEVIATION)
+def draw_normal(module: nn.Linear | nn.Embedding, deviation: float) -> None:
+    """Draw a module's weights as BERT's are drawn: from a normal of that deviation, biases and padding zero."""
+    nn.init.normal_(module.weight, std=deviation)
     if isinstance(module, nn.Linear):
         _clear_bias(module)
     elif module.padding_idx is not None:
         module.weight[module.padding_idx] = 0.0
+
+
+@torch.no_grad()
+def _begin_with_sinusoids(positions: nn.Embedding, deviation: float) -> None:
+    # the mean square of a sinusoid is a half
+    positions.weight.copy_(sinusoids(*positions.weight.shape, like=positions.weight) * deviation * math.sqrt(2.0))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from typing_extensions import override
 from headwise.checks import DataError, HeadwiseError
 from headwise.lab.arms import folder_of
 from headwise.lab.data import digest
-from headwise.lab.models.electra import decayed_apart, draw_narrow
+from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.quiet import quietly
 from headwise.lab.runs import RESULT, read_json
 from headwise.lab.whole_model import require_vocabulary, require_whole
@@ -161,6 +161,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.network, fresh = _opened(folder, classes)
         self.classes, self.layer_decay = classes, layer_decay
+        deviation = getattr(self.network.config, "initializer_range", DEVIATION)
         backbone = f"network.{self.network.base_model_prefix}."
         for name, module in self.named_modules():
             if next(module.parameters(recurse=False), None) is None:
@@ -170,7 +171,7 @@ class Classifier(nn.Module):
                 # a run draws its parameters module by module: these begin as they were found
                 object.__setattr__(module, "reset_parameters", _stay)
             elif isinstance(module, nn.Linear | nn.Embedding):
-                module.reset_parameters = functools.partial(draw_narrow, module)
+                module.reset_parameters = functools.partial(draw_normal, module, deviation)
 
     @override
     def forward(self, labels: Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
