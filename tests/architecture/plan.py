@@ -191,6 +191,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/models/__init__.py",
             "lab/models/sized_attention.py",
             "lab/models/encoder.py",
+            "lab/models/normal_start.py",
             "lab/models/sentence.py",
             "lab/models/probing.py",
             "lab/models/self_attentive.py",

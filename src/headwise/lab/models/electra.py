@@ -20,11 +20,10 @@ from typing_extensions import override
 
 from headwise.checks import SettingError, require_integer, require_positive, require_range
 from headwise.lab.models.encoder import sinusoids
+from headwise.lab.models.normal_start import DEVIATION, clear_bias, draw_normal
 
-__all__ = ["DEVIATION", "ElectraPretraining", "ElectraSizes", "decayed_apart", "draw_normal"]
+__all__ = ["ElectraPretraining", "ElectraSizes", "decayed_apart"]
 
-# BERT's.
-DEVIATION = 0.02
 # Fine-tuning takes texts longer than those of pre-training.
 LONGEST = 512
 
@@ -146,7 +145,7 @@ class ElectraPretraining(nn.Module):
             positions = shared.position_embeddings
             positions.reset_parameters = functools.partial(_begin_with_sinusoids, positions, sizes.deviation)
         head = self.generator.generator_lm_head
-        head.reset_parameters = functools.partial(_clear_bias, head)
+        head.reset_parameters = functools.partial(clear_bias, head)
 
     @override
     def forward(
@@ -242,22 +241,6 @@ def _sampled(logits: Tensor, seed: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def draw_normal(module: nn.Linear | nn.Embedding, deviation: float) -> None:
-    """Draw a module's weights as BERT's are drawn: from a normal of that deviation, biases and padding zero."""
-    nn.init.normal_(module.weight, std=deviation)
-    if isinstance(module, nn.Linear):
-        _clear_bias(module)
-    elif module.padding_idx is not None:
-        module.weight[module.padding_idx] = 0.0
-
-
-@torch.no_grad()
 def _begin_with_sinusoids(positions: nn.Embedding, deviation: float) -> None:
     # the mean square of a sinusoid is a half
     positions.weight.copy_(sinusoids(*positions.weight.shape, like=positions.weight) * deviation * math.sqrt(2.0))
-
-
-@torch.no_grad()
-def _clear_bias(module: nn.Linear) -> None:
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)

@@ -15,11 +15,11 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from typing_extensions import override
 
+from headwise.lab.models.normal_start import draw_normal
 from headwise.lab.models.seq2seq import END, IGNORED, PADDING, START, Seq2SeqConfig
 
 __all__ = ["Marian"]
 
-DEVIATION = 0.02
 LONGEST = 512
 
 
@@ -80,9 +80,4 @@ def _draw(module: nn.Linear | nn.Embedding) -> None:
     if isinstance(module, MarianSinusoidalPositionalEmbedding):
         module.weight.copy_(module.create_weight())
         return
-    nn.init.normal_(module.weight, std=DEVIATION)
-    if isinstance(module, nn.Linear):
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif module.padding_idx is not None:
-        module.weight[module.padding_idx] = 0.0
+    draw_normal(module)

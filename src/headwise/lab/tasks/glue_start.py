@@ -20,7 +20,8 @@ from typing_extensions import override
 from headwise.checks import DataError, HeadwiseError
 from headwise.lab.arms import folder_of
 from headwise.lab.data import digest
-from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
+from headwise.lab.models.electra import decayed_apart
+from headwise.lab.models.normal_start import DEVIATION, draw_normal
 from headwise.lab.quiet import quietly
 from headwise.lab.runs import RESULT, read_json
 from headwise.lab.whole_model import require_vocabulary, require_whole

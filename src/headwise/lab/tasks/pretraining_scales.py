@@ -1,8 +1,8 @@
 """The scales of pre-training: what a run of each size trains, and for how many steps.
 
 Owns `PretrainingScale` and the named scales. demo and gpu have the same word pieces and length, so that text is
-prepared once for both. cpu was chosen on dev, with plain heads, for leaving the plateau where the generator knows how
-frequent words are and no more: narrow networks in rows of 32 tokens of few word pieces, drawn wide, many small steps.
+prepared once for both. cpu was chosen on losses in training, with plain heads, for leaving the plateau where the
+generator knows how frequent words are and no more: narrow networks, drawn wide, short rows, many small steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headwise.checks import SettingError, require_integer, require_positive, require_range
-from headwise.lab.models.electra import DEVIATION, ElectraSizes
+from headwise.lab.models.electra import ElectraSizes
+from headwise.lab.models.normal_start import DEVIATION
 from headwise.lab.tasks.pretraining_preparation import TextPreparation
 from headwise.lab.tasks.task import Recipe
 
