@@ -15,7 +15,7 @@ from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_cost
 
 from headwise.checks import DataError
 from headwise.lab import figures
-from headwise.lab.drawing import styles
+from headwise.lab.drawing import draw_means, styles
 from headwise.lab.figures import (
     costs_of_heads,
     dev_by_epoch,
@@ -26,8 +26,10 @@ from headwise.lab.figures import (
     write_pictures,
 )
 from headwise.lab.labels import overlap, place_labels
+from headwise.lab.statistics import Estimate
 from headwise.lab.table import Table, read_table
 from headwise.plots import heads
+from headwise.plots.drawing import drawing, styles_of
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,17 @@ def test_labels_of_crowded_dots_cover_neither_each_other_nor_a_dot():
     for index, box in enumerate(boxes):
         assert all(overlap(box, other) == 0 for other in boxes[:index])
         assert all(overlap(box, dot) == 0 for dot in dots)
+
+
+def test_no_name_is_struck_out_by_the_level_of_plain():
+    dots = {"svgd:step_size=1.0": [(1.0, 63.1), (1.0, 63.3)], "spos:step_size=1.0": [(3.0, 62.0), (3.0, 65.0)]}
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        plain = Estimate(0.632, 0.61, 0.65, p=1.0, seeds=5, items=100)
+        draw_means(figure, axes, dots, styles_of(list(dots), reference="plain"), plain)
+        level = axes.transData.transform((1.0, 63.2))[1]
+        names = [text.get_window_extent() for text in axes.texts if text.get_text() in dots]
+    assert [name.y0 < level < name.y1 for name in names] == [False, False]
 
 
 def with_epochs(out: Path, epochs: int) -> Path:

@@ -25,7 +25,6 @@ __all__ = [
     "draw_differences",
     "draw_line",
     "draw_means",
-    "draw_reference",
     "name_ends",
     "styles",
 ]
@@ -93,9 +92,15 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
 
 
 def draw_means(
-    figure: Figure, axes: Axes, dots: Mapping[str, Sequence[tuple[float, float]]], style: Mapping[str, Style]
+    figure: Figure,
+    axes: Axes,
+    dots: Mapping[str, Sequence[tuple[float, float]]],
+    style: Mapping[str, Style],
+    plain: Estimate | None = None,
 ) -> None:
-    """Draw seeds as small dots and means as large ones, and name each mean."""
+    """Draw seeds as small dots and means as large ones, name each mean, and draw plain as a level with its interval."""
+    if plain is not None:
+        _draw_level(axes, plain)
     means = {arm: (fmean(x for x, _ in found), fmean(y for _, y in found)) for arm, found in dots.items()}
     for arm, found in dots.items():
         look = style[arm]
@@ -119,6 +124,9 @@ def draw_means(
     obstacles = [_around(anchor, 6) for anchor in anchors for _ in range(3)]
     obstacles += [_around(_in_points(axes, dot), 2) for found in dots.values() for dot in found]
     left, bottom, right, top = (edge / per_point for edge in axes.get_window_extent().extents)
+    if plain is not None:
+        level = _in_points(axes, (axes.get_xlim()[0], 100 * plain.value))[1]
+        obstacles.append((left, level - 2, right, level + 2))
     places = place_labels(anchors, sizes, obstacles, (left, bottom, right, top))
     back = axes.transData.inverted()
     for text, box, (x, y) in zip(texts, places, anchors, strict=True):
@@ -129,8 +137,7 @@ def draw_means(
             axes.plot([x0, x1], [y0, y1], color=text.get_color(), linewidth=0.9, alpha=0.6, zorder=1)
 
 
-def draw_reference(axes: Axes, plain: Estimate) -> None:
-    """Draw plain as a level with its interval as a band."""
+def _draw_level(axes: Axes, plain: Estimate) -> None:
     axes.axhspan(100 * plain.low, 100 * plain.high, color="black", alpha=0.06, linewidth=0)
     axes.axhline(100 * plain.value, color="black", linewidth=1.2)
     axes.annotate(

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from headwise.lab.cells import MINUS
-from headwise.lab.drawing import draw_differences, draw_line, draw_means, draw_reference, name_ends, styles
+from headwise.lab.drawing import draw_differences, draw_line, draw_means, name_ends, styles
 from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
@@ -235,13 +235,11 @@ def score_by_force(table: Table) -> Picture | None:
         return None
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
-        plain = table.row(PLAIN)
-        if plain is not None:
-            draw_reference(axes, plain.score)
         logarithmic(axes)
         axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
         axes.set_ylabel(table.axis)
-        draw_means(figure, axes, dots, styles(table))
+        plain = table.row(PLAIN)
+        draw_means(figure, axes, dots, styles(table), None if plain is None else plain.score)
         png = to_png(figure)
     caption = (
         f"{_metric(table)} against the strength of repulsion: each small dot a seed, each large one the mean of an "
