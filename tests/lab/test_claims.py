@@ -12,6 +12,7 @@ from headwise.lab.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
 from headwise.lab.evidence import Evidence
 from headwise.lab.results import read_results
 from headwise.lab.shown import Least, Numbers, StepTimes
+from headwise.lab.tables.records import claims_grid
 from lab.synthetic_comparison import Drawn, write_comparison
 
 BINS = tuple(range(1, 13))
@@ -138,6 +139,17 @@ def test_a_contrast_of_a_number_is_tested_over_seeds_alone(tmp_path):
     assert str(falls) == "NLL of plain over svgd"
     (other,) = judge([Claim("", (Contrast("svgd", "plain", measure="NLL"),))], {"": evidence})
     assert other.verdict == "contradicted"
+
+
+def test_a_number_of_one_run_is_shown_without_interval_and_p(tmp_path):
+    falls = Claim("Losses fall.", (Contrast("plain", "svgd", measure="NLL"),))
+    one = claims_grid(judge([falls], {"": numbered(tmp_path, "a", plain=[2.0], svgd=[1.5])}))
+    two = claims_grid(judge([falls], {"": numbered(tmp_path, "b", plain=[2.0, 2.1], svgd=[1.5, 1.7])}))
+    assert one is not None
+    assert two is not None
+    assert one.rows == (("Losses fall.", "NLL of plain over svgd: +0.5 (one run)", "no verdict (1 seed)"),)
+    assert "+0.45 [" in two.rows[0][1]
+    assert ", p = " in two.rows[0][1]
 
 
 def test_contrasts_reach_across_parts_and_take_one_lead_off_another(tmp_path):

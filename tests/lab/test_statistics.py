@@ -165,6 +165,16 @@ def test_single_seeds_and_items_give_finite_numbers(shape):
     assert np.isfinite([found.value, found.low, found.high, found.p]).all()
 
 
+def test_of_one_number_there_is_no_interval_and_no_finding():
+    one, five = np.array([[0.3]]), np.array([[0.3], [0.2], [0.4], [0.3], [0.2]])
+    found = estimate(one, seed=0)
+    assert (found.value, found.p, found.is_one_number) == (0.3, 1.0, True)
+    assert not estimate(five, seed=0).is_one_number
+    fine_tunings = difference(five, np.zeros_like(five), seed=0, starts=(2,) * 5)
+    assert (fine_tunings.seeds, fine_tunings.p, fine_tunings.is_one_number) == (1, 1.0, False)
+    assert fine_tunings.low < 0.28 < fine_tunings.high
+
+
 def test_intervals_of_accuracies_and_differences_stay_in_range():
     correct = np.ones((2, 20), dtype=bool)
     correct[0, 0] = False

@@ -56,6 +56,11 @@ class Estimate:
     items: int
     drawn: str = "seed"
 
+    @property
+    def is_one_number(self) -> bool:
+        """Whether one run was measured once, of which there is no interval; fine-tunings of one run have theirs."""
+        return self.seeds == self.items == 1 and self.low == self.high
+
 
 def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES, least: float = 0.0) -> Estimate:
     """Return the score of an arm with its 95 % interval, within [least, 1]; see `estimate`.
@@ -167,7 +172,7 @@ def estimate(
 
     Args:
         scores: [S, N], one row a seed, one column a test item. S = 1 knows nothing about seeds: the interval is then
-            over items alone.
+            over items alone. Of one number nothing is known: the interval is empty, and p is 1.
         seed: Seed of the resampling.
         resamples: Number of resamples.
         level: Coverage of the interval, in (0, 1).
@@ -208,6 +213,8 @@ def estimate(
     if freedom > 0:
         critical = max(critical, stats.t.ppf((1 + level) / 2, freedom))
         p = max(p, 2 * stats.t.sf(observed, freedom))
+    else:
+        p = 1.0
     half = float(critical * error) if error > 0 else 0.0
     return Estimate(float(mean), float(mean - half), float(mean + half), float(p), seeds, items)
 

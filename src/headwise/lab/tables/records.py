@@ -267,6 +267,8 @@ def _contrast(found: Found) -> str:
         value += " points"
     else:
         value, low, high = (f"{value:+.4g}" for value in numbers)
+    if found.estimate.is_one_number:
+        return f"{found.contrast}: {value} (one run)"
     p_value = "" if found.adjusted is None else f", p = {found.adjusted:.3f}"
     return f"{found.contrast}: {value} [{low}, {high}]{p_value}"
 
@@ -275,7 +277,8 @@ def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
     values = evidence.of(arm, measure).values()
     if not values:
         return NONE
-    return f"{number(fmean(values))} ({number(min(values))} to {number(max(values))})"
+    mean = number(fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({number(min(values))} to {number(max(values))})"
 
 
 def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:

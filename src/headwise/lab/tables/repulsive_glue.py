@@ -10,6 +10,7 @@ from headwise.lab.shown import Numbers, StepTimes
 from headwise.lab.tables.glue_averages import AFTER, averages, glue_grid
 from headwise.lab.tables.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.tables.sizes import Size, Sizes
+from headwise.lab.tables.training_curves import training_curves
 
 __all__ = ["REPULSIVE_GLUE"]
 
@@ -58,6 +59,7 @@ PRETRAINING = Reproduction(
         ),
     ),
     measures=(_LOSS, "generator_loss", _CKA, _COSINE, "output_cka", "parameter_cosine"),
+    drawn=training_curves,
 )
 
 _TABLE_3 = {
