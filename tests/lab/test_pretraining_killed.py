@@ -48,7 +48,9 @@ def steps_of(run: Path) -> int:
 
 def kill_after(steps: int, arm: str, data: Path, run: Path) -> None:
     """Train in another process until a checkpoint has so many steps, and kill it where it stands."""
-    script = "import sys; from pathlib import Path; from lab.test_pretraining_killed import settings, train_run\n"
+    # as many threads as the whole run here has, and as the laboratory's workers have: sums over more have other bits
+    script = "import sys, torch; torch.set_num_threads(1); from pathlib import Path\n"
+    script += "from lab.test_pretraining_killed import settings, train_run\n"
     script += "train_run(settings(sys.argv[1], Path(sys.argv[2])), Path(sys.argv[3]))"
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
     with subprocess.Popen(
