@@ -335,6 +335,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "lab/frozen.py",
             "lab/inspect_command.py",
             "lab/encodings.py",
+            "lab/softmax_regression.py",
             "lab/probing_fit.py",
             "lab/probe.py",
             "lab/probe_asked.py",

@@ -15,7 +15,7 @@ from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_cost
 
 from headwise.checks import DataError
 from headwise.lab import figures
-from headwise.lab.drawing import draw_means, styles
+from headwise.lab.drawing import draw_means, span_a_point, styles
 from headwise.lab.figures import (
     costs_of_heads,
     dev_by_epoch,
@@ -132,6 +132,32 @@ def test_no_name_is_struck_out_by_the_level_of_plain():
         level = axes.transData.transform((1.0, 63.2))[1]
         names = [text.get_window_extent() for text in axes.texts if text.get_text() in dots]
     assert [name.y0 < level < name.y1 for name in names] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("scores", "span"),
+    [((50.01, 50.03), (49.52, 50.52)), ((0.0, 0.0), (0.0, 1.0)), ((0.1, 0.2), (0.0, 1.0)), ((20.0, 30.0), (20, 30))],
+)
+def test_scores_of_arms_at_chance_are_not_drawn_far_apart(scores, span):
+    with drawing(4, 3) as figure:
+        axes = figure.subplots()
+        axes.plot([0, 1], scores)
+        span_a_point(axes)
+        low, high = axes.get_ylim()
+        margin = 0.05 * (scores[1] - scores[0]) or 0.06
+    assert (low, high) == (pytest.approx(span[0], abs=margin + 1e-9), pytest.approx(span[1], abs=margin + 1e-9))
+    assert low <= scores[0] <= scores[1] <= high
+
+
+def test_every_axis_of_scores_spans_a_point(tmp_path, monkeypatch):
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        draw_means(figure, axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
+        assert axes.get_ylim()[1] - axes.get_ylim()[0] == pytest.approx(1.0)
+    spans = []
+    monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))
+    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1)), 3)))
+    assert [(low < 11, high > 14) for low, high in spans] == [(True, True)]
 
 
 def with_epochs(out: Path, epochs: int) -> Path:

@@ -26,6 +26,7 @@ __all__ = [
     "draw_line",
     "draw_means",
     "name_ends",
+    "span_a_point",
     "styles",
 ]
 
@@ -91,6 +92,17 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
         )
 
 
+def span_a_point(axes: Axes) -> None:
+    """Let the vertical axis, of scores in percent, span a point or more, and begin no lower than they do or 0.
+
+    Scores of arms at chance lie hundredths of a point apart, and an axis of that span makes them look far from it.
+    """
+    low, high = axes.get_ylim()
+    if high - low < 1.0:
+        low = max((low + high - 1.0) / 2, min(low, 0.0))
+        axes.set_ylim(low, low + 1.0)
+
+
 def draw_means(
     figure: Figure,
     axes: Axes,
@@ -109,6 +121,7 @@ def draw_means(
             *means[arm], s=95, color=look.color, marker=look.marker, edgecolors="white", linewidths=1.2, zorder=3
         )
     axes.margins(0.08, 0.1)
+    span_a_point(axes)
     axes.yaxis.set_major_formatter("{x:g}")
     figure.draw_without_rendering()
     # what is measured now must hold when the file is written

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from headwise.lab.cells import MINUS
-from headwise.lab.drawing import draw_differences, draw_line, draw_means, name_ends, styles
+from headwise.lab.drawing import draw_differences, draw_line, draw_means, name_ends, span_a_point, styles
 from headwise.lab.head_drops import LOSS
 from headwise.lab.table import PLAIN, Table
 from headwise.page import write_whole
@@ -160,6 +160,7 @@ def dev_by_epoch(table: Table) -> Picture | None:
             ends = [*map(min, epochs)], [*map(fmean, epochs)], [*map(max, epochs)]
             look = style[arm] if len(epochs) <= MARKED else replace(style[arm], marker="")
             draw_range(axes, places, *ends, look, label=arm)
+        span_a_point(axes)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"{table.axis} on dev")
         whole_numbers(axes)

@@ -151,7 +151,7 @@ def _majority(axes: Axes, task: ProbedTask) -> None:
 
 
 def _title(task: ProbedTask) -> str:
-    return f"{task.title} (majority {100 * task.majority:.0f})"
+    return f"{task.title} (majority {100 * task.majority:.1f})"
 
 
 def _names(found: Sequence[Probed]) -> list[str]:

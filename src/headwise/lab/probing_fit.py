@@ -20,6 +20,7 @@ from sklearn.neural_network import MLPClassifier
 from threadpoolctl import threadpool_limits
 
 from headwise.checks import SettingError, require_choice, require_integer
+from headwise.lab.softmax_regression import SoftmaxRegression
 
 __all__ = ["Classifier", "Fitted", "Split", "fit"]
 
@@ -31,7 +32,7 @@ PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 PATIENCE = 2
 ITERATIONS, EPOCHS = 100, 200
 BATCH = 128
-# Beyond so many classes there is no hidden layer, as SentEval has it for word content.
+# Beyond so many classes there is no hidden layer, as SentEval has it for word content, and time is what they cost.
 MANY = 100
 
 
@@ -117,12 +118,20 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     kept: tuple[float, float, Any] | None = None
     worse = 0
     vectors, dev = scaled("train"), scaled("dev")
-    hidden = classifier.kind == "mlp" and len(np.unique(splits["train"].labels)) <= MANY
+    many = len(np.unique(splits["train"].labels)) > MANY
+    hidden = classifier.kind == "mlp" and not many
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = None
+        model: Any = None
         for penalty in classifier.penalties:
-            model = _fitted(classifier, model, penalty, vectors, splits["train"].labels, hidden=hidden)
+            if hidden:
+                model = _hidden_layer(classifier, penalty, len(vectors))
+            elif many:
+                model = (model or SoftmaxRegression(max_iter=ITERATIONS)).set_params(penalty=penalty)
+            else:
+                model = model or LogisticRegression(max_iter=ITERATIONS, warm_start=True)
+                model.set_params(C=1.0 / (penalty * len(vectors)))
+            model.fit(vectors, splits["train"].labels)
             score = float(np.mean(model.predict(dev) == splits["dev"].labels))
             if kept is None or score > kept[0]:
                 kept, worse = (score, penalty, copy.deepcopy(model)), 0
@@ -137,30 +146,16 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     return Fitted(score, correct, penalty, steps < chosen.max_iter)
 
 
-def _fitted(
-    classifier: Classifier,
-    before: Any,
-    penalty: float,
-    vectors: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    *,
-    hidden: bool,
-) -> Any:
-    if hidden:
+def _hidden_layer(classifier: Classifier, penalty: float, count: int) -> MLPClassifier:
+    return MLPClassifier(
+        (classifier.hidden,),
+        activation="logistic",
         # scikit-learn divides alpha by the sentences of a batch
-        model: Any = MLPClassifier(
-            (classifier.hidden,),
-            activation="logistic",
-            alpha=penalty * BATCH,
-            batch_size=cast(Any, min(BATCH, len(labels))),  # a number or "auto"; its own hint knows the latter alone
-            learning_rate_init=1e-2,
-            max_iter=EPOCHS,
-            # sigmoids stay on a plateau for a while before they tell anything
-            n_iter_no_change=30,
-            random_state=classifier.seed,
-        )
-        return model.fit(vectors, labels)
-    inverse = 1.0 / (penalty * len(labels))
-    if before is None:
-        before = LogisticRegression(C=inverse, max_iter=ITERATIONS, warm_start=True)
-    return before.set_params(C=inverse).fit(vectors, labels)
+        alpha=penalty * BATCH,
+        batch_size=cast(Any, min(BATCH, count)),  # a number or "auto"; its own hint knows the latter alone
+        learning_rate_init=1e-2,
+        max_iter=EPOCHS,
+        # sigmoids stay on a plateau for a while before they tell anything
+        n_iter_no_change=30,
+        random_state=classifier.seed,
+    )

@@ -1,0 +1,73 @@
+"""Logistic regression over many classes, held against scikit-learn's, and where it stands in for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from headwise.checks import SettingError
+from headwise.lab import probing_fit
+from headwise.lab.probing_fit import Classifier, Split, fit
+from headwise.lab.softmax_regression import SoftmaxRegression
+
+
+def drawn(classes: int, count: int, width: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(4)
+    # far apart, negative and not in a row, as labels may be
+    labels = draw.permutation(np.arange(count) % classes) * 3 - 7
+    middles = draw.normal(size=(classes, width))
+    return middles[(labels + 7) // 3] + 0.7 * draw.normal(size=(count, width)) + 0.3, labels
+
+
+@pytest.mark.parametrize("penalty", [0.05, 0.004])
+def test_it_ends_where_scikit_learn_does_in_float64(penalty):
+    vectors, labels = drawn(13, 700)
+    found = SoftmaxRegression(penalty).fit(vectors, labels)
+    slow = LogisticRegression(C=1 / (penalty * len(labels)), tol=1e-9, max_iter=2000).fit(vectors, labels)
+    # what is minimised curves by the penalty at least: a gradient of 1e-4 is as far as this from the end
+    np.testing.assert_allclose(found.coef_, slow.coef_, atol=1e-4 / penalty)
+    # b has no penalty that curves it, and is known up to a constant
+    middle, end = found.intercept_.mean(), slow.intercept_.mean()
+    np.testing.assert_allclose(found.intercept_ - middle, slow.intercept_ - end, atol=5e-2)
+    assert np.mean(found.predict(vectors) == slow.predict(vectors)) > 0.99
+    assert found.n_iter_ < found.max_iter
+
+
+def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes():
+    vectors, labels = drawn(13, 700)
+    found = SoftmaxRegression(0.02).fit(vectors, labels)
+    first = found.n_iter_
+    assert found.fit(vectors, labels).n_iter_ <= 1 < first
+    found.set_params(penalty=0.01).fit(vectors, labels)
+    assert 1 < found.n_iter_ < first
+    fresh = SoftmaxRegression(0.01).fit(vectors, labels * 2)
+    assert np.array_equal(found.fit(vectors, labels * 2).coef_, fresh.coef_)
+    assert SoftmaxRegression(0.01, max_iter=2).fit(vectors, labels).n_iter_ == 2
+
+
+def test_what_it_cannot_take_is_refused():
+    vectors, labels = drawn(3, 30)
+    with pytest.raises(SettingError, match=r"penalty is 0\.0"):
+        SoftmaxRegression(0.0).fit(vectors, labels)
+    with pytest.raises(SettingError, match="max_iter is 0"):
+        SoftmaxRegression(max_iter=0).fit(vectors, labels)
+
+
+@pytest.mark.parametrize(("classes", "used"), [(100, "LogisticRegression"), (101, "SoftmaxRegression")])
+@pytest.mark.parametrize("kind", ["regression", "mlp"])
+def test_a_probe_takes_it_for_more_than_a_hundred_classes(classes, used, kind, monkeypatch):
+    vectors, labels = drawn(classes, 6 * classes, width=20)
+    if kind == "mlp" and classes == 100:
+        used = "MLPClassifier"
+    for name in {"LogisticRegression", "SoftmaxRegression", "MLPClassifier"} - {used}:
+        monkeypatch.setattr(probing_fit, name, lambda *_, **__: pytest.fail("another classifier"))
+    monkeypatch.setattr(probing_fit, "EPOCHS", 3)
+    cut = 5 * classes
+    given = {name: Split(vectors[cut:], labels[cut:]) for name in ("dev", "test")}
+    given["train"] = Split(vectors[:cut], labels[:cut])
+    found = fit(Classifier(kind, penalties=(0.1, 1e-3)), given)
+    if kind == "regression":
+        assert found.penalty == 1e-3
+        assert found.dev > 0.5
+        assert found.correct == round(found.dev * classes)
