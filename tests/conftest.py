@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -15,3 +18,13 @@ torch.set_num_threads(1)
 settings.register_profile("development", deadline=None)
 settings.register_profile("integration", deadline=None, derandomize=True)
 settings.load_profile("integration" if os.environ.get("CI") else "development")
+
+
+# Each training collects garbage, and takes longer over all that is imported by now than over a toy.
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    # what is frozen at the end of the process is told as leaked
+    gc.unfreeze()

@@ -170,7 +170,10 @@ ACCELERATE = [
 ]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.slow)],
+)
 def test_a_launcher_runs_a_comparison(launcher: list[str], tmp_path: Path):
     script = tmp_path / "command.py"
     script.write_text(COMMAND)

@@ -28,7 +28,7 @@ def undisturbed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def problem(heads: int, capsules: int, size: int, *, active: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    votes = torch.randn(5, heads, capsules, size, generator=generator, dtype=torch.float64)
+    votes = torch.randn(3, heads, capsules, size, generator=generator, dtype=torch.float64)
     betas = list(0.7 * torch.randn(2, capsules, generator=generator, dtype=torch.float64)) if active else []
     return [votes.to(dtype), *(beta.to(torch.promote_types(dtype, torch.float32)) for beta in betas)]
 

@@ -49,8 +49,6 @@ def place(tmp_path, monkeypatch) -> Path:
         parts = tuple(dataclasses.replace(part, arms=("plain", SVGD)) for part in whole.parts)
         small = dataclasses.replace(whole, parts=parts, made=_claims if whole.made else None)
         monkeypatch.setitem(REPRODUCTIONS, name, small)
-    monkeypatch.setattr("headwise.lab.step_time.BATCHES", 1)
-    monkeypatch.setattr("headwise.lab.step_time.ROUNDS", 1)
     return tmp_path
 
 

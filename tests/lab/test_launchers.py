@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ class ProcessEngine:
     """An engine of the interface both libraries have: a job is a process, and its death an error of its result."""
 
     def __init__(self) -> None:
-        self.threads, self.processes, self.closed = ThreadPoolExecutor(4), [], False
+        self.threads, self.closed = ThreadPoolExecutor(4), False
+        self.processes: list[SpawnProcess] = []
+        self.futures: list[Future[Failure | None]] = []
 
     def submit(self, _function: Callable[[Job], Failure | None], job: Job) -> Any:
         ours, theirs = get_context("spawn").Pipe()
@@ -52,15 +55,16 @@ class ProcessEngine:
         theirs.close()
         self.processes.append(process)
 
-        def wait() -> Failure | None:
+        def answer() -> Failure | None:
             try:
                 return ours.recv()
             except EOFError:
                 process.join()
                 raise RuntimeError(f"the worker died with {process.exitcode}") from None
 
-        future: Any = self.threads.submit(wait)
+        future: Any = self.threads.submit(answer)
         future.cancel = process.kill
+        self.futures.append(future)
         return future
 
     def close(self) -> None:
@@ -105,8 +109,9 @@ def test_ctrl_c_cancels_what_was_submitted(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run_elsewhere(engine, jobs(tmp_path, "wait"), 1, Interrupted())
     assert engine.closed
-    (process,) = engine.processes
-    process.join(30)
+    (process,), (future,) = engine.processes, engine.futures
+    # the thread that waits for the process reaps it, and who else does may be told of nothing
+    wait([future], timeout=30)
     assert process.exitcode == -9
 
 

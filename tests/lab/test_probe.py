@@ -213,6 +213,8 @@ def test_layers_that_are_not_there_are_refused(text, said):
 
 def test_heads_and_sets_of_heads_are_named_by_layer_and_number():
     assert [one.heads for one in heads_asked("0.1,1.0+0.2", (3, 1))] == [((0, 1),), ((1, 0), (0, 2))]
+    # one set once, in the order of its first name
+    assert [str(one) for one in heads_asked("0.1, 0.1,1.0+0.1 + 1.0,0.1+1.0", (3, 1))] == ["0.1", "1.0+0.1"]
     assert heads_asked("none", (3,)) == []
     with pytest.raises(SettingError, match=r"--heads has '1.1'; expected all, none, or LAYER.HEAD from 0.0 to 1.0"):
         heads_asked("1.1", (3, 1))

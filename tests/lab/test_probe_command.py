@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from headwise.lab import encodings, probe_command
+from headwise.lab import encodings, probe_command, probing_fit
 from headwise.lab.arm_text import parse_arm
 from headwise.lab.frozen import open_frozen
+from headwise.lab.probe_asked import SENTENCES
+from headwise.lab.probing_commands import probe
+from headwise.lab.probing_fit import FORM
 from headwise.lab.settings import RunSettings
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
 from headwise.lab.train import train_run
@@ -114,6 +118,39 @@ def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(
         "bert-layers_none-heads_0.1,0.1+1.0-sentences_all-seed_3",
         "cache",
     ]
+
+
+def test_the_same_layers_in_other_words_are_the_same_probe(words, capsys):
+    assert call(*words, "--heads", "none", "--layers", "emb, 1") == 0
+    assert call(*words, "--heads", "none", "--layers", "emb,1") == 0
+    assert [one.name for one in Path("runs/probe").iterdir() if one.name != "cache"] == ["bert-layers_emb,1-heads_none"]
+    settings = Path("runs/probe/bert-layers_emb,1-heads_none/settings.json")
+    settings.write_text(settings.read_text().replace(FORM, "fit-1"))
+    said = refused(capsys, *words, "--heads", "none", "--layers", "emb,1")
+    assert f"settings.json has form 'fit-1' but '{FORM}' is asked for; choose another --out" in said
+
+
+def test_names_that_are_taken_are_refused(words, capsys):
+    assert "is the folder of --cache, which may be removed" in refused(capsys, *words, "--out", "runs/probe/cache")
+    for name in ("settings", "config", "comparison"):
+        write_probing(Path("data") / f"{name}.txt", {"tr": 60, "va": 20, "te": 30})
+        said = refused(capsys, *words[:3], f"data/{name}.txt")
+        assert f"its results cannot be called {name}.json; rename the file" in said
+    assert not Path("runs").exists()
+
+
+def test_classifiers_that_did_not_come_to_their_end_are_counted(words, monkeypatch, capsys):
+    assert call(*words, "--heads", "none", "--out", "whole") == 0
+    assert "limit of iterations" not in Path("whole/probe.md").read_text()
+    monkeypatch.setattr(probing_fit, "ITERATIONS", 1)
+    assert call(*words, "--heads", "none", "--out", "short") == 0
+    said = "Tense: 3 of 3 classifiers ended at their limit of iterations."
+    assert said in Path("short/probe.md").read_text()
+    assert said in capsys.readouterr().out
+
+
+def test_what_is_typed_by_default_is_no_part_of_a_folder_s_name():
+    assert signature(probe).parameters["sentences"].default == SENTENCES
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "comparison.json"])

@@ -94,6 +94,14 @@ def test_equal_modules_under_different_names_start_differently():
     assert not torch.equal(model[0].weight, model[1].weight)
 
 
+def test_a_module_starts_as_torch_would_start_it_under_the_seed_of_its_name():
+    model = Encoder()
+    initialise(model, seed=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(key(3, "out"))
+        assert torch.equal(model.out.weight, nn.Linear(8, 3).weight)
+
+
 def test_the_global_generator_is_left_as_it_was():
     model = Encoder()
     torch.manual_seed(9)

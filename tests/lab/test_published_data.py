@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,7 +17,7 @@ from headwise.lab.compare import Comparison, compare
 from headwise.lab.reproduce import do_plans, make_plans, report
 from headwise.lab.reproductions import REPRODUCTIONS
 from headwise.lab.tasks.logic import LogicTask
-from headwise.lab.tasks.logic_scales import SCALES
+from headwise.lab.tasks.logic_scales import SCALES, Scale
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 needs_published_data = pytest.mark.skipif(
@@ -23,23 +25,40 @@ needs_published_data = pytest.mark.skipif(
 )
 
 
-def scaled(name: str, **changes: object):
-    return dataclasses.replace(SCALES[name], name="toy", **changes)
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch) -> Scale:
+    small = {"width": 8, "heads": 2, "classifier_width": 16, "epochs": 1, "train_examples": 256, "dev_examples": 80}
+    toy = dataclasses.replace(SCALES["cpu"], name="toy", compile_routing=False, **small)
+    monkeypatch.setattr(LogicTask, "scales", {**SCALES, "cpu": toy})
+    return toy
+
+
+def require_whole(record: dict[str, Any], arms: Iterable[str]) -> None:
+    # the published test files have 37,361 lines of 1 to 12 operators
+    assert sum(record["bins"].values()) == 37_361
+    assert {row["arm"] for row in record["rows"]} == {"counts", "majority", *arms}
 
 
 @needs_published_data
-def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("inline")
+def test_arms_are_compared_on_the_published_files(tmp_path, smallest):
+    arms = tuple(parse_arms("plain,output+em"))
+    comparison = Comparison("logic", arms, (0,), smallest, tmp_path, PUBLISHED, workers=1)
+    assert compare(comparison, Console(record=True)) == []
+    require_whole(json.loads((tmp_path / "results.json").read_text()), ("plain", "output+em"))
+
+
+@pytest.mark.slow
+@needs_published_data
+@pytest.mark.usefixtures("smallest")
+def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
     reproduction = REPRODUCTIONS["diversify/figure-4"]
-    small = {"width": 8, "heads": 2, "classifier_width": 16, "epochs": 1, "train_examples": 256, "dev_examples": 80}
-    monkeypatch.setattr(LogicTask, "scales", {**SCALES, "cpu": scaled("cpu", compile_routing=False, **small)})
     console = Console(record=True, width=100)
     plans = make_plans(reproduction, "cpu", seeds=1, data=PUBLISHED, out=tmp_path, workers=2)
     assert do_plans(reproduction, plans, console) == []
     report(reproduction, "cpu", plans, tmp_path, tmp_path / "paper", console, "headwise reproduce diversify/figure-4")
     record = json.loads((tmp_path / "diversify-figure-4-cpu" / "results.json").read_text())
-    # the published test files have 37,361 lines of 1 to 12 operators
-    assert sum(record["bins"].values()) == 37_361
-    assert {row["arm"] for row in record["rows"]} == {"counts", "majority", *reproduction.parts[0].arms}
+    require_whole(record, reproduction.parts[0].arms)
     assert (tmp_path / "diversify-figure-4-cpu" / "report.html").stat().st_size > 10_000
     assert "no verdict (1 seed)" in (tmp_path / "paper" / "RESULTS.md").read_text()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from headwise.lab import pool
 from headwise.lab.tasks.translation import TranslationTask
 from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from lab.inline import do_inline
 
 WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht"}
 SMALLEST = dataclasses.replace(
@@ -53,14 +53,5 @@ def write_toy_corpus(
 
 def make_demo_smallest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make the demo scale the smallest and do jobs in this process; return the list their names are added to."""
-    done: list[str] = []
-
-    def run(target: Callable, jobs: list, _workers: int, _watch: object) -> list:
-        for job in jobs:
-            target(job.settings, job.folder, lambda: False)
-            done.append(job.name)
-        return []
-
     monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
-    monkeypatch.setattr(pool, "run_jobs", run)
-    return done
+    return do_inline(monkeypatch)

@@ -7,8 +7,10 @@ putting it on a model is `methods`'.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from headwise.checks import SettingError, require_choice, require_integer, require_positive, require_range
@@ -109,7 +111,8 @@ def folder_of(name: str) -> str:
     return name.replace(":", "@").replace("/", "_")
 
 
-def named_arms() -> dict[str, Arm]:
+@cache
+def named_arms() -> Mapping[str, Arm]:
     """Return the arms that have a name, in the order of a table.
 
     Settings are the papers': alpha 0.01 and step size 0.1 (An et al. 2020, appendix B), lambda 1, three iterations
@@ -144,7 +147,7 @@ def named_arms() -> dict[str, Arm]:
         Arm("cnn", model="cnn"),
         Arm("no-graph", model="no-graph"),
     )
-    return {arm.name: dataclasses.replace(arm, control=control_of(arm)) for arm in arms}
+    return MappingProxyType({arm.name: dataclasses.replace(arm, control=control_of(arm)) for arm in arms})
 
 
 def combine(arms: Iterable[Arm]) -> Arm:

@@ -119,6 +119,7 @@ def score_by_bin(table: Table) -> Picture | None:
             else:
                 draw_line(upper, bins, kept(row.bins), style[row.arm], label=row.arm)
         upper.set_ylabel(table.axis)
+        span_a_point(upper)
         if lower is not None:
             lower.axhline(0, color=style[PLAIN].color, linewidth=1.4)
             width = 0.55 * min(b - a for a, b in pairwise(bins))

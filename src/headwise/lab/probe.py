@@ -108,7 +108,7 @@ class Probed:
 
     @property
     def at_chance(self) -> bool:
-        """Whether it is not told from the majority baseline."""
+        """Whether it is not told from the majority baseline, or from guessing where that is more."""
         return self.p > LEVEL
 
 
@@ -210,15 +210,16 @@ def heads_asked(text: str, counts: Sequence[int]) -> list[Vectors]:
     known = {f"{layer}.{head}": (layer, head) for layer, count in enumerate(counts) for head in range(count)}
     if text in (ALL, NONE):
         return [Vectors(heads=(place,)) for place in known.values() if text == ALL]
-    found = []
-    for piece in dict.fromkeys(text.split(",")):
+    found: dict[frozenset[tuple[int, int]], Vectors] = {}
+    for piece in text.split(","):
         names = [name.strip() for name in piece.split("+")]
         wrong = next((name for name in names if name not in known), None)
         if wrong is not None:
             last = f"{len(counts) - 1}.{counts[-1] - 1}" if counts else "none: it has no heads that can be read"
             raise SettingError(f"--heads has {wrong!r}; expected all, none, or LAYER.HEAD from 0.0 to {last}.")
-        found.append(Vectors(heads=tuple(known[name] for name in dict.fromkeys(names))))
-    return found
+        places = tuple(dict.fromkeys(known[name] for name in names))
+        found.setdefault(frozenset(places), Vectors(heads=places))
+    return list(found.values())
 
 
 def choose_sentences(data: ProbingData, most: int | None, place: Path) -> tuple[list[int], Chosen]:

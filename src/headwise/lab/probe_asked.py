@@ -10,17 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.checks import DataError, SettingError
+from headwise.lab import runs
 from headwise.lab.data import digest
 from headwise.lab.encodings import shape_of
 from headwise.lab.frozen_model import Frozen
 from headwise.lab.probe import ALL, NONE, Vectors, heads_asked, layers_asked
 from headwise.lab.probing_fit import Classifier
+from headwise.lab.results import COMPARISON
 from headwise.lab.tasks.probing_files import FORMS, PROBES, probing_file
 
-__all__ = ["SENTENCES", "Asked", "default_folder", "task_files", "vectors_asked"]
+__all__ = ["CONFIG", "SENTENCES", "Asked", "default_folder", "task_files", "vectors_asked"]
 
+CONFIG = "config.json"
 # Sentences of a task unless the command says.
 SENTENCES = 10_000
+# Files that a folder of results, of a model or of runs has beside results.
+TAKEN = {Path(name).stem for name in (runs.SETTINGS, COMPARISON, CONFIG)}
 # Letters of what is asked for in the name of a folder.
 LONGEST = 120
 
@@ -30,8 +35,8 @@ class Asked:
     """What is probed and how.
 
     Attributes:
-        layers: As `probe.layers_asked` takes them.
-        heads: As `probe.heads_asked` takes them.
+        layers: As `probe.layers_asked` takes them; spaces are left out.
+        heads: As `probe.heads_asked` takes them; likewise.
         classifier: What is fitted.
         sentences: Sentences of a task; None for all.
     """
@@ -40,6 +45,11 @@ class Asked:
     heads: str
     classifier: Classifier
     sentences: int | None
+
+    def __post_init__(self) -> None:
+        # what means the same is the same probe, in the same folder
+        for name in ("layers", "heads"):
+            object.__setattr__(self, name, getattr(self, name).replace(" ", ""))
 
 
 def default_folder(name: str, asked: Asked) -> Path:
@@ -55,7 +65,7 @@ def default_folder(name: str, asked: Asked) -> Path:
         "sentences": (asked.sentences or ALL, SENTENCES),
         "seed": (asked.classifier.seed, Classifier().seed),
     }
-    words = [f"{option}_{value}".replace(" ", "") for option, (value, usual) in chosen.items() if value != usual]
+    words = [f"{option}_{value}" for option, (value, usual) in chosen.items() if value != usual]
     said = "-".join(words)
     # a file system takes 255 bytes of a name, and sets of heads may be many
     return Path("runs") / "probe" / "-".join(filter(None, (name, said if len(said) <= LONGEST else digest(said))))
@@ -66,7 +76,8 @@ def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
 
     Raises:
         DataError: The folder has no file of a task.
-        SettingError: Tasks are named beside "all", or beside one file.
+        SettingError: Tasks are named beside "all", or beside one file; or a file has the name of what lies beside the
+            results.
     """
     names = list(dict.fromkeys(wanted))
     if ALL in names and len(names) > 1:
@@ -78,6 +89,8 @@ def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
                 f"--data is one file, {data}, and --task asks for {','.join(names)}; name its folder, or leave --task "
                 "out."
             )
+        if name in TAKEN:
+            raise SettingError(f"--data is {data.name}, and its results cannot be called {name}.json; rename the file.")
         return [(name, data)]
     if names == [ALL]:
         names = [name for name in PROBES if any((data / f"{name}{form}").is_file() for form in FORMS)]

@@ -31,9 +31,9 @@ from headwise.lab.probe import (
     probe_vectors,
     sentences_of,
 )
-from headwise.lab.probe_asked import Asked, default_folder, vectors_asked
+from headwise.lab.probe_asked import CONFIG, Asked, default_folder, vectors_asked
 from headwise.lab.probe_pictures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
-from headwise.lab.probing_fit import Fitted
+from headwise.lab.probing_fit import FORM, Fitted
 from headwise.lab.results import COMPARISON
 from headwise.lab.tasks.probing_data import load_probing
 from headwise.lab.tasks.probing_files import PROBES
@@ -43,7 +43,6 @@ from headwise.page import write_whole
 __all__ = ["probe_model"]
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +98,9 @@ def probe_model(
             there.
     """
     out = default_folder(frozen.name, asked) if out is None else out
-    _require_free(out)
+    _require_free(out, cache)
     model = fingerprint(frozen)
-    record = {"model": model, **asdict(asked)}
+    record = {"model": model, "form": FORM, **asdict(asked)}
     runs.require_same(out / runs.SETTINGS, record)
     vectors = vectors_asked(frozen, asked)
     finished = {name: task for name, path in files if (task := _finished(out, name, path)) is not None}
@@ -118,8 +117,10 @@ def probe_model(
     return tasks
 
 
-def _require_free(out: Path) -> None:
-    """Refuse a folder that holds a model or runs, which settings of a probe would make something else."""
+def _require_free(out: Path, cache: Path) -> None:
+    """Refuse the cache, and a folder of a model or of runs, which settings of a probe would make something else."""
+    if out.resolve() == cache.resolve():
+        raise SettingError(f"{out} is the folder of --cache, which may be removed; choose another --out.")
     settings = out / runs.SETTINGS
     held = [out / name for name in (CONFIG, runs.WEIGHTS, COMPARISON) if (out / name).exists()]
     if settings.exists() and "classifier" not in runs.read_json(settings):
@@ -209,14 +210,21 @@ def _majority(chosen: Chosen) -> float:
     return float(np.mean(chosen.labels["test"] == most))
 
 
+def _unfinished(task: ProbedTask) -> str:
+    """Return how many classifiers of a task had not come to their end, or nothing."""
+    short = sum(not one.converged for one in task.found)
+    return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
+
+
 def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:
     lines = [f"# What {name} tells of sentences", "", "```console", f"$ {command}", "```", ""]
     for grid in (layers_grid(tasks), heads_grid(tasks), sets_grid(tasks)):
         if grid is not None:
             console.print(terminal_grid(grid))
             lines += [markdown_of(grid), ""]
-    console.print(NOTE, highlight=False)
-    lines += [NOTE, ""]
+    for said in (NOTE, *filter(None, map(_unfinished, tasks))):
+        console.print(said, highlight=False)
+        lines += [said, ""]
     for picture in (layers_picture(tasks), heads_picture(tasks)):
         if picture is not None:
             write_whole(out / f"{picture.name}.png", picture.png)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["NOTE", "heads_grid", "heads_picture", "layers_grid", "layers_picture", "sets_grid"]
 
 NOTE = (
-    "Accuracy on test, %. In parentheses: not told from the majority baseline (one-sided binomial test at 0.05, "
-    "Holm-adjusted over all that was probed on the task). ± is the widest half of a 95 % binomial interval in the row. "
-    "The best head is the one best on dev."
+    "Accuracy on test, %. In parentheses: not told from the majority baseline, or from guessing where that is more "
+    "(one-sided binomial test at 0.05, Holm-adjusted over all that was probed on the task). ± is the widest half of a "
+    "95 % binomial interval in the row. The best head is the one best on dev."
 )
 COLUMNS = 3
 

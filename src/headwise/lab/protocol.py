@@ -53,10 +53,13 @@ def initialise(model: nn.Module, seed: int) -> None:
         True
     """
     resets = [(name, _reset_of(name, module)) for name, module in model.named_modules() if _owns(module)]
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.no_grad():
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
+    # torch.manual_seed asks after every kind of device there may be, which for a module takes longer than its draw
+    manual_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
+    cuda_devices = sorted((device for device in devices if device.type == "cuda"), key=str)
+    with torch.random.fork_rng(devices=cuda_devices), torch.no_grad():
         for name, reset in resets:
-            torch.manual_seed(key(seed, name))
+            manual_seed(key(seed, name))
             reset()
         for module in model.modules():
             # torch's attention starts this bias at zero, but its output projection was reset after it
