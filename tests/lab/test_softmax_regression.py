@@ -8,7 +8,7 @@ from scipy.special import logsumexp
 from sklearn.linear_model import LogisticRegression
 
 from headwise.checks import SettingError
-from headwise.lab import probing_fit
+from headwise.lab import probing_fit, softmax_regression
 from headwise.lab.probing_fit import Classifier, Split, fit
 from headwise.lab.softmax_regression import SoftmaxRegression
 
@@ -54,6 +54,15 @@ def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes():
     assert np.array_equal(found.set_params(penalty=0.01).fit(vectors, labels * 2).coef_, fresh.coef_)
     short = SoftmaxRegression(0.01, max_iter=2).fit(vectors, labels)
     assert (short.n_iter_, short.converged_) == (2, False)
+
+
+def test_a_fit_that_stops_before_its_last_iteration_need_not_have_come_to_its_end(monkeypatch):
+    vectors, labels = drawn(110, 700)
+    given = dict.fromkeys(("train", "dev", "test"), Split(vectors, labels))
+    assert fit(Classifier(penalties=(1e-3,)), given).converged
+    # the loss is read three times at most
+    monkeypatch.setattr(softmax_regression, "READINGS", 0.03)
+    assert not fit(Classifier(penalties=(1e-3,)), given).converged
 
 
 def test_what_it_cannot_take_is_refused():

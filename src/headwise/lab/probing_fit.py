@@ -34,8 +34,8 @@ PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 PATIENCE = 2
 ITERATIONS, EPOCHS = 100, 200
 BATCH = 128
-# Beyond so many classes there is no hidden layer, as SentEval has it for word content, and scikit-learn's regression in
-# float64 takes minutes a layer.
+# Beyond so many classes there is no hidden layer, as SentEval has it for word content; and regression, which then takes
+# long, is `SoftmaxRegression`'s.
 MANY = 100
 
 
