@@ -50,7 +50,7 @@ def folder(place: Path, **files: list[str]) -> Path:
 
 
 @needs_published_data
-@pytest.mark.parametrize("name", ["cr", "trec", "subj", "mpqa", "mr", "sst2"])
+@pytest.mark.parametrize("name", ["cr", "trec", "subj", "mpqa", "mr", pytest.param("sst2", marks=pytest.mark.slow)])
 def test_no_text_of_a_published_set_is_in_two_splits(name):
     data = load_data(PUBLISHED / name, dataclasses.replace(CPU, train_examples=None), None)
     found = {split: set(texts_of(data, split)) for split in SPLITS}
