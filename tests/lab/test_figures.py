@@ -149,7 +149,7 @@ def test_scores_of_arms_at_chance_are_not_drawn_far_apart(scores, span):
     assert low <= scores[0] <= scores[1] <= high
 
 
-def test_every_axis_of_scores_spans_a_point(tmp_path, monkeypatch):
+def test_every_axis_of_scores_spans_a_point(table, tmp_path, monkeypatch):
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
         draw_means(figure, axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
@@ -158,6 +158,8 @@ def test_every_axis_of_scores_spans_a_point(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))
     dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1)), 3)))
     assert [(low < 11, high > 14) for low, high in spans] == [(True, True)]
+    score_by_bin(table)
+    assert len(spans) == 2
 
 
 def with_epochs(out: Path, epochs: int) -> Path:
