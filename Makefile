@@ -20,6 +20,8 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c c
 # Several processes on few cores only slow each other down when each starts threads of its own.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
+# A file of tests stays with one process, which trains its toys once.
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -41,10 +43,10 @@ translation-gpu:
 		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
 test: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,16 +1,22 @@
-"""A command that answers lines of standard input, in a process of its own."""
+"""A command that answers lines of standard input: in a process of its own, or in this one."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lab.command import call
+
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 def started(command: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A process of its own, whose streams are pipes."""
     return subprocess.Popen(
         [sys.executable, "-m", "headwise.lab.cli", command, *arguments],
         # what is not flushed is not seen
@@ -22,7 +28,11 @@ def started(command: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def answered(command: str, given: bytes, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of output and what was said."""
-    with started(command, *arguments) as process:
-        output, said = process.communicate(given, timeout=300)
-    return process.returncode, output.decode().split("\n")[:-1], said.decode()
+    """Exit code, lines of output and what was said, of a call in this process."""
+    streams = {"stdin": io.TextIOWrapper(io.BytesIO(given)), "stdout": io.TextIOWrapper(io.BytesIO())}
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, stream in {**streams, "stderr": said}.items():
+            patched.setattr(sys, name, stream)
+        code = call(command, *arguments)
+    return code, streams["stdout"].buffer.getvalue().decode().split("\n")[:-1], said.getvalue()

@@ -170,6 +170,7 @@ def test_heads_are_not_removed_from_a_run_made_of_folds(inline, sentences, tmp_p
     assert inline == []
 
 
+@pytest.mark.usefixtures("inline")
 def test_the_heads_of_a_guided_classifier_are_removed_one_by_one(sentences, tmp_path):
     arms = tuple(parse_arms("guided:roles=window/separator"))
     comparison = Comparison("classification", arms, (0,), TOY, tmp_path, sentences)

@@ -156,6 +156,7 @@ def assert_as_expected(failures: list[Failure]) -> None:
     assert found == [("die 1", False), ("refuse 2", True)], [str(failure) for failure in failures]
 
 
+@pytest.mark.slow
 def test_submitit_runs_jobs_and_a_killed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On submitit's own local cluster, whose jobs are processes as Slurm's are."""
     pytest.importorskip("submitit")

@@ -144,6 +144,7 @@ def test_heads_under_routing_are_removed_too(tmp_path):
     }
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_comparison_of_logic_ends_with_the_worth_of_heads_and_does_not_measure_them_again(tmp_path):
     scale = dataclasses.replace(
         SCALES["demo"],

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from headwise.checks import DataError, SettingError
+from headwise.lab.tasks import sentence_words
 from headwise.lab.tasks.sentence_data import load_sentences
 from headwise.lab.tasks.sentence_files import read_set
 from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES, SentenceScale
+from headwise.lab.tasks.sentence_words import tokenized
 from lab.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
-pytest.importorskip("spacy")
+spacy = pytest.importorskip("spacy")
 
 SCALE = dataclasses.replace(SENTENCE_SCALES["demo"], name="toy", train_examples=None, min_count=1)
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", ""))
@@ -53,6 +55,18 @@ def test_words_are_those_of_spacys_tokenizer_in_lower_case_and_cut(tmp_path):
     data = load_sentences(path, scale(max_words=5), None)
     assert texts_of(data, "train")[0] == "it did n't work ,"
     assert data.words.cut == 40
+
+
+def test_lines_that_are_read_one_by_one_share_a_tokenizer(monkeypatch):
+    made: list[str] = []
+    blank = spacy.blank
+    monkeypatch.setattr(spacy, "blank", lambda name: made.append(name) or blank(name))
+    sentence_words._tokenizer.cache_clear()
+    assert [next(tokenized([line])) for line in ("It didn't.", "It did.")] == [
+        ["it", "did", "n't", "."],
+        ["it", "did", "."],
+    ]
+    assert made == ["en"]
 
 
 def test_a_premise_or_an_author_is_in_one_split_alone(tmp_path):

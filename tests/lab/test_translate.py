@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (corpus / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
     found = {"corpus": corpus}
     routed = "em:capsules=4,kinds=self,votes=per-head"
-    better = {"width": 32, "epochs": 10, "learning_rate": 1e-2, "train_examples": 200, "dropout": 0.0}
+    better = {"width": 32, "epochs": 6, "learning_rate": 1e-2, "train_examples": 200, "dropout": 0.0}
     for name, arm, model in (
         ("routed", f"{ARM[: ARM.index('+em')]}+{routed}", "seq2seq"),
         ("drophead", "drophead+trunk:layers=0,kinds=cross", "seq2seq"),

@@ -75,7 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "pipeline" / "meta.json").write_text('{"lang": "en"}')
     better = {"width": 32, "heads": 4, "train_examples": 200, "learning_rate": 1e-2, "dropout": 0.0, "beams": 3}
     for name, arm in ARMS.items():
-        scale = dataclasses.replace(TOY, **better, epochs=2 if name == "shuffled" else 6)
+        scale = dataclasses.replace(TOY, **better, epochs=2 if name == "shuffled" else 4)
         if name in ("parsed", "shuffled"):
             scale = dataclasses.replace(scale, pipeline=place / "pipeline")
         run = settings(arm, place / "corpus", place / "cache", scale)

@@ -173,6 +173,7 @@ def test_what_cannot_be_fetched_or_prepared_is_refused(tmp_path, capsys):
     assert not Path("x").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
 def test_the_whole_of_multi30k_prepared_for_a_gpu_is_small_enough_to_carry(tmp_path, capsys):
     place = tmp_path / "prepared"

@@ -146,6 +146,7 @@ def test_two_published_files_are_trained_on_as_they_are(tmp_path):
     assert set(data.whole.sources("dev")).isdisjoint(data.whole.sources("test"))
 
 
+@pytest.mark.slow
 @needs_published_data
 def test_published_files_under_ones_own_names_give_the_arrays_of_the_corpus(tmp_path):
     names = {"train": "train", "val": "valid", "test_2016_flickr": "test"}

@@ -149,6 +149,7 @@ def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
         assert 0 < test["p_bootstrap"] <= 1
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_folder_from_before_further_scores_and_references_goes_on_with_them(corpus, tmp_path):
     scale = dataclasses.replace(TOY, epochs=1, averaged=1)
     comparison = Comparison("translation", tuple(parse_arms("plain")), (0,), scale, tmp_path, corpus)

@@ -26,7 +26,7 @@ from lab.test_graph2text_task import TOY
 
 pytest.importorskip("nltk")
 
-SCALE = dataclasses.replace(TOY, epochs=8, learning_rate=1e-2, dropout=0.0, length_penalty=0.6, no_repeat=3)
+SCALE = dataclasses.replace(TOY, epochs=4, learning_rate=1e-2, dropout=0.0, length_penalty=0.6, no_repeat=3)
 ARMS = {"plain": "plain", "routed": "em:layers=0,capsules=8", "blind": "no-graph"}
 
 

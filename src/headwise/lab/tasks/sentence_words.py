@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,9 @@ from headwise.lab.data import Ragged, cached_arrays, digest, stable_key
 from headwise.lab.tasks.sentence_files import Example, read_set
 from headwise.lab.tasks.sentence_scales import SentenceScale
 from headwise.lab.word_vectors import read_word_vectors
+
+if TYPE_CHECKING:
+    from spacy.tokenizer import Tokenizer
 
 __all__ = ["Words", "load_words", "tokenized", "words_in_place"]
 
@@ -109,14 +114,21 @@ def words_in_place(texts: Sequence[str], *, progress: bool = False) -> Iterator[
     >>> list(words_in_place(["No  way!"]))
     [[('no', (0, 2)), ('way', (4, 7)), ('!', (7, 8))]]
     """
+    from tqdm.auto import tqdm
+
+    tokenizer = _tokenizer()
+    for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
+        yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
+
+
+# a tenth of a second to make, and asked for anew for each line that is read
+@cache
+def _tokenizer() -> Tokenizer:
     _tokenizer_version()
     # spaCy takes seconds to import, and is an extra
     import spacy
-    from tqdm.auto import tqdm
 
-    tokenizer = spacy.blank(TOKENIZER).tokenizer
-    for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
-        yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
+    return spacy.blank(TOKENIZER).tokenizer
 
 
 def _tokenizer_version() -> str:
