@@ -21,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c c
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 # A file of tests stays with one process, which trains its toys once.
-PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
