@@ -39,7 +39,7 @@ SEEDS ?= 5
 OUT ?= runs/translation-gpu
 translation-gpu:
 	@test -n "$(DATA)" || { echo "name the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
-	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise.lab.cli compare translation --scale gpu \
+	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \
 		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
 test: $(VENV)/.dev

@@ -17,11 +17,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from headwise.lab.models.graph_writer import GraphWriter
-from headwise.lab.protocol import initialise
-from headwise.lab.tasks.graph2text import Graph2TextTask
-from headwise.lab.tasks.graph_data import collate, load_graphs
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.tasks.graph2text.data import collate, load_graphs
+from headwise.lab.tasks.graph2text.model import GraphWriter
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise.lab.tasks.graph2text.task import Graph2TextTask
 from timing import console, interleaved, new_record, ratio, write
 
 PARTS = ("title", "entities", "nodes", "neighbours", "types")

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.aggregators import build
-from headwise.disagreement import output_similarity
-from headwise.ensembles import apply_rule, ensembles_of
-from headwise.particles import Rule
+from headwise.disagreement.terms import output_similarity
+from headwise.repulsion.rules import Rule
+from headwise.repulsion.step import apply_rule, ensembles_of
+from headwise.routing.modules import build
 from timing import console, default_device, interleaved, new_record, ratio, write
 
 VOCABULARY, WIDTH, HEADS, LAYERS, INNER = 10_000, 512, 8, 6, 2048

@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.lab.arm_text import parse_arms
-from headwise.lab.methods import Methods
-from headwise.lab.models.seq2seq import PADDING, START
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_decoding import DECODED_TOKENS
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
-from headwise.lab.token_batches import token_sorted
-from headwise.routing import Chunks
+from headwise.lab.data.token_batches import token_sorted
+from headwise.lab.experiment.arm_text import parse_arms
+from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
+from headwise.lab.tasks.translation.model import PADDING, START
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
+from headwise.lab.training.methods import Methods
+from headwise.routing.settings import Chunks
 
 ARMS = (
     "plain,smooth,svgd,svgd-relative,output,"

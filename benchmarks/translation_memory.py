@@ -45,10 +45,10 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, go through an epoch and print what it took."""
-    from headwise.lab.tasks.translation_cleaning import Cleaning
-    from headwise.lab.tasks.translation_data import collate, load_translation
-    from headwise.lab.tasks.translation_own import own_folder
-    from headwise.lab.token_batches import TokenBatches
+    from headwise.lab.data.token_batches import TokenBatches
+    from headwise.lab.tasks.translation.cleaning import Cleaning
+    from headwise.lab.tasks.translation.data import collate, load_translation
+    from headwise.lab.tasks.translation.own_corpus import own_folder
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2

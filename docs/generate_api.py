@@ -13,19 +13,14 @@ PAGE = Path(__file__).parent / "api.md"
 
 # Modules whose names are imported from them, in the order of the page.
 MODULES = (
-    "headwise.kernels",
-    "headwise.particles",
-    "headwise.cosine_rules",
+    "headwise.heads",
+    "headwise.repulsion",
     "headwise.disagreement",
-    "headwise.mean_weights",
-    "headwise.votes",
     "headwise.routing",
-    "headwise.aggregators",
-    "headwise.gates",
     "headwise.roles",
-    "headwise.flex_masks",
+    "headwise.masks",
     "headwise.metrics",
-    "headwise.calibration",
+    "headwise.report",
     "headwise.plots",
     "headwise.nn",
 )
@@ -33,6 +28,7 @@ MODULES = (
 CONSTANTS = {
     "LAYOUTS": "The rows that `find_heads` tries, in order.",
     "PROJECTIONS": "The projections of a site, in order: query, key, value.",
+    "BiasFunction": "A function that returns the bias of a call of an attention.",
     "Setting": "Any setting of `aggregate`: a routing, `Residual` of one, or `Gate`.",
     "Routing": "Any routing setting: `SimpleRouting`, `EMRouting` or `Trunk`.",
 }

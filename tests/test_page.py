@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.page import Page, write_whole
+from headwise.errors import DataError, SettingError
+from headwise.report.html import Page, write_whole
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </td></style> $x$ \x00"
 

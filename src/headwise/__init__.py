@@ -1,12 +1,8 @@
 """headwise: diverse multi-head attention for PyTorch, in your own model and training loop."""
 
-from headwise import nn, plots
-from headwise.ablation import Ablation, Importance, ablate, importance
-from headwise.aggregation import Aggregation, aggregate
-from headwise.aggregators import Residual
-from headwise.align import Alignment, align
-from headwise.bandwidths import Fixed, Median, ReleasedMedian
-from headwise.checks import (
+from headwise import moved, nn, plots
+from headwise.disagreement.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
+from headwise.errors import (
     DataError,
     HeadwiseError,
     LayoutError,
@@ -15,16 +11,9 @@ from headwise.checks import (
     SettingError,
     ShapeError,
 )
-from headwise.collate import RoleCollator
-from headwise.conllu import read_conllu
-from headwise.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.function_rules import FunctionSVGD
-from headwise.gates import Gate
-from headwise.guidance import Guidance, guide
-from headwise.head_bias import HeadBias, bias_heads
-from headwise.heads import Heads, Site
-from headwise.kernels import IMQ, RBF, Cosine, NormalizedRBF
-from headwise.layouts import (
+from headwise.heads.ablation import Ablation, Importance, ablate, importance
+from headwise.heads.bias import HeadBias, bias_heads
+from headwise.heads.find import (
     LAYOUTS,
     AdditiveQueries,
     FusedLinear,
@@ -33,24 +22,35 @@ from headwise.layouts import (
     TorchMultihead,
     find_heads,
 )
-from headwise.masks import HeadMask
-from headwise.measurement import measure
-from headwise.particles import SGLD, SPOS, SVGD, Relative
-from headwise.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
-from headwise.report import Comparison, Report, load_report
-from headwise.report_layers import LayerReport
-from headwise.repulsion import Repulsion, repel
-from headwise.role_masks import Roles
-from headwise.roles import Dependency, Major, Rare, Role, Separator, Window
-from headwise.routing import Chunks, EMRouting, SimpleRouting, Trunk
-from headwise.saving import load, save
-from headwise.scores import ScoreCall
-from headwise.separation import jitter
-from headwise.taps import Capture, Taps
-from headwise.verify import Verification, verify
-from headwise.votes import DistinctCapsules, PerHead, SharedTrunk
-from headwise.word_rarity import IDF, idf
-from headwise.word_tables import WordTable
+from headwise.heads.heads import Heads, Site
+from headwise.heads.taps import Capture, Taps
+from headwise.heads.verify import Verification, verify
+from headwise.masks.head_mask import HeadMask
+from headwise.nn.scores import ScoreCall
+from headwise.report.layer import LayerReport
+from headwise.report.measure import measure
+from headwise.report.report import Comparison, Report, load_report
+from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
+from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.repulsion.function_rule import FunctionSVGD
+from headwise.repulsion.groups import jitter
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, NormalizedRBF
+from headwise.repulsion.repel import Repulsion, repel
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, Relative
+from headwise.roles.align import Alignment, align
+from headwise.roles.build import Roles
+from headwise.roles.collator import RoleCollator
+from headwise.roles.conllu import read_conllu
+from headwise.roles.guide import Guidance, guide
+from headwise.roles.idf import IDF, idf
+from headwise.roles.roles import Dependency, Major, Rare, Role, Separator, Window
+from headwise.roles.word_table import WordTable
+from headwise.routing.aggregate import Aggregation, aggregate
+from headwise.routing.gate import Gate
+from headwise.routing.modules import Residual
+from headwise.routing.save import load, save
+from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
+from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
 __all__ = [
     "IDF",
@@ -143,3 +143,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+moved.install()

@@ -1,6 +1,6 @@
 """`python -m headwise` is the `headwise` command: what torchrun and `accelerate launch` start."""
 
-from headwise.lab.cli import main
+from headwise.lab.cli.main import main
 
 __all__: list[str] = []
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from headwise.layouts import LAYOUTS, Layout, find_heads
-from headwise.particles import Rule, update
-from headwise.verify import Verification, verify
+from headwise.heads.find import LAYOUTS, Layout, find_heads
+from headwise.heads.verify import Verification, verify
+from headwise.repulsion.rules import Rule, update
 
 __all__ = ["check_layout", "check_rule", "particles_near_collapse"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from headwise.checks import LayoutError, SettingError
+from headwise.errors import LayoutError, SettingError
 
 __all__ = ["flattened", "refuse_flat_optimizer", "require_readable"]
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from distributed.processes import Processes
-from headwise.checks import SettingError
-from headwise.lab import processes
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.logic_scales import SCALES
-from headwise.lab.train import train_run
+from headwise.errors import SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.training import processes
+from headwise.lab.training.train import train_run
 
 ROOT = Path(__file__).parents[2]
 # Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
@@ -140,14 +140,14 @@ import dataclasses, os, sys
 
 if __name__ == "__main__":
     os.write(2, b"one of %s\n" % os.environ["WORLD_SIZE"].encode())
-    from headwise.lab import cli
-    from headwise.lab.tasks.logic_scales import SCALES as scales
+    from headwise.lab.cli.main import main
+    from headwise.lab.tasks.logic.scales import SCALES as scales
 
     scales["demo"] = dataclasses.replace(
         scales["demo"], width=8, heads=2, classifier_width=16, dropout=0.0, epochs=1, batch_size=16, warmup_steps=3,
         generated_draws=2000, train_examples=81, dev_examples=30,
     )
-    cli.main(sys.argv[1:])
+    main(sys.argv[1:])
 """
 
 

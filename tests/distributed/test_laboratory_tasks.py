@@ -10,14 +10,14 @@ import pytest
 
 from distributed.processes import Processes
 from distributed.test_laboratory import assert_same_run, epochs, train
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.glue_scales import GLUE_SCALES
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
-from headwise.lab.tasks.probing_scales import PROBING_SCALES
-from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
-from headwise.lab.tasks.task import Scale
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Scale
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.glue.scales import GLUE_SCALES
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from lab.glue_toy import write_glue, write_model
 from lab.graph_sets import write_triples
 from lab.pretraining_toy import TOY as PRETRAINED

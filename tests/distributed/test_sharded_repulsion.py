@@ -30,7 +30,7 @@ from distributed.engines import (
     own,
 )
 from distributed.processes import Processes
-from headwise.sharded import whole
+from headwise.parallel import whole
 
 RATE, STEPS = 0.05, 3
 RULES = {

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import headwise.recompute as recompute
-from headwise.aggregation import aggregate
-from headwise.aggregators import EMAggregator, Residual, SimpleAggregator, TrunkAggregator, build
-from headwise.checks import HeadwiseError, LayoutError, SettingError, ShapeError
-from headwise.layouts import find_heads
-from headwise.routing import (
+import headwise.routing.chunked as recompute
+from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
+from headwise.heads.find import find_heads
+from headwise.routing.aggregate import aggregate
+from headwise.routing.modules import EMAggregator, Residual, SimpleAggregator, TrunkAggregator, build
+from headwise.routing.settings import (
     Chunks,
     EMRouting,
     SimpleRouting,
@@ -24,7 +24,7 @@ from headwise.routing import (
     simple_routing,
     uniform_routing,
 )
-from headwise.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
+from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
 
 H, E, D = 2, 4, 8
 vote_settings = st.sampled_from([SharedTrunk(), SharedTrunk(relu=False), PerHead(), DistinctCapsules()])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sklearn.calibration import calibration_curve
 
-from headwise.calibration import Reliability, predictive_entropy, reliability, reliability_of
-from headwise.checks import SettingError, ShapeError
+from headwise.errors import SettingError, ShapeError
+from headwise.metrics.calibration import Reliability, predictive_entropy, reliability, reliability_of
 
 GENERATOR = torch.Generator().manual_seed(3)
 CONFIDENCE = 0.2 + 0.8 * torch.rand(400, generator=GENERATOR, dtype=torch.float64)

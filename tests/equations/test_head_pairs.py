@@ -4,9 +4,11 @@ import pytest
 import torch
 from scipy import stats
 
-from headwise import head_pairs, metrics
-from headwise.checks import MaskError, ShapeError
-from headwise.head_pairs import (
+from headwise import metrics
+from headwise.errors import MaskError, ShapeError
+from headwise.metrics import pairs as head_pairs
+from headwise.metrics.intervals import mean_interval, student_quantile
+from headwise.metrics.pairs import (
     attention_pairs,
     cosine_pairs,
     distance_pairs,
@@ -14,8 +16,7 @@ from headwise.head_pairs import (
     mean_over_pairs,
     parameter_pairs,
 )
-from headwise.intervals import mean_interval, student_quantile
-from headwise.role_shares import role_shares
+from headwise.metrics.roles import role_shares
 
 GENERATOR = torch.Generator().manual_seed(5)
 VECTORS = torch.randn(3, 7, 4, 6, generator=GENERATOR, dtype=torch.float64)

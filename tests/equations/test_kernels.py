@@ -8,9 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.bandwidths import Bandwidth
-from headwise.checks import SettingError, ShapeError
-from headwise.gram import (
+from headwise.errors import SettingError, ShapeError
+from headwise.reference import particles as reference
+from headwise.repulsion.bandwidths import Bandwidth
+from headwise.repulsion.gram import (
     CPU_CHUNK,
     collapsed,
     geometry,
@@ -19,8 +20,17 @@ from headwise.gram import (
     require_nonzero,
     shifted_gram,
 )
-from headwise.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian, cosine_gradient
-from headwise.reference import particles as reference
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Cosine,
+    Fixed,
+    Kernel,
+    Median,
+    NormalizedRBF,
+    ReleasedMedian,
+    cosine_gradient,
+)
 
 EPS = torch.finfo(torch.float64).eps
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)

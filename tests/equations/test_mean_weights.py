@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.mean_weights import mean_of, mean_weights
+from headwise.nn.average_weights import mean_of, mean_weights
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS, SIZE = 2, 6, 3, 5, 7, 4
 

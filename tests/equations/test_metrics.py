@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise import metrics
-from headwise.checks import MaskError, ShapeError
+from headwise.errors import MaskError, ShapeError
+from headwise.metrics import heads as metrics
 from headwise.reference import metrics as loops
 
 torch.set_num_threads(1)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.checks import SettingError, ShapeError
-from headwise.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.gram import Geometry, geometry
-from headwise.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
-from headwise.mixing import Mixing, Relative, blend
-from headwise.particles import SGLD, SPOS, SVGD, Rule, update
+from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
+from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.repulsion.gram import Geometry, geometry
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.mixing import Mixing, Relative, blend
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
 
 EPS = torch.finfo(torch.float64).eps
 NOISY = (SPOS, SGLD)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.checks import SettingError, ShapeError
-from headwise.em_routing import em_gradient, em_schedule
+from headwise.errors import SettingError, ShapeError
 from headwise.reference.routing import em_routing_loop, simple_routing_loop
-from headwise.routing import Chunks, EMRouting, SimpleRouting, em_routing, simple_routing, uniform_routing
-from headwise.simple_routing import simple_gradient
+from headwise.routing.em import em_gradient, em_schedule
+from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, em_routing, simple_routing, uniform_routing
+from headwise.routing.simple import simple_gradient
 
 GOLDEN_TOLERANCE = 1e-6
 

@@ -31,7 +31,7 @@ warnings.simplefilter("ignore")
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from headwise import em_triton
+from headwise.routing import em_triton
 
 shared = {"votes_at": "*bf16", "token_stride": "i32", "head_stride": "i32", "beta_a_at": "*fp32", "beta_mu_at": "*fp32"}
 shared |= dict.fromkeys(("tokens", "heads", "capsules", "size"), "i32")

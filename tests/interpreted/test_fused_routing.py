@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.aggregators import build
-from headwise.em_routing import EMKernel, em_forward, em_schedule
-from headwise.fused_routing import FusedEMKernel, fused_kernel, runs_on
-from headwise.routing import Chunks, EMRouting
+from headwise.routing.em import EMKernel, em_forward, em_schedule
+from headwise.routing.em_fused import FusedEMKernel, fused_kernel, runs_on
+from headwise.routing.modules import build
+from headwise.routing.settings import Chunks, EMRouting
 
 FLOOR = 1e-6
 
@@ -97,7 +97,7 @@ def test_any_layout_of_the_heads_is_read_rightly():
 
 @pytest.mark.usefixtures("undisturbed")
 def test_more_tokens_than_programs(monkeypatch):
-    from headwise import em_triton
+    from headwise.routing import em_triton
 
     monkeypatch.setattr(em_triton, "MOST_PROGRAMS", 2)
     plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
@@ -145,7 +145,7 @@ def test_votes_too_large_to_stay_on_chip_take_the_plain_path(monkeypatch):
 
 @pytest.mark.parametrize("damage", ["wrong", "raises"])
 def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog):
-    from headwise import em_triton
+    from headwise.routing import em_triton
 
     plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
     fused = FusedEMKernel(plain)

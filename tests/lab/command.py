@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.lab import cli
+from headwise.lab.cli import main
 
 
 def call(*arguments: str) -> int:
     """The exit code of a call."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
+        main.main(list(arguments))
     assert isinstance(caught.value.code, int)
     return caught.value.code
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.lab import pool, step_time
-from headwise.lab.workers import Failure
+from headwise.lab.analyses import step_time
+from headwise.lab.jobs import pool
+from headwise.lab.jobs.workers import Failure
 
 
 def do_inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:

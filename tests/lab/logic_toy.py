@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from headwise.lab.tasks.logic_scales import SCALES
+from headwise.lab.tasks.logic.scales import SCALES
 
 TOY = dataclasses.replace(
     SCALES["demo"],

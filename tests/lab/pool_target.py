@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from headwise.checks import DataError
-from headwise.lab.workers import Failure, Job, attempt
+from headwise.errors import DataError
+from headwise.lab.jobs.workers import Failure, Job, attempt
 
 
 def work(settings, folder, heartbeat):

@@ -7,8 +7,8 @@ import gzip
 import json
 from pathlib import Path
 
-from headwise.lab.tasks.pretraining_preparation import TextPreparation
-from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
+from headwise.lab.tasks.pretraining.prepare import TextPreparation
+from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 
 TEXT = "the old clock ticks and a small bird sings on grey stones near cold rivers while rain falls softly"
 WORDS = TEXT.split()

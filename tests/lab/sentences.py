@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.tasks import classification_texts
-from headwise.lab.tasks.classification_scales import ClassificationScale
-from headwise.word_tables import WordTable
+from headwise.lab.tasks.classification import texts as classification_texts
+from headwise.lab.tasks.classification.scales import ClassificationScale
+from headwise.roles.word_table import WordTable
 
 GOOD, BAD, REST = (
     ("fine", "great", "lovely"),

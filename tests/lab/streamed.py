@@ -18,7 +18,7 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 def started(command: str, *arguments: str) -> subprocess.Popen[bytes]:
     """A process of its own, whose streams are pipes."""
     return subprocess.Popen(
-        [sys.executable, "-m", "headwise.lab.cli", command, *arguments],
+        [sys.executable, "-m", "headwise", command, *arguments],
         # what is not flushed is not seen
         env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         stdin=subprocess.PIPE,

@@ -9,19 +9,19 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from torch import nn
 
-import headwise.lab.arms as arms_module
-from headwise.checks import SettingError
-from headwise.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
-from headwise.lab.arm_text import parse_arm, parse_arms, settings_of
-from headwise.lab.arms import Arm, combine, named_arms
-from headwise.lab.drophead import DropHead
-from headwise.lab.guided import ROLES
-from headwise.lab.runs import as_record
-from headwise.layouts import find_heads
-from headwise.nn import MultiheadAttention
-from headwise.particles import SPOS, SVGD, Relative
-from headwise.penalty import Output, Subspace, Sum
-from headwise.routing import Chunks, EMRouting, Trunk
+import headwise.lab.experiment.arm as arms_module
+from headwise.disagreement.penalty import Output, Subspace, Sum
+from headwise.errors import SettingError
+from headwise.heads.find import find_heads
+from headwise.lab.experiment.arm import Arm, combine, named_arms
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms, settings_of
+from headwise.lab.experiment.guided import ROLES
+from headwise.lab.experiment.run_folder import as_record
+from headwise.lab.training.drophead import DropHead
+from headwise.nn.multihead import MultiheadAttention
+from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.rules import SPOS, SVGD, Relative
+from headwise.routing.settings import Chunks, EMRouting, Trunk
 
 
 def test_the_named_arms_hold_the_papers_settings():

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwise.checks import SettingError
-from headwise.lab.data import Ragged
-from headwise.lab.models.baselines import counts, majority, token_counts
-from headwise.lab.tasks.logic_data import LogicSplit, load_logic
-from headwise.lab.tasks.logic_scales import SCALES
+from headwise.errors import SettingError
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.tasks.logic.baselines import counts, majority, token_counts
+from headwise.lab.tasks.logic.data import LogicSplit, load_logic
+from headwise.lab.tasks.logic.scales import SCALES
 
 TOY = replace(SCALES["demo"], name="toy", generated_draws=5_000)
 

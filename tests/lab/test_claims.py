@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
-from headwise.lab.evidence import Evidence
-from headwise.lab.results import read_results
-from headwise.lab.shown import Least, Numbers, StepTimes
-from headwise.lab.tables.records import claims_grid
+from headwise.errors import DataError
+from headwise.lab.papers.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
+from headwise.lab.papers.measures import Least, Numbers, StepTimes
+from headwise.lab.papers.records import claims_grid
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.results import read_results
 from lab.synthetic_comparison import Drawn, write_comparison
 
 BINS = tuple(range(1, 13))

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.data import stable_key
-from headwise.lab.tasks.classification_data import (
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.arrays import stable_key
+from headwise.lab.data.splits import cut
+from headwise.lab.tasks.classification.data import (
     PADDING,
     UNKNOWN,
     ClassificationData,
@@ -20,9 +21,8 @@ from headwise.lab.tasks.classification_data import (
     collate,
     load_data,
 )
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification_splits import cut
-from headwise.lab.tasks.classification_texts import stands_apart
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.classification.texts import stands_apart
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.tasks.classification_files import Layout, find_layout, read_labelled
+from headwise.errors import DataError
+from headwise.lab.data.labelled_texts import Layout, find_layout, read_labelled
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(

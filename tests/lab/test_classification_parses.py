@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.armed import armed
-from headwise.lab.tasks import classification_texts
-from headwise.lab.tasks.classification import ClassificationTask
-from headwise.lab.tasks.classification_data import load_data
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
+from headwise.errors import DataError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.tasks.classification import texts
+from headwise.lab.tasks.classification.data import load_data
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.classification.task import ClassificationTask
+from headwise.lab.training.armed import armed
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"
@@ -53,7 +53,7 @@ def test_a_worker_reads_parses_that_were_made_and_needs_no_parser(reviews, tmp_p
     def none(*_: object, **__: object) -> None:
         raise AssertionError("parsed again")
 
-    monkeypatch.setattr(classification_texts, "word_tables", none)
+    monkeypatch.setattr(texts, "word_tables", none)
     other = load_data(reviews, PARSED, tmp_path / "cache")
     assert [other.texts.table(n).parse() for n in range(20)] == [one.texts.table(n).parse() for n in range(20)]
     task = ClassificationTask()

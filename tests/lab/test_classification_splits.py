@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.checks import DataError
-from headwise.lab.tasks.classification_splits import cut, parts, without
+from headwise.errors import DataError
+from headwise.lab.data.splits import cut, parts, without
 
 TEXTS = st.lists(st.text(alphabet="abc", min_size=0, max_size=3), min_size=3, max_size=60)
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.checks import SettingError
+from headwise.errors import SettingError
 from headwise.lab import compare as compare_module
-from headwise.lab.arm_text import parse_arm, parse_arms
-from headwise.lab.armed import armed
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.jobs import do_job
-from headwise.lab.parts import gather
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.classification import ClassificationTask
-from headwise.lab.tasks.classification_data import load_data
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES, ClassificationScale
-from headwise.lab.tasks.named import named_task
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.jobs.job import do_job
+from headwise.lab.tasks.classification.data import load_data
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
+from headwise.lab.tasks.classification.task import ClassificationTask
+from headwise.lab.training.armed import armed
+from headwise.lab.training.cross_validation import gather
 from headwise.lab.tune import Tuning, tune
 from lab.sentences import parse_without_spacy, write_sentences
 from lab.stopping import assert_goes_on_to_the_same_bits

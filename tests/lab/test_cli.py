@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.lab import cli, pool
-from headwise.lab.tasks import logic
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
-from headwise.lab.workers import Failure
+from headwise.lab.cli import main
+from headwise.lab.jobs import pool
+from headwise.lab.jobs.workers import Failure
+from headwise.lab.tasks.logic import task
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
 from lab.logic_toy import TOY
 from lab.sentences import write_sentences
@@ -29,8 +30,8 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inline: list[str]) -> None:  # noqa: ARG001  jobs run here
     """Make the demo a toy, do jobs in this process, and work in an empty folder."""
     small = dataclasses.replace(TOY, name="demo", train_examples=96)
-    monkeypatch.setattr(logic, "SCALES", {**logic.SCALES, "demo": small})
-    monkeypatch.setattr(logic.LogicTask, "scales", {**logic.SCALES, "demo": small})
+    monkeypatch.setattr(task, "SCALES", {**task.SCALES, "demo": small})
+    monkeypatch.setattr(task.LogicTask, "scales", {**task.SCALES, "demo": small})
     monkeypatch.chdir(tmp_path)
 
 
@@ -167,7 +168,7 @@ def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
 
     monkeypatch.setattr(pool, "run_jobs", broken)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
+        main.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
 
 
 def test_version_and_help(capsys):
@@ -181,7 +182,7 @@ def test_version_and_help(capsys):
 
 def test_help_imports_nothing_slow_beyond_torch():
     slow = "{'transformers', 'sklearn', 'scipy', 'matplotlib'}"
-    code = f"import sys, headwise.lab.cli; print(list({slow} & set(sys.modules)))"
+    code = f"import sys, headwise.lab.cli.main; print(list({slow} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "[]\n"
@@ -191,7 +192,7 @@ def test_help_imports_nothing_slow_beyond_torch():
 def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    pairs = {k: [p for p in logic.generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
+    pairs = {k: [p for p in task.generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
     for bins, chosen in pairs.items():
         for split, part in (("train", chosen[::2]), ("test", chosen[1::2])):
             lines = "".join(f"{p.relation}\t{p.premise}\t{p.hypothesis}\n" for p in part)
@@ -200,7 +201,7 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
     def start(out: str) -> subprocess.Popen[str]:
         arguments = ["compare", "logic", "--arms", "plain,spos", "--seeds", "1", "--data", str(data), "--out", out]
         return subprocess.Popen(
-            [sys.executable, "-m", "headwise.lab.cli", *arguments],
+            [sys.executable, "-m", "headwise", *arguments],
             env={**os.environ, "PYTHONPATH": SOURCE},
             start_new_session=True,
             stdout=subprocess.DEVNULL,

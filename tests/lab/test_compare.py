@@ -15,18 +15,18 @@ import pytest
 from pool_target import jobs, work
 from rich.console import Console
 
-from headwise.checks import SettingError
+from headwise.errors import SettingError
 from headwise.lab import compare as compare_module
-from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.jobs import do_job
-from headwise.lab.pool import default_workers
-from headwise.lab.progress import Bars, Clock, Lines, watch_for
-from headwise.lab.results import read_results
-from headwise.lab.runs import first_difference, read_progress, write_json
-from headwise.lab.tasks.logic import LogicTask
-from headwise.lab.tasks.logic_data import load_logic
-from headwise.lab.workers import Failure, Watch, run_jobs
+from headwise.lab.experiment.arm_text import parse_arms
+from headwise.lab.experiment.run_folder import first_difference, read_progress, write_json
+from headwise.lab.jobs.job import do_job
+from headwise.lab.jobs.pool import default_workers
+from headwise.lab.jobs.progress import Bars, Clock, Lines, watch_for
+from headwise.lab.jobs.workers import Failure, Watch, run_jobs
+from headwise.lab.results.results import read_results
+from headwise.lab.tasks.logic.data import load_logic
+from headwise.lab.tasks.logic.task import LogicTask
 from lab.logic_toy import TOY
 
 # ---- the pool, with jobs that take no model ----
@@ -70,7 +70,7 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.workers import Watch, run_jobs
+from headwise.lab.jobs.workers import Watch, run_jobs
 from pool_target import jobs, work
 
 class Told(Watch):
@@ -167,7 +167,7 @@ def test_on_a_terminal_there_is_a_bar_a_run_and_one_for_all(tmp_path):
 
 def test_the_time_left_follows_the_work_done_and_not_the_number_of_runs(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("headwise.lab.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headwise.lab.jobs.progress.time.monotonic", lambda: now[0])
     short, long, other = (
         dataclasses.replace(job, weight=w) for job, w in zip(jobs(tmp_path, *"abc"), (0.02, 1, 1), strict=True)
     )

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.downloads import Download, fetch
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.downloads import Download, fetch
 
 CONTENT = bytes(range(256)) * 5_000
 

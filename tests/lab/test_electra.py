@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.checks import SettingError
+from headwise.errors import SettingError
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.task import Recipe
 from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
-from headwise.lab.optimizer import optimizer_of
-from headwise.lab.protocol import initialise
-from headwise.lab.tasks.task import Recipe
-from headwise.particles import SVGD, update
+from headwise.lab.training.optimizer import optimizer_of
+from headwise.repulsion.rules import SVGD, update
 
 SIZES = ElectraSizes(
     vocabulary=23,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.checks import MaskError, SettingError
-from headwise.lab.encoder_masks import MaskFunction, mask_encoder
-from headwise.lab.models.marian import Marian
-from headwise.lab.models.seq2seq import END, START, Seq2Seq, Seq2SeqConfig
-from headwise.lab.protocol import initialise
+from headwise.errors import MaskError, SettingError
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.role_masks.encoder import MaskFunction, mask_encoder
+from headwise.lab.tasks.translation.marian import Marian
+from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 9, 2], [8, 3, 2, 0, 0, 0], [9, 9, 3, 2, 0, 0]])
 REAL = SOURCE != 0

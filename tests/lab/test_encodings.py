@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab import encodings as encoding
-from headwise.lab.encodings import Shape, encodings, shape_of
-from headwise.lab.frozen import open_frozen
-from headwise.lab.frozen_model import Frozen
+from headwise.errors import DataError
+from headwise.lab.frozen import vectors as encoding
+from headwise.lab.frozen.model import Frozen
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import Shape, encodings, shape_of
 from lab.probing_toy import write_bert, write_gpt2
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.evidence import read_evidence, run_numbers
-from headwise.lab.runs import analysis_file
+from headwise.errors import DataError
+from headwise.lab.experiment.run_folder import analysis_file
+from headwise.lab.results.evidence import read_evidence, run_numbers
 from lab.synthetic_comparison import PAPER, write_comparison
 
 

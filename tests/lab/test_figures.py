@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
-from headwise.checks import DataError
-from headwise.lab import figures
-from headwise.lab.drawing import draw_means, span_a_point, styles
-from headwise.lab.figures import (
+from headwise.errors import DataError
+from headwise.lab.results import figures
+from headwise.lab.results.drawing import draw_means, span_a_point, styles
+from headwise.lab.results.figures import (
     costs_of_heads,
     dev_by_epoch,
     pictures,
@@ -25,11 +25,11 @@ from headwise.lab.figures import (
     score_by_similarity,
     write_pictures,
 )
-from headwise.lab.labels import overlap, place_labels
-from headwise.lab.statistics import Estimate
-from headwise.lab.table import Table, read_table
+from headwise.lab.results.labels import overlap, place_labels
+from headwise.lab.results.statistics import Estimate
+from headwise.lab.results.table import Table, read_table
 from headwise.plots import heads
-from headwise.plots.drawing import drawing, styles_of
+from headwise.plots.style import drawing, styles_of
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,10 @@ def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
         before = dict(mpl.rcParams)
         pictures(table)
         assert dict(mpl.rcParams) == before
-    code = "import sys, headwise.lab.figures; print([name for name in sys.modules if name.startswith('matplotlib')])"
+    code = (
+        "import sys, headwise.lab.results.figures; "
+        "print([name for name in sys.modules if name.startswith('matplotlib')])"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 

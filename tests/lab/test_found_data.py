@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.tasks.named import TASKS, named_task
-from headwise.lab.tasks.task import FindsData
+from headwise.errors import DataError
+from headwise.lab.experiment.registry import TASKS, named_task
+from headwise.lab.experiment.task import FindsData
 from lab.command import call, refused
 from lab.glue_toy import write_glue
 from lab.graph_sets import write_triples

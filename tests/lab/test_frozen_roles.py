@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.checks import DataError
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.encodings import encodings, fingerprint
-from headwise.lab.frozen import open_frozen
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.classification import words_of
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.train import train_run
-from headwise.lab.trained import Trained, load_trained
+from headwise.errors import DataError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings, fingerprint
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.classification.task import words_of
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import Trained, load_trained
 from lab.command import call
 from lab.sentence_sets import sentence
 

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.checks import DataError
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.encoded import Encoded
-from headwise.lab.encodings import encodings
-from headwise.lab.fidelity import Agreement, Fidelity
-from headwise.lab.frozen import open_frozen
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.glue_scales import GLUE_SCALES
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
-from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
-from headwise.lab.tasks.subwords import END, read_subwords
-from headwise.lab.tasks.translation_preparation import TOKENIZER
-from headwise.lab.train import train_run
-from headwise.lab.trained import Trained, load_trained
+from headwise.errors import DataError
+from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.subwords import END, read_subwords
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.fidelity import Agreement, Fidelity
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.glue.scales import GLUE_SCALES
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise.lab.tasks.translation.prepare import TOKENIZER
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import Trained, load_trained
 from lab import glue_toy, logic_toy, pretraining_toy
 from lab.command import call, refused
 from lab.graph_sets import line, write_triples

@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
-from headwise.checks import ShapeError
-from headwise.lab.glue_score import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, glue_score
+from headwise.errors import ShapeError
+from headwise.lab.experiment.glue_score import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, glue_score
 
 GENERATOR = np.random.default_rng(3)
 

@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headwise.checks import DataError
-from headwise.lab import runs
-from headwise.lab.begun import read_begun
-from headwise.lab.grids import NONE
-from headwise.lab.reproduce import do_plans, make_plans, report
-from headwise.lab.reproduction_data import with_data
-from headwise.lab.reproduction_lists import show_plans
-from headwise.lab.reproductions import REPRODUCTIONS
-from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.tables.glue_averages import averages
-from headwise.lab.tables.records import Reproduced, render
-from headwise.lab.tables.repulsive_glue import SVGD
-from headwise.lab.tables.sizes import sized
-from headwise.lab.tasks import glue_scales, pretraining_scales
-from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
+from headwise.errors import DataError
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.papers.data import with_data
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.initial_runs import read_begun
+from headwise.lab.papers.listing import show_plans
+from headwise.lab.papers.records import Reproduced, render
+from headwise.lab.papers.repulsive.glue import SVGD
+from headwise.lab.papers.repulsive.glue_averages import averages
+from headwise.lab.papers.run import do_plans, make_plans, report
+from headwise.lab.papers.sizes import sized
+from headwise.lab.results.grids import NONE
+from headwise.lab.tasks.glue import scales
+from headwise.lab.tasks.pretraining import scales as pretraining_scales
+from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from lab.glue_toy import write_glue, write_model
 from lab.pretraining_toy import TOY, write_jsonl
 
@@ -42,8 +43,8 @@ def place(tmp_path, monkeypatch) -> Path:
     write_jsonl(tmp_path / "data" / "corpora" / "docs.jsonl.gz", 120)
     demo = dataclasses.replace(TOY, name="demo", steps=4, rounds=1)
     monkeypatch.setitem(pretraining_scales.PRETRAINING_SCALES, "demo", demo)  # pyright: ignore[reportArgumentType]
-    fine = dataclasses.replace(glue_scales.GLUE_SCALES["demo"], length=16, warmup_share=0.0)
-    monkeypatch.setitem(glue_scales.GLUE_SCALES, "demo", fine)  # pyright: ignore[reportArgumentType]
+    fine = dataclasses.replace(scales.GLUE_SCALES["demo"], length=16, warmup_share=0.0)
+    monkeypatch.setitem(scales.GLUE_SCALES, "demo", fine)  # pyright: ignore[reportArgumentType]
     for name in ("repulsive/table-3", "repulsive/pretraining"):
         whole = REPRODUCTIONS[name]
         parts = tuple(dataclasses.replace(part, arms=("plain", SVGD)) for part in whole.parts)
@@ -70,7 +71,7 @@ def test_the_table_names_the_eight_sets_and_the_second_way_to_rte():
     assert [round(float(np.mean(second[arm])), 1) for arm in ("plain", SVGD)] == [80.5, 81.3]
     assert list(averages(SETS)) == ["Avg. of 8", "Avg. of 8, RTE after MNLI"]
     for scale, longer in (("cpu", 5), ("gpu", 10), ("paper", 10)):
-        found = {p.name: sized(p.sizes[scale], glue_scales.GLUE_SCALES).epochs for p in TABLE.parts}
+        found = {p.name: sized(p.sizes[scale], scales.GLUE_SCALES).epochs for p in TABLE.parts}
         assert [name for name, epochs in found.items() if epochs == longer] == ["STS-B", "RTE", "RTE after MNLI"]
 
 
@@ -98,7 +99,7 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
         "arm", "MNLI", "RTE", "RTE after MNLI", "Avg. of 2", "Avg. of 2, RTE after MNLI",
     ]  # fmt: skip
     scores = {
-        name: runs.read_json(plan.comparison.out / "plain" / "seed-0" / "result.json")["score"]["pooled"]
+        name: run_folder.read_json(plan.comparison.out / "plain" / "seed-0" / "result.json")["score"]["pooled"]
         for name in ("MNLI", "RTE", "RTE after MNLI")
         for plan in plans
         if plan.part.name == name
@@ -143,7 +144,7 @@ def test_each_fine_tuning_has_a_pre_training_where_there_are_several(place):
     plans = make_plans(found, "demo", seeds=2, data=data, out=out, workers=1, options=options)
     assert plans[0].before[0].comparison.seeds == (0, 1)
     assert do_plans(found, plans, Console(quiet=True)) == []
-    starts = [runs.read_json(folder / "result.json")["start"] for folder in plans[0].folders]
+    starts = [run_folder.read_json(folder / "result.json")["start"] for folder in plans[0].folders]
     assert starts == [0, 1, 0, 1]
 
 
@@ -160,7 +161,7 @@ def test_only_a_comparison_of_pre_training_is_begun_with(place):
 
 
 def test_a_record_says_what_its_runs_began_with(tmp_path):
-    runs.write_json(
+    run_folder.write_json(
         tmp_path / "comparison.json", {"task": "pretraining", "scale": "gpu", "sizes": {"steps": 6000}, "data": "ab12"}
     )
     begun = read_begun(tmp_path, None, tmp_path)

@@ -29,24 +29,24 @@ from transformers import (
 )
 
 import headwise as hw
-from headwise.checks import DataError, SettingError
-from headwise.lab import runs
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.armed import armed
+from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, plan_runs
-from headwise.lab.frozen import open_frozen
-from headwise.lab.optimizer import optimizer_of
-from headwise.lab.protocol import initialise
-from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.glue import GlueTask
-from headwise.lab.tasks.glue_files import GLUE, glue_set, lacking, read_split, submission
-from headwise.lab.tasks.glue_scales import GLUE_SCALES
-from headwise.lab.tasks.glue_start import Classifier, find_start, require_positions
-from headwise.lab.tasks.task import Recipe, WithStarts
-from headwise.lab.train import train_run
-from headwise.lab.trained import load_trained
-from headwise.lab.whole_model import require_whole
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Recipe, WithStarts
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.models.pretrained import require_whole
+from headwise.lab.tasks.glue.files import GLUE, glue_set, lacking, read_split, submission
+from headwise.lab.tasks.glue.scales import GLUE_SCALES
+from headwise.lab.tasks.glue.task import GlueTask
+from headwise.lab.training.armed import armed
+from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.start import Classifier, find_start, require_positions
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
 from lab.glue_toy import sentence, toy_words, truth, write_glue, write_model
 
 TASK = GlueTask()
@@ -80,7 +80,7 @@ def comparison(out: Path, task: str, model: Path, arms: dict[str, int]) -> Path:
             place = out / parse_arm(arm).folder / f"seed-{seed}" / folder
             place.parent.mkdir(parents=True)
             place.symlink_to(model)
-    runs.write_json(out / "comparison.json", {"task": task, "scale": "toy", "sizes": {}, "data": "d" * 16})
+    run_folder.write_json(out / "comparison.json", {"task": task, "scale": "toy", "sizes": {}, "data": "d" * 16})
     return out
 
 
@@ -229,8 +229,8 @@ def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, m
     assert (kept.rule, kept.learning_rate, kept.control) == (None, 0.01, "smooth")
     whole = TASK.load(glue / "RTE", toy(model), None)
     assert TASK.remaining(parse_arm("svgd"), whole) == parse_arm("svgd")
-    found = runs.read_json(made / "comparison.json")
-    runs.write_json(made / "comparison.json", {**found, "task": "logic"})
+    found = run_folder.read_json(made / "comparison.json")
+    run_folder.write_json(made / "comparison.json", {**found, "task": "logic"})
     with pytest.raises(DataError, match="is a comparison of logic; expected a folder of Hugging Face"):
         find_start(made)
 
@@ -300,7 +300,7 @@ def test_settings_that_do_not_fit_are_refused(model):
         dataclasses.replace(GLUE_SCALES["demo"], layer_decay=0.0)
     scale = with_options(GLUE_SCALES["demo"], ScaleOptions("demo", pretrained=model, sizes=("epochs=2",)), "glue")
     assert (scale.name, scale.pretrained, scale.epochs) == ("demo-epochs=2", model, 2)
-    assert "pretrained" not in runs.as_record(scale)
+    assert "pretrained" not in run_folder.as_record(scale)
     assert ScaleOptions("demo", pretrained=model).words(for_others=True) == ["--scale", "demo", "--pretrained", "DIR"]
 
 
@@ -336,7 +336,7 @@ def test_the_share_is_of_the_steps_of_the_whole_run(model, glue, tmp_path, monke
         given.update(arguments)
         return TrainingArguments(**arguments)
 
-    monkeypatch.setattr("headwise.lab.train.TrainingArguments", seen)
+    monkeypatch.setattr("headwise.lab.training.train.TrainingArguments", seen)
     scale = toy(model, warmup_share=0.5, epochs=3)
     train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
     batches = -(-len(TASK.load(glue / "RTE", scale, None).train) // 16)
@@ -491,13 +491,15 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
     with pytest.raises(DataError, match="run pretraining with arm plain and seed 2 first"):
         TASK.start_of(plain, data, toy(made, starts=3), 2)
     train_run(settings("plain", glue / "RTE", scale), tmp_path / "rte" / "plain" / "seed-3")
-    assert runs.read_json(tmp_path / "rte" / "plain" / "seed-3" / "result.json")["start"] == 1
-    runs.write_json(tmp_path / "rte" / "comparison.json", {"task": "glue", "scale": "toy", "sizes": {}, "data": "d"})
+    assert run_folder.read_json(tmp_path / "rte" / "plain" / "seed-3" / "result.json")["start"] == 1
+    run_folder.write_json(
+        tmp_path / "rte" / "comparison.json", {"task": "glue", "scale": "toy", "sizes": {}, "data": "d"}
+    )
     second = TASK.load(glue / "CoLA", toy(tmp_path / "rte"), None)
     assert TASK.start_of(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
     assert TASK.start_of(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
     path = tmp_path / "rte" / "plain" / "seed-3" / "result.json"
-    runs.write_json(path, {name: value for name, value in runs.read_json(path).items() if name != "start"})
+    run_folder.write_json(path, {name: value for name, value in run_folder.read_json(path).items() if name != "start"})
     with pytest.raises(DataError, match="seed-3 does not say which pre-training it began with; delete it"):
         TASK.start_of(plain, second, toy(tmp_path / "rte"), 3)
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError, NotFired, SettingError
-from headwise.lab.arm_text import parse_arm, parse_arms
-from headwise.lab.armed import armed
+from headwise.errors import DataError, NotFired, SettingError
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.models.nearest_text import filled_in, nearest_texts
-from headwise.lab.optimizer import optimizer_of
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.graph2text import Graph2TextTask
-from headwise.lab.tasks.graph_data import collate
-from headwise.lab.tasks.graph_files import Graph
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
-from headwise.lab.tasks.graph_scores import coverage, repeated_clauses, scores
-from headwise.lab.train import train_run
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.graph2text.baseline import filled_in, nearest_texts
+from headwise.lab.tasks.graph2text.data import collate
+from headwise.lab.tasks.graph2text.files import Graph
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise.lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
+from headwise.lab.tasks.graph2text.task import Graph2TextTask
+from headwise.lab.training.armed import armed
+from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.train import train_run
 from lab.graph_sets import write_triples
 from lab.stopping import assert_goes_on_to_the_same_bits
 

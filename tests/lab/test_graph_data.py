@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.tasks.graph_coder import END, START, UNKNOWN, EncodedGraph
-from headwise.lab.tasks.graph_data import collate, load_graphs
-from headwise.lab.tasks.graph_files import read_graphs, read_triples
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
+from headwise.errors import DataError
+from headwise.lab.tasks.graph2text.coder import END, START, UNKNOWN, EncodedGraph
+from headwise.lab.tasks.graph2text.data import collate, load_graphs
+from headwise.lab.tasks.graph2text.files import read_graphs, read_triples
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from lab.graph_sets import agenda_line, write_agenda, write_triples
 
 TOY = dataclasses.replace(

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.data import numbered_lines
-from headwise.lab.evidence import by_shared_seed, read_evidence
-from headwise.lab.rating import FORM, KEY
-from headwise.lab.reproduce import do_plans, make_plans, report
-from headwise.lab.reproductions import REPRODUCTIONS
-from headwise.lab.results import REFERENCES
-from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.tables.reproduction import Part
-from headwise.lab.tables.repulsive_graphs import GRAPHS
-from headwise.lab.tasks.graph_scales import GRAPH_SCALES
+from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.reproduction import Part
+from headwise.lab.papers.repulsive.graphs import GRAPHS
+from headwise.lab.papers.run import do_plans, make_plans, report
+from headwise.lab.results.evidence import by_shared_seed, read_evidence
+from headwise.lab.results.results import REFERENCES
+from headwise.lab.tasks.graph2text.rating import FORM, KEY
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from lab.graph_sets import write_triples
 
 pytest.importorskip("nltk")

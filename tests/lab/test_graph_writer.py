@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise.checks import ShapeError
-from headwise.lab.models.graph_encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places, pack
-from headwise.lab.models.graph_writer import GraphWriter, Memory
-from headwise.lab.protocol import initialise
-from headwise.lab.tasks.graph_coder import END, START, EncodedGraph
-from headwise.lab.tasks.graph_data import collate
-from headwise.lab.tasks.graph_decoding import search, written
+from headwise.errors import ShapeError
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
+from headwise.lab.tasks.graph2text.data import collate
+from headwise.lab.tasks.graph2text.decoding import search, written
+from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places, pack
+from headwise.lab.tasks.graph2text.model import GraphWriter, Memory
 
 WORDS, KINDS = 11, 8
 

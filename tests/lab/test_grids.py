@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console, RenderableType
 from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
-from headwise.lab.grids import (
+from headwise.lab.results.grids import (
     Grid,
     bins_grid,
     cost_grid,
@@ -20,8 +20,8 @@ from headwise.lab.grids import (
     terminal_grid,
     verdict_grid,
 )
-from headwise.lab.table import Table, read_table
-from headwise.lab.table_record import write_record
+from headwise.lab.results.table import Table, read_table
+from headwise.lab.results.table_json import write_record
 
 HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"
 

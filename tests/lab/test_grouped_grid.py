@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headwise.checks import DataError
-from headwise.lab.cells import NONE
-from headwise.lab.claims import Contrast
-from headwise.lab.metric import METRICS
-from headwise.lab.protocol import key
-from headwise.lab.statistics import estimate, score
-from headwise.lab.tables import grouped
-from headwise.lab.tables.grouped import grouped_grid
-from headwise.lab.tables.reproduction import Column, PaperRow, Published
+from headwise.errors import DataError
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.seeding import key
+from headwise.lab.papers import grouped_table
+from headwise.lab.papers.claims import Contrast
+from headwise.lab.papers.grouped_table import grouped_grid
+from headwise.lab.papers.reproduction import Column, PaperRow, Published
+from headwise.lab.results.cells import NONE
+from headwise.lab.results.statistics import estimate, score
 
 GROUPS = {"Easy": ("One", "Two"), "Hard": ("Three", "Four")}
 PAPER = {"One": "90.00", "Two": "80.40", "Three": "55.00"}
@@ -90,11 +90,11 @@ def test_the_test_is_one_sided_and_adjusted_over_the_whole_grid():
     p = estimate(right(BARELY) - 0.5, seed=key("chance", "One", "plain")).p
     assert 0.05 < p < 0.1
     one = table(majority=0.5, plain=BARELY)
-    assert grouped._at_chance({"One": one}, {"One": one.evidence}) == set()
+    assert grouped_table._at_chance({"One": one}, {"One": one.evidence}) == set()
     # it is told alone, and not beside three others
     rows = grid(One=one, Two=table(majority=0.5, plain=0.5, em=0.5))
     assert rows["One"][2].startswith("(")
-    assert grouped._at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
+    assert grouped_table._at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
 
 
 def test_where_guessing_does_better_than_the_majority_it_is_the_floor():

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import reproduce
-from headwise.lab.grids import NONE
-from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.tables.guided import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
-from headwise.lab.tables.sizes import sized
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.papers import run
+from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
+from headwise.lab.papers.sizes import sized
+from headwise.lab.results.grids import NONE
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from lab.sentences import parse_without_spacy, write_sentences
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -37,7 +37,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plans(reproduction, sets: Path, out: Path, sizes: tuple[str, ...] = TINY):
     options = ScaleOptions("demo", pipeline=sets, sizes=sizes)
-    return reproduce.make_plans(reproduction, "demo", seeds=1, data=sets, out=out, workers=1, options=options)
+    return run.make_plans(reproduction, "demo", seeds=1, data=sets, out=out, workers=1, options=options)
 
 
 def test_the_papers_numbers_are_those_of_its_table():
@@ -78,10 +78,10 @@ def test_every_set_has_a_part_and_the_three_share_their_folders(sets, tmp_path):
 def test_a_table_is_run_judged_and_shown_with_its_quoted_rows(inline, sets, tmp_path):
     console = Console(record=True, width=240)
     made = plans(TABLE_3, sets, tmp_path / "out")[:2]
-    assert reproduce.do_plans(TABLE_3, made, console) == []
+    assert run.do_plans(TABLE_3, made, console) == []
     assert any(name.startswith("CR: guided seed 0") for name in inline)
     command = "headwise reproduce guided/table-3"
-    reproduce.report(TABLE_3, "demo", made, tmp_path / "out", tmp_path / "paper", console, command)
+    run.report(TABLE_3, "demo", made, tmp_path / "out", tmp_path / "paper", console, command)
     said = console.export_text()
     assert "DiSAN* (quoted, not run)" in said
     assert "84.1" in said

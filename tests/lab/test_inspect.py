@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
 
 import headwise as hw
-from headwise.lab.cli import main
+from headwise.lab.cli.main import main
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
 PIPELINE = Path(os.environ.get("HEADWISE_DATA", "none")).parent / "models" / "en_ewt_parser"
@@ -67,7 +67,7 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
 
-    from headwise.lab.inspect_command import _encoded, _sentences
+    from headwise.lab.cli.inspect_command import _encoded, _sentences
 
     inspected, _ = _encoded(folders / "bert-0", folders / "text.txt", None)
     found, repeated = _sentences(inspected, 3)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from headwise.checks import SettingError
-from headwise.lab import launchers
-from headwise.lab.arguments import launch_options
-from headwise.lab.launchers import Launcher, open_engine, run_elsewhere
-from headwise.lab.workers import Failure, Job, Watch
+from headwise.errors import SettingError
+from headwise.lab.cli.options import launch_options
+from headwise.lab.jobs import launchers
+from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere
+from headwise.lab.jobs.workers import Failure, Job, Watch
 from lab.pool_target import do_work, jobs
 
 
@@ -116,8 +116,8 @@ def test_ctrl_c_cancels_what_was_submitted(tmp_path: Path):
 
 
 def test_paths_are_the_same_in_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from headwise.lab.baseline import BaselineSettings
-    from headwise.lab.tasks.logic_scales import SCALES
+    from headwise.lab.tasks.logic.scales import SCALES
+    from headwise.lab.training.baseline import BaselineSettings
 
     monkeypatch.chdir(tmp_path)
     seen: list[Job] = []

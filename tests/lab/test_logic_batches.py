@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from headwise.checks import DataError, SettingError, ShapeError
-from headwise.lab.batches import LengthBatches, length_sorted
-from headwise.lab.data import Ragged
+from headwise.errors import DataError, SettingError, ShapeError
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.data.batching import LengthBatches, length_sorted
 
 LENGTHS = np.random.default_rng(3).integers(1, 60, size=1_003)
 

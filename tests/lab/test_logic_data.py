@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks import logic_data
-from headwise.lab.tasks.logic_data import GENERATOR_SEED, collate, load_logic
-from headwise.lab.tasks.logic_formulas import RELATIONS
-from headwise.lab.tasks.logic_generator import generate
-from headwise.lab.tasks.logic_scales import SCALES
+from headwise.errors import DataError, SettingError
+from headwise.lab.tasks.logic import data as logic_data
+from headwise.lab.tasks.logic.data import GENERATOR_SEED, collate, load_logic
+from headwise.lab.tasks.logic.formulas import RELATIONS
+from headwise.lab.tasks.logic.generator import generate
+from headwise.lab.tasks.logic.scales import SCALES
 
 TOY = replace(SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
 

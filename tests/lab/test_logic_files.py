@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.data import require_files
-from headwise.lab.tasks.logic_files import read_pairs
-from headwise.lab.tasks.logic_formulas import Pair, operators, relation, worlds
+from headwise.errors import DataError
+from headwise.lab.data.arrays import require_files
+from headwise.lab.tasks.logic.files import read_pairs
+from headwise.lab.tasks.logic.formulas import Pair, operators, relation, worlds
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 

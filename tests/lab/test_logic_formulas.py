@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwise.checks import DataError
-from headwise.lab.tasks.logic_formulas import (
+from headwise.errors import DataError
+from headwise.lab.tasks.logic.formulas import (
     ALL_WORLDS,
     RELATIONS,
     VARIABLE_WORLDS,

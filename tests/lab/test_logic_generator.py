@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from headwise.checks import SettingError
-from headwise.lab.tasks import logic_generator
-from headwise.lab.tasks.logic_formulas import ALL_WORLDS, RELATIONS, VARIABLES, operators, relation, worlds
-from headwise.lab.tasks.logic_generator import generate
+from headwise.errors import SettingError
+from headwise.lab.tasks.logic import generator
+from headwise.lab.tasks.logic.formulas import ALL_WORLDS, RELATIONS, VARIABLES, operators, relation, worlds
+from headwise.lab.tasks.logic.generator import generate
 
 PAIRS = list(generate(20_000, seed=5))
 SIDES = [side for pair in PAIRS for side in (pair.premise, pair.hypothesis)]
@@ -62,7 +62,7 @@ def test_a_formula_is_a_pair_four_times_in_nine_and_negated_once_in_three():
     random = Random(7).random
     outer = Counter()
     for _ in range(draws):
-        tokens = logic_generator._draw(random, (0, 2, 3, 5), 12).text.split()
+        tokens = generator._draw(random, (0, 2, 3, 5), 12).text.split()
         negated = tokens[:2] == ["(", "not"]
         body = tokens[2:-1] if negated else tokens
         outer["negated"] += negated

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from headwise.checks import SettingError, ShapeError
-from headwise.lab.metric import METRICS, Accuracy, Bleu, Measure
+from headwise.errors import SettingError, ShapeError
+from headwise.lab.experiment.metrics import METRICS, Accuracy, Bleu, Measure
 
 
 def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], list[str]]:

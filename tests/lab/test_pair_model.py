@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from headwise.checks import SettingError, ShapeError
+from headwise.errors import SettingError, ShapeError
+from headwise.heads.find import find_heads
 from headwise.lab.models.encoder import Encoder, EncoderLayer, sinusoids
-from headwise.lab.models.pair import PairClassifier, QueryPooling
-from headwise.lab.tasks.logic_scales import SCALES
-from headwise.layouts import find_heads
+from headwise.lab.tasks.logic.model import PairClassifier, QueryPooling
+from headwise.lab.tasks.logic.scales import SCALES
 
 SMALL = replace(SCALES["demo"], width=8, heads=2, layers=3, classifier_width=16)
 POST = replace(SMALL, norm_first=False)

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from headwise.checks import DataError
-from headwise.lab import paired_tests
-from headwise.lab.paired_tests import Pair, PairedTests, SystemTest, do_paired_tests, paired_p_values, read_paired_tests
+from headwise.errors import DataError
+from headwise.lab.results import paired_tests
+from headwise.lab.results.paired_tests import (
+    Pair,
+    PairedTests,
+    SystemTest,
+    do_paired_tests,
+    paired_p_values,
+    read_paired_tests,
+)
 
 WORDS = ["der", "die", "das", "hund", "katze", "läuft", "über", "unter", "großen", "garten", "wiese", "und"]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks import pretraining_preparation as preparing
-from headwise.lab.tasks.pretraining import PretrainingTask
-from headwise.lab.train import train_run
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.pretraining import prepare as preparing
+from headwise.lab.tasks.pretraining.task import PretrainingTask
+from headwise.lab.training.train import train_run
 from lab.pretraining_toy import TOY, write_jsonl
 from lab.stopping import same_bits
 

@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file
 
 import headwise as hw
-from headwise.checks import DataError, SettingError
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.armed import armed
-from headwise.lab.metric import Auc
-from headwise.lab.optimizer import optimizer_of
-from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks import pretraining_preparation as preparing
-from headwise.lab.tasks.pretraining import PretrainingTask
-from headwise.lab.tasks.pretraining_judged import statistics_of
-from headwise.lab.tasks.pretraining_scales import PRETRAINING_SCALES
-from headwise.lab.tasks.task import Exporting, Preparing, WithRuleLayers
-from headwise.lab.train import never, train_run
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.metrics import Auc
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Exporting, Preparing, WithRuleLayers
+from headwise.lab.tasks.pretraining import prepare as preparing
+from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
+from headwise.lab.tasks.pretraining.scores import statistics_of
+from headwise.lab.tasks.pretraining.task import PretrainingTask
+from headwise.lab.training.armed import armed
+from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.train import never, train_run
 from lab.pretraining_toy import TOY, write_jsonl
 from lab.stopping import same_bits, stop_after
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 from transformers import BertModel
 
-from headwise.checks import DataError, SettingError
-from headwise.lab import probe_command
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.encodings import encodings, fingerprint
-from headwise.lab.frozen import open_frozen
-from headwise.lab.models.sentence import masked_mean
-from headwise.lab.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
-from headwise.lab.probe_pictures import heads_grid, layers_grid
-from headwise.lab.probing_fit import PENALTIES, Classifier, Fitted, Split, fit
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.probing import ProbingTask
-from headwise.lab.tasks.probing_data import load_probing
-from headwise.lab.tasks.probing_scales import PROBING_SCALES
-from headwise.lab.train import train_run
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings, fingerprint
+from headwise.lab.models.text_classifiers import masked_mean
+from headwise.lab.probing import run
+from headwise.lab.probing.figures import heads_grid, layers_grid
+from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
+from headwise.lab.probing.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
+from headwise.lab.tasks.probing.data import load_probing
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.probing.task import ProbingTask
+from headwise.lab.training.train import train_run
 from lab.command import call, refused
 from lab.probing_toy import FILLERS, WORDS, write_bert, write_probing
 
@@ -115,7 +115,7 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
     found = encodings(frozen, texts, tmp_path / "cache", model=fingerprint(frozen))
     assert found.layers.shape == (3, len(texts), 12)
     assert [array.shape for array in found.heads] == [(len(texts), 12)] * 2
-    from headwise.lab.trained import load_trained
+    from headwise.lab.training.trained import load_trained
 
     trained = load_trained(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
     device = next(trained.model.parameters()).device
@@ -261,8 +261,8 @@ def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, cap
     assert call(*words, "--task", "bigram_shift") == 0
     capsys.readouterr()
     done: list[str] = []
-    probed = probe_command._probed
-    monkeypatch.setattr(probe_command, "_probed", lambda *given: done.append(given[2].task) or probed(*given))
+    probed = run._probed
+    monkeypatch.setattr(run, "_probed", lambda *given: done.append(given[2].task) or probed(*given))
     assert call(*words) == 0
     assert done == ["past_present"]  # the other was there
     shown = capsys.readouterr().out

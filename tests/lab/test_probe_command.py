@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab import encodings, probe_command, probing_fit
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.frozen import open_frozen
-from headwise.lab.probe_asked import SENTENCES
-from headwise.lab.probing_commands import probe
-from headwise.lab.probing_fit import FORM
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES
-from headwise.lab.train import train_run
+from headwise.lab.cli.probe import probe
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen import vectors
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.probing import fit, run
+from headwise.lab.probing.fit import FORM
+from headwise.lab.probing.request import SENTENCES
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise.lab.training.train import train_run
 from lab.command import call
 from lab.probing_toy import write_bert, write_probing
 
@@ -65,7 +66,7 @@ def words(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
 )
 def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(options, said, words, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(probe_command, "encodings", lambda *_given, **_named: pytest.fail("encoded"))
+        patched.setattr(run, "encodings", lambda *_given, **_named: pytest.fail("encoded"))
         assert said in refused(capsys, *words, "--out", "out", *options)
     assert not Path("out").exists()
 
@@ -142,7 +143,7 @@ def test_names_that_are_taken_are_refused(words, capsys):
 def test_classifiers_that_did_not_come_to_their_end_are_counted(words, monkeypatch, capsys):
     assert call(*words, "--heads", "none", "--out", "whole") == 0
     assert "limit of iterations" not in Path("whole/probe.md").read_text()
-    monkeypatch.setattr(probing_fit, "ITERATIONS", 1)
+    monkeypatch.setattr(fit, "ITERATIONS", 1)
     assert call(*words, "--heads", "none", "--out", "short") == 0
     said = "Tense: 3 of 3 classifiers ended at their limit of iterations."
     assert said in Path("short/probe.md").read_text()
@@ -178,13 +179,13 @@ def test_a_run_of_sentence_has_heads_and_no_layers(words, tmp_path, capsys):
     assert call(*command, "--layers", "none") == 0
     record = json.loads(Path("runs/probe/plain-seed-0-layers_none/tree_depth.json").read_text())
     frozen = open_frozen(place)
-    (heads,) = encodings.shape_of(frozen).heads
+    (heads,) = vectors.shape_of(frozen).heads
     assert [one["name"] for one in record["found"]] == [f"0.{head}" for head in range(heads)]
     # a head that pools has one vector a text, and the run puts out what its heads pooled
     texts = ["the film walked .", "a town"]
-    found = encodings.encodings(frozen, texts, tmp_path / "cache", model="m")
+    found = vectors.encodings(frozen, texts, tmp_path / "cache", model="m")
     assert found.layers is None
     assert len(found.heads[0]) == 2
-    alone = encodings.encodings(frozen, texts[1:], tmp_path / "cache", model="m")
+    alone = vectors.encodings(frozen, texts[1:], tmp_path / "cache", model="m")
     assert found.heads[0][1] == pytest.approx(alone.heads[0][0], abs=1e-6)
     assert found.heads[0][1] != pytest.approx(found.heads[0][0], abs=1e-3)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.tasks.probing_data import ProbingData, load_probing
-from headwise.lab.tasks.probing_files import CATEGORIES, PROBES, distinct, layout_of, probing_file, read_probing
-from headwise.lab.tasks.probing_scales import PROBING_SCALES
+from headwise.errors import DataError
+from headwise.lab.tasks.probing.data import ProbingData, load_probing
+from headwise.lab.tasks.probing.files import CATEGORIES, PROBES, distinct, layout_of, probing_file, read_probing
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
 from lab.probing_toy import write_probing
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "probing"

@@ -9,14 +9,14 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
-from headwise.checks import DataError
-from headwise.lab import reproduce
-from headwise.lab.cells import NONE
-from headwise.lab.reproduction_data import with_data
-from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.tables.diversify_probing import CELLS, TABLE_7
-from headwise.lab.tasks.probing_files import CATEGORIES, PROBES
-from headwise.lab.tasks.probing_scales import PROBING_SCALES
+from headwise.errors import DataError
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.papers import run
+from headwise.lab.papers.data import with_data
+from headwise.lab.papers.diversify.probing import CELLS, TABLE_7
+from headwise.lab.results.cells import NONE
+from headwise.lab.tasks.probing.files import CATEGORIES, PROBES
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
 from lab.probing_toy import write_probing
 
 TINY = ("width=12", "heads=3", "head_size=4", "hidden=12", "epochs=1", "train_examples=48")
@@ -72,14 +72,14 @@ def test_all_ten_tasks_are_parts_at_every_scale():
 def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
     found = with_data(TABLE_7, "demo", folder)
     out = tmp_path / "out"
-    plans = reproduce.make_plans(
+    plans = run.make_plans(
         found, "demo", seeds=1, data=folder, out=out, workers=1, options=ScaleOptions("demo", sizes=TINY)
     )
     assert [plan.comparison.data.name for plan in plans] == list(THERE)
     # three of four: the last part is not run yet
     console = Console(record=True, width=240)
-    assert reproduce.do_plans(found, plans[:3], console) == []
-    reproduced = reproduce.report(found, "demo", plans, out, tmp_path / "paper", console, "headwise reproduce")
+    assert run.do_plans(found, plans[:3], console) == []
+    reproduced = run.report(found, "demo", plans, out, tmp_path / "paper", console, "headwise reproduce")
     record = json.loads(next((tmp_path / "paper" / "results").glob("*.json")).read_text())
     grid = record["published"]
     assert grid["header"] == [

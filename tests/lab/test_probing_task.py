@@ -11,14 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError
-from headwise.lab.arm_text import parse_arm, parse_arms
+from headwise.errors import DataError
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks import probing
-from headwise.lab.tasks.probing import ProbingTask
-from headwise.lab.tasks.probing_scales import PROBING_SCALES
-from headwise.lab.train import train_run
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.probing import task
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.probing.task import ProbingTask
+from headwise.lab.training.train import train_run
 from lab.probing_toy import write_probing
 from lab.stopping import assert_goes_on_to_the_same_bits
 
@@ -86,7 +86,7 @@ def test_the_representation_is_the_mean_of_the_top_layer_and_padding_counts_for_
 def test_with_many_classes_counts_is_naive_bayes(tense, monkeypatch):
     data = TASK.load(tense, TOY, None)
     regression = TASK.baseline("counts", data, 0)
-    monkeypatch.setattr(probing, "MANY", 1)
+    monkeypatch.setattr(task, "MANY", 1)
     bayes = TASK.baseline("counts", data, 0)
     assert np.mean(bayes.statistics) > 0.8
     assert regression.predicted.shape == bayes.predicted.shape == data.test.labels.shape

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headwise.lab.arm_text import parse_arms
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.reproduce import do_plans, make_plans, report
-from headwise.lab.reproductions import REPRODUCTIONS
-from headwise.lab.tasks.logic import LogicTask
-from headwise.lab.tasks.logic_scales import SCALES, Scale
+from headwise.lab.experiment.arm_text import parse_arms
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.run import do_plans, make_plans, report
+from headwise.lab.tasks.logic.scales import SCALES, Scale
+from headwise.lab.tasks.logic.task import LogicTask
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 needs_published_data = pytest.mark.skipif(

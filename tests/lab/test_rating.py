@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab import runs
-from headwise.lab.rating import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
-from headwise.lab.ratings import ratings_grid, read_ratings, record_ratings
-from headwise.lab.tasks.graph_data import test_graphs as graphs_of
+from headwise.errors import DataError
+from headwise.lab.experiment import run_folder
+from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
+from headwise.lab.tasks.graph2text.rating import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
+from headwise.lab.tasks.graph2text.rating_results import ratings_grid, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.graph_sets import write_triples
 
@@ -27,9 +27,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
     folders = (out / "svgd" / "seed-0", out / "plain" / "seed-0")
     for folder in folders:
         folder.mkdir(parents=True)
-        (folder / runs.RESULT).write_text("{}", encoding="utf-8")
+        (folder / run_folder.RESULT).write_text("{}", encoding="utf-8")
         texts = [f"{folder.parent.name} writes {number} {HOSTILE}" for number in range(len(graphs))]
-        (folder / runs.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        (folder / run_folder.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     (out / "references.txt").write_text("".join(f"{graph.reference}\n" for graph in graphs), encoding="utf-8")
     return *folders, data
 
@@ -139,7 +139,7 @@ def test_the_commands_write_the_form_and_count(pair, tmp_path, capsys):
     capsys.readouterr()
     assert call("ratings", str(out / KEY), str(answers), "--record") == 0
     assert "100%" in capsys.readouterr().out
-    assert runs.analysis_file(pair[0], "ratings").exists()
+    assert run_folder.analysis_file(pair[0], "ratings").exists()
     other_data = write_triples(tmp_path / "other.tsv", 40)
     assert "was tested on other graphs" in refused(capsys, "rate", run, other, "--data", str(other_data))
     assert "holds no finished run" in refused(capsys, "rate", str(tmp_path), other, "--data", data)

@@ -12,21 +12,21 @@ import sacrebleu
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError
-from headwise.lab import redundancy
-from headwise.lab.analyses import AnalysisSettings, analyse
-from headwise.lab.arm_text import parse_arm, parse_arms
+from headwise.errors import DataError
+from headwise.lab.analyses import head_removal
+from headwise.lab.analyses.head_removal import UNFINISHED, measure_redundancy
+from headwise.lab.analyses.registry import AnalysisSettings, analyse
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.head_drops import Drop, HeadDrops, numbers_of, pooled, read_head_drops
-from headwise.lab.metric import METRICS
-from headwise.lab.redundancy import UNFINISHED, measure_redundancy
-from headwise.lab.runs import analysis_file, read_json
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.logic_scales import SCALES
-from headwise.lab.tasks.translation import translated
-from headwise.lab.tasks.translation_loss import negative_log_likelihood
-from headwise.lab.train import train_run
-from headwise.lab.trained import load_trained
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.run_folder import analysis_file, read_json
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.results.head_drops import Drop, HeadDrops, numbers_of, pooled, read_head_drops
+from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.translation.loss import negative_log_likelihood
+from headwise.lab.tasks.translation.task import translated
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
 from lab.translation_toy import SMALLEST, write_toy_corpus
 
 SITES = 6
@@ -101,7 +101,7 @@ def test_a_cost_lies_in_its_interval_and_the_summary_is_kept_with_it(record, run
 def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, monkeypatch):
     settings, folder = run
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
-    real, left = redundancy._values, [6]
+    real, left = head_removal._values, [6]
 
     def stopping(trained):
         if not left[0]:
@@ -109,7 +109,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, mo
         left[0] -= 1
         return real(trained)
 
-    monkeypatch.setattr(redundancy, "_values", stopping)
+    monkeypatch.setattr(head_removal, "_values", stopping)
     with pytest.raises(RuntimeError, match="stopped"):
         measure_redundancy(settings, tmp_path / "run")
     assert len(read_json(tmp_path / "run" / UNFINISHED)["heads"]) == 5

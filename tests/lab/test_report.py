@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
-from headwise.lab.figures import pictures
-from headwise.lab.report import headline, printed, report_page, write_report
-from headwise.lab.table import Table, read_table
+from headwise.lab.results.figures import pictures
+from headwise.lab.results.page import headline, printed, report_page, write_report
+from headwise.lab.results.table import Table, read_table
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 

@@ -11,20 +11,20 @@ import matplotlib.axes
 import pytest
 from rich.console import Console
 
-from headwise.checks import DataError, SettingError
-from headwise.lab import reproduce
-from headwise.lab.evidence import Evidence
-from headwise.lab.grids import NONE
-from headwise.lab.reproduce import Plan, do_plans, make_plans, report
-from headwise.lab.reproduction_lists import show_list, show_plans
-from headwise.lab.reproductions import REPRODUCTIONS
-from headwise.lab.results import read_results
-from headwise.lab.table import make_table
-from headwise.lab.tables.data_names import corpus_name, folder_word
-from headwise.lab.tables.pictures import curve
-from headwise.lab.tables.records import Reproduced, published_grid, render
-from headwise.lab.tables.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.tables.sizes import Size
+from headwise.errors import DataError, SettingError
+from headwise.lab.papers import run as reproduce
+from headwise.lab.papers.data_names import corpus_name, folder_word
+from headwise.lab.papers.figures import curve
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.listing import show_list, show_plans
+from headwise.lab.papers.records import Reproduced, published_grid, render
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
+from headwise.lab.papers.run import Plan, do_plans, make_plans, report
+from headwise.lab.papers.sizes import Size
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.grids import NONE
+from headwise.lab.results.results import read_results
+from headwise.lab.results.table import make_table
 from lab.synthetic_comparison import PAPER, Drawn, write_comparison
 from lab.translation_toy import make_demo_smallest, write_toy_corpus
 

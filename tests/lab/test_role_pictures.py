@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.cells import signed
-from headwise.lab.claims import judge
-from headwise.lab.evidence import Evidence
-from headwise.lab.results import read_results
-from headwise.lab.table import make_table
-from headwise.lab.tables.guided import ALL, FIGURE_2
-from headwise.lab.tables.records import Reproduced, write_records
-from headwise.lab.tables.role_pictures import worth_of_roles
+from headwise.lab.papers.claims import judge
+from headwise.lab.papers.guided.role_pictures import worth_of_roles
+from headwise.lab.papers.guided.tables import ALL, FIGURE_2
+from headwise.lab.papers.records import Reproduced, write_records
+from headwise.lab.results.cells import signed
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.results import read_results
+from headwise.lab.results.table import make_table
 from lab.synthetic_comparison import Drawn, write_comparison
 
 # A higher effect of the replacement is a lower worth of the role.

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import headwise as hw
-from headwise.lab import cli
-from headwise.lab.shown_roles import folder_of, role_cells, roles_for, show_roles
+from headwise.lab.cli import main
+from headwise.lab.cli.shown_roles import folder_of, role_cells, roles_for, show_roles
 
 TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
 COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
@@ -97,7 +97,7 @@ def test_a_folder_is_named_after_the_sentence():
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["roles", *arguments])
+        main.main(["roles", *arguments])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -115,7 +115,7 @@ def test_the_command_end_to_end_and_its_refusals(
     test_parser.pipeline().to_disk("toy")
     Path("corpus.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["roles", "the cat sat", "--pipeline", "toy", "--corpus", "corpus.txt"])
+        main.main(["roles", "the cat sat", "--pipeline", "toy", "--corpus", "corpus.txt"])
     assert ended.value.code == 0
     assert "rare: 33 %" in capsys.readouterr().out
     page = (tmp_path / "runs" / "roles" / "the-cat-sat" / "roles.html").read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ def test_without_spacy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     original = builtins.__import__
 
     def without(name: str, *arguments, **settings):
-        if name == "headwise.bridges.spacy":
+        if name == "headwise.roles.spacy":
             raise ModuleNotFoundError("No module named 'spacy'", name="spacy")
         return original(name, *arguments, **settings)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import SettingError
-from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.logic_scales import SCALES
+from headwise.errors import SettingError
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.logic.scales import SCALES
 
 CPU = CLASSIFICATION_SCALES["cpu"]
 

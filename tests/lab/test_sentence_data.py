@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks import sentence_words
-from headwise.lab.tasks.sentence_data import load_sentences
-from headwise.lab.tasks.sentence_files import read_set
-from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence_words import tokenized
+from headwise.errors import DataError, SettingError
+from headwise.lab.tasks.sentence import words as sentence_words
+from headwise.lab.tasks.sentence.data import load_sentences
+from headwise.lab.tasks.sentence.files import read_set
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise.lab.tasks.sentence.words import tokenized
 from lab.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
 spacy = pytest.importorskip("spacy")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.guided import PARSED, ROLES, Guided
-from headwise.lab.sentence_masks import Donors
-from headwise.lab.tasks.classification import ClassificationTask
-from headwise.lab.tasks.classification_data import collate
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.role_masks import Roles
-from headwise.roles import Dependency, Major, Rare, Separator, Window
-from headwise.word_rarity import idf
-from headwise.word_tables import WordTable
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.guided import PARSED, ROLES, Guided
+from headwise.lab.role_masks.sentences import Donors
+from headwise.lab.tasks.classification.data import collate
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.classification.task import ClassificationTask
+from headwise.roles.build import Roles
+from headwise.roles.idf import idf
+from headwise.roles.roles import Dependency, Major, Rare, Separator, Window
+from headwise.roles.word_table import WordTable
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 TASK = ClassificationTask()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.checks import SettingError, ShapeError
+from headwise.errors import SettingError, ShapeError
+from headwise.lab.experiment.seeding import initialise
 from headwise.lab.models.encoder import Encoder, EncoderLayer
-from headwise.lab.models.sentence import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.models.sized_attention import SizedAttention
-from headwise.lab.protocol import initialise
-from headwise.lab.tasks.classification_scales import CLASSIFICATION_SCALES
-from headwise.nn import MultiheadAttention
+from headwise.lab.models.text_classifiers import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.nn.multihead import MultiheadAttention
 
 SCALE = dataclasses.replace(CLASSIFICATION_SCALES["demo"], width=10, heads=3, head_size=4, hidden=14, dropout=0.3)
 MODELS = [SentenceTransformer, SentenceLSTM, SentenceCNN]

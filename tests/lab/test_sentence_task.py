@@ -13,22 +13,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError, SettingError, ShapeError
-from headwise.lab.analyses import ANALYSES, AnalysisSettings, analyse, is_analysed
-from headwise.lab.arm_text import parse_arm, parse_arms
-from headwise.lab.armed import armed
+from headwise.errors import DataError, SettingError, ShapeError
+from headwise.lab.analyses.force_directions import radial_share
+from headwise.lab.analyses.registry import ANALYSES, AnalysisSettings, analyse, is_analysed
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.force_directions import radial_share
-from headwise.lab.models.naive_bayes import naive_bayes_regression
-from headwise.lab.models.self_attentive import HeadGate, SelfAttentive
-from headwise.lab.scale_options import ScaleOptions, with_options
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.sentence import SentenceTask, probabilities
-from headwise.lab.tasks.sentence_data import collate
-from headwise.lab.tasks.sentence_scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence_scores import scores
-from headwise.lab.train import train_run
-from headwise.particles import SVGD
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.sentence.data import collate
+from headwise.lab.tasks.sentence.model import HeadGate, SelfAttentive
+from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise.lab.tasks.sentence.scores import scores
+from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
+from headwise.lab.training.armed import armed
+from headwise.lab.training.train import train_run
+from headwise.repulsion.rules import SVGD
 from lab.sentence_sets import write_pairs, write_texts
 from lab.stopping import assert_goes_on_to_the_same_bits
 
@@ -153,7 +153,7 @@ def test_repulsion_of_a_pair_acts_once_a_step(pairs):
     model, methods = armed(TASK, parse_arm("svgd:alpha=0.5"), data, TOY, seed=1)
     methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
     model(**collate([data.train[number] for number in range(4)]))["loss"].backward()
-    from headwise.particles import update
+    from headwise.repulsion.rules import update
 
     weight = model.attention.score.weight
     wanted = update(SVGD(alpha=0.5), weight, weight.grad).gradient
@@ -251,7 +251,7 @@ def test_attention_maps_hold_whole_texts_of_the_class_next_to_the_last(tmp_path)
 
 
 def test_the_radial_share_is_one_for_growth_and_nothing_without_repulsion():
-    from headwise.cosine_rules import CosineRepulsion
+    from headwise.repulsion.cosine_rules import CosineRepulsion
 
     nearly_orthogonal = torch.eye(3) + 0.01
     assert radial_share(CosineRepulsion(alpha=1.0), nearly_orthogonal) > 0.9
@@ -268,7 +268,7 @@ def test_options_and_missing_data_are_refused(texts):
 
 
 def named_logic():
-    from headwise.lab.tasks.logic_scales import SCALES
+    from headwise.lab.tasks.logic.scales import SCALES
 
     return SCALES["demo"]
 

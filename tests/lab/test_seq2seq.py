@@ -8,9 +8,9 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import headwise as hw
-from headwise.checks import SettingError
-from headwise.lab.models.seq2seq import END, START, Seq2Seq, Seq2SeqConfig
-from headwise.lab.protocol import initialise
+from headwise.errors import SettingError
+from headwise.lab.experiment.seeding import initialise
+from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
 
 SIZES = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0]])

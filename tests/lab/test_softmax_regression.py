@@ -7,10 +7,11 @@ import pytest
 from scipy.special import logsumexp
 from sklearn.linear_model import LogisticRegression
 
-from headwise.checks import SettingError
-from headwise.lab import probing_fit, softmax_regression
-from headwise.lab.probing_fit import Classifier, Split, fit
-from headwise.lab.softmax_regression import SoftmaxRegression
+from headwise.errors import SettingError
+from headwise.lab.probing import fit as probing_fit
+from headwise.lab.probing import softmax_regression
+from headwise.lab.probing.fit import Classifier, Split, fit
+from headwise.lab.probing.softmax_regression import SoftmaxRegression
 
 
 def drawn(classes: int, count: int, width: int = 9) -> tuple[np.ndarray, np.ndarray]:

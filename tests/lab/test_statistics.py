@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from headwise.checks import SettingError
-from headwise.lab.statistics import Estimate, difference, estimate, holm, score, verdict
+from headwise.errors import SettingError
+from headwise.lab.results.statistics import Estimate, difference, estimate, holm, score, verdict
 
 
 def loops(scores: np.ndarray, items: list[int], seeds: list[int]) -> tuple[float, float]:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.checks import DataError
-from headwise.lab import step_time
-from headwise.lab.arm_text import parse_arm, parse_arms
+from headwise.errors import DataError
+from headwise.lab.analyses import step_time
+from headwise.lab.analyses.step_time import BATCHES, ROUNDS, measure_step_time
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.evidence import read_evidence
-from headwise.lab.results import STEP_RATIO, STEP_TIME
-from headwise.lab.runs import analysis_file, read_json, write_json
-from headwise.lab.settings import RunSettings
-from headwise.lab.shown import StepTimes
-from headwise.lab.step_time import BATCHES, ROUNDS, measure_step_time
-from headwise.lab.table import read_table
-from headwise.lab.tasks.named import named_task
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.run_folder import analysis_file, read_json, write_json
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.papers.measures import StepTimes
+from headwise.lab.results.evidence import read_evidence
+from headwise.lab.results.results import STEP_RATIO, STEP_TIME
+from headwise.lab.results.table import read_table
 from lab.logic_toy import TOY
 from lab.synthetic_comparison import Drawn, write_comparison
 

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks.subwords import END, PADDING, SPECIAL, START, learn_subwords, read_subwords
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.subwords import END, PADDING, SPECIAL, START, learn_subwords, read_subwords
 from lab.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -67,7 +67,7 @@ def test_special_ids_have_no_text_and_the_first_end_ends_it():
 def test_the_same_lines_give_the_same_file_in_another_process_with_other_threads(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from headwise.lab.tasks.subwords import learn_subwords\n"
+        "from headwise.lab.data.subwords import learn_subwords\n"
         "from lab.test_subwords import TEXT\n"
         "sys.stdout.reconfigure(encoding='utf-8'); print(learn_subwords(TEXT, 340).to_json())"
     )

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
 
-from headwise.checks import DataError, NotFired
-from headwise.lab.protocol import key
-from headwise.lab.report import headline
-from headwise.lab.results import read_results
-from headwise.lab.statistics import difference, holm, score
-from headwise.lab.table import Row, Table, make_table, read_table
+from headwise.errors import DataError, NotFired
+from headwise.lab.experiment.seeding import key
+from headwise.lab.results.page import headline
+from headwise.lab.results.results import read_results
+from headwise.lab.results.statistics import difference, holm, score
+from headwise.lab.results.table import Row, Table, make_table, read_table
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.claims import MEASURED, Claim, Contrast
-from headwise.lab.methods import Methods
-from headwise.lab.models.seq2seq import Seq2Seq, Seq2SeqConfig
-from headwise.lab.reproductions import REPRODUCTIONS
-from headwise.lab.tables.diversify import DIVERSIFY
-from headwise.lab.tables.reproduction import Part, Reproduction
-from headwise.lab.tables.repulsive import REPULSIVE
-from headwise.lab.tables.sizes import Size, arm_name, arm_names, base, big, sized, small
-from headwise.lab.tasks.logic import LogicTask
-from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims import MEASURED, Claim, Contrast
+from headwise.lab.papers.diversify.tables import DIVERSIFY
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.repulsive.translation import REPULSIVE
+from headwise.lab.papers.sizes import Size, arm_name, arm_names, base, big, sized, small
+from headwise.lab.tasks.logic.task import LogicTask
+from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.training.methods import Methods
 
 EVERY = (*REPULSIVE, *DIVERSIFY)
 EVERY_SCALE = [(reproduction, scale) for reproduction in EVERY for scale in reproduction.scales]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.token_batches import TokenBatches, token_sorted
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.token_batches import TokenBatches, token_sorted
 
 LENGTHS = np.random.default_rng(3).lognormal(3.0, 0.5, size=(2_003, 2)).astype(int) + 1
 TOKENS = 400

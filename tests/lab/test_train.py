@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from headwise.checks import DataError, HeadwiseError, SettingError
-from headwise.lab import train
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.batches import LengthBatches
-from headwise.lab.callback import RunCallback
-from headwise.lab.methods import Methods
-from headwise.lab.models.pair import PairClassifier
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.logic_data import load_logic
-from headwise.lab.tasks.logic_scales import SCALES, Scale
-from headwise.lab.train import train_run
+from headwise.errors import DataError, HeadwiseError, SettingError
+from headwise.lab.data.batching import LengthBatches
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.logic.data import load_logic
+from headwise.lab.tasks.logic.model import PairClassifier
+from headwise.lab.tasks.logic.scales import SCALES, Scale
+from headwise.lab.training import train
+from headwise.lab.training.callback import RunCallback
+from headwise.lab.training.methods import Methods
+from headwise.lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 
 TOY = dataclasses.replace(

@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.analyses import AnalysisSettings, analyse
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.head_vectors import measure_head_vectors, vector_cosine
-from headwise.lab.models.seq2seq import PADDING, START
-from headwise.lab.runs import analysis_file
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.translation_loss import negative_log_likelihood
-from headwise.lab.train import train_run
-from headwise.lab.trained import load_trained
-from headwise.taps import Taps
+from headwise.errors import DataError, SettingError
+from headwise.heads.taps import Taps
+from headwise.lab.analyses.head_vectors import measure_head_vectors, vector_cosine
+from headwise.lab.analyses.registry import AnalysisSettings, analyse
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.run_folder import analysis_file
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.translation.loss import negative_log_likelihood
+from headwise.lab.tasks.translation.model import PADDING, START
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
 from lab.translation_toy import SMALLEST, write_toy_corpus
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.evidence import Evidence
-from headwise.lab.results import read_results
-from headwise.lab.table import read_table
-from headwise.lab.tables import training_curves as module
-from headwise.lab.tables.training_curves import training_curves
+from headwise.errors import DataError
+from headwise.lab.papers.repulsive import training_curves as module
+from headwise.lab.papers.repulsive.training_curves import training_curves
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.results import read_results
+from headwise.lab.results.table import read_table
 from lab.synthetic_comparison import Drawn, write_comparison
 
 ARMS = (Drawn("plain", None), Drawn("svgd"))

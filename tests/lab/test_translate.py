@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.checks import DataError, SettingError
-from headwise.lab import runs
-from headwise.lab.encodings import encodings
-from headwise.lab.frozen import open_frozen
-from headwise.lab.line_streams import LONGEST_LINE, read_lines
-from headwise.lab.tasks import translation_decoding
-from headwise.lab.tasks.subwords import END
-from headwise.lab.tasks.translation_decoding import EXTRA, LONGER
-from headwise.lab.train import train_run
-from headwise.lab.translate import translate_lines
-from headwise.lab.translator import open_translator
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.line_streams import LONGEST_LINE, read_lines
+from headwise.lab.data.subwords import END
+from headwise.lab.experiment import run_folder
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings
+from headwise.lab.tasks.translation import decoding
+from headwise.lab.tasks.translation.decoding import EXTRA, LONGER
+from headwise.lab.tasks.translation.translate import translate_lines
+from headwise.lab.tasks.translation.translator import open_translator
+from headwise.lab.training.train import train_run
 from lab.streamed import answered, started
 from lab.test_translation_task import ARM, TOY, settings
 from lab.translation_toy import WORDS
@@ -148,7 +148,7 @@ def test_a_line_too_long_is_cut_and_named(trained, name, monkeypatch):
     translator = open_translator(trained[name], beams=1)
     assert translator.longest == {"routed": 1023, "marian": 511}[name]
     # the longest that memory allows takes a minute on a model that never ends
-    monkeypatch.setattr(translation_decoding, "LONGEST", 40)
+    monkeypatch.setattr(decoding, "LONGEST", 40)
     line = "red dog runs two small sees " * 30
     (ids,) = translator.encode([line.strip()])
     assert len(ids) > 45
@@ -257,17 +257,17 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     assert f"holds a comparison (it has no settings.json); name one of its runs, such as {comparison}/plain/seed-0" in (
         refused(comparison)
     )
-    for name in (runs.WEIGHTS, "tokenizer.json"):
+    for name in (run_folder.WEIGHTS, "tokenizer.json"):
         folder = Path(shutil.copytree(run, tmp_path / name))
         (folder / name).write_bytes((folder / name).read_bytes()[:500])
         assert str(folder / name) in refused(folder)
         (folder / name).unlink()
         assert f"{folder / name} is missing" in refused(folder)
     folder = Path(shutil.copytree(run, tmp_path / "changed"))
-    (folder / runs.RESULT).unlink()
+    (folder / run_folder.RESULT).unlink()
     assert "is not finished; give the command that began it again" in refused(folder)
     whole = json.loads((run / "settings.json").read_text())
-    (folder / runs.RESULT).write_text("{}")
+    (folder / run_folder.RESULT).write_text("{}")
     for changes, expected in (
         ({"task": "logic"}, "holds a run of logic; expected one of translation"),
         ({"scale": {"name": "x"}}, "does not say the sizes of the model"),

@@ -12,16 +12,16 @@ from typing import ClassVar
 import pytest
 
 import headwise as hw
-from headwise.bridges import spacy as bridge
-from headwise.checks import DataError
-from headwise.lab.fidelity import Fidelity
-from headwise.lab.frozen import open_frozen
-from headwise.lab.runs import read_json
-from headwise.lab.tasks import translation_decoding
-from headwise.lab.tasks.translation import TranslationTask, translation_model
-from headwise.lab.train import train_run
-from headwise.lab.trained import read_arm, revived
-from headwise.lab.translator import Translator, open_translator
+from headwise.errors import DataError
+from headwise.lab.experiment.run_folder import read_json
+from headwise.lab.frozen.fidelity import Fidelity
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.tasks.translation import decoding
+from headwise.lab.tasks.translation.task import TranslationTask, translation_model
+from headwise.lab.tasks.translation.translator import Translator, open_translator
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import read_arm, revived
+from headwise.roles import spacy as bridge
 from lab import command
 from lab.sentences import parsed
 from lab.streamed import answered
@@ -133,7 +133,7 @@ def test_nothing_is_kept_of_the_lines_that_were_translated(place):
 
 def test_a_line_too_long_is_cut_inside_a_word_and_translated(place, monkeypatch):
     translator = open_translator(place / "parsed", beams=1)
-    monkeypatch.setattr(translation_decoding, "LONGEST", 20)
+    monkeypatch.setattr(decoding, "LONGEST", 20)
     long = translator.encode(["redrunsdogsmallseestwo " * 10])[0]
     for size in (17, 18, 19):
         assert translator.translate([long[:size]])[0]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.downloads import Download
-from headwise.lab.tasks import translation_corpora
-from headwise.lab.tasks.subwords import learn_subwords
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_data import open_prepared
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from headwise.lab.data.downloads import Download
+from headwise.lab.data.subwords import learn_subwords
+from headwise.lab.tasks.translation import corpora
+from headwise.lab.tasks.translation.data import open_prepared
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
 from lab.translation_text import TARGET_WORDS, lines, write_corpus
 
@@ -79,7 +79,7 @@ def archive(download: Download) -> bytes:
 @pytest.mark.parametrize("name", ["multi30k", "wmt14", "wmt16", "wmt17"])
 def test_a_corpus_is_fetched_and_prepared_by_two_commands(name, served, tmp_path, monkeypatch, capsys):
     folder, address = served
-    corpus = translation_corpora.CORPORA[name]
+    corpus = corpora.CORPORA[name]
     recipes = []
     for number, download in enumerate(corpus.downloads):
         packed = archive(download)
@@ -89,7 +89,7 @@ def test_a_corpus_is_fetched_and_prepared_by_two_commands(name, served, tmp_path
         url = f"{address}/{number}/{download.name}"
         recipes.append(dataclasses.replace(download, url=url, sha256=sha256, size=len(packed)))
     local = dataclasses.replace(corpus, downloads=tuple(recipes))
-    monkeypatch.setitem(translation_corpora.CORPORA, name, local)
+    monkeypatch.setitem(corpora.CORPORA, name, local)
     out = tmp_path / "fetched"
     assert call("download", name, "--out", str(out)) == 0
     assert capsys.readouterr().out == f"{name} is in {out}, for headwise compare translation --data {out}\n"
@@ -110,7 +110,7 @@ def test_iwslt14_is_fetched_by_the_commands_that_its_refusal_names(tmp_path, cap
     error = refused(capsys, "download", "iwslt14", "--out", str(tmp_path / "out"))
     assert "http://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz" in error
     assert "(tar xzf de-en.tgz --strip-components=1)" in error
-    layout = translation_corpora.CORPORA["iwslt14"].layouts[0]
+    layout = corpora.CORPORA["iwslt14"].layouts[0]
     names = [Path(name).name for part in (*layout.train, *layout.test) for name in (part.source, part.target)]
     with tarfile.open(tmp_path / "de-en.tgz", "w:gz") as files:
         for name in names:

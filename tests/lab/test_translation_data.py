@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks import translation_data, translation_preparation
-from headwise.lab.tasks.subwords import END, learn_subwords
-from headwise.lab.tasks.translation_arrays import RaggedWriter, open_ragged
-from headwise.lab.tasks.translation_cleaning import Cleaning
-from headwise.lab.tasks.translation_corpora import CORPORA, Corpus, Layout, Part
-from headwise.lab.tasks.translation_data import collate, load_translation, open_prepared
-from headwise.lab.tasks.translation_own import own_corpus, own_folder
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.ragged_files import RaggedWriter, open_ragged
+from headwise.lab.data.subwords import END, learn_subwords
+from headwise.lab.tasks.translation import data as translation_data
+from headwise.lab.tasks.translation import prepare
+from headwise.lab.tasks.translation.cleaning import Cleaning
+from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part
+from headwise.lab.tasks.translation.data import collate, load_translation, open_prepared
+from headwise.lab.tasks.translation.own_corpus import own_corpus, own_folder
 from lab.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -115,7 +116,7 @@ def test_a_blank_line_of_a_dev_or_test_split_is_refused(copy, tmp_path):
 
 
 def test_bad_text_is_refused_before_anything_is_made(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(translation_preparation, "learn_subwords", None)
+    monkeypatch.setattr(prepare, "learn_subwords", None)
     (copy / "test.de").write_bytes(b"gr\xfcn\n")
     with pytest.raises(DataError, match=r"test\.de, line 1: not UTF-8"):
         load(copy, tmp_path)
@@ -149,7 +150,7 @@ def test_a_given_test_set_leaves_only_dev_to_be_cut(tmp_path):
 
 
 def test_a_large_corpus_gives_at_most_two_thousand_pairs_to_a_cut_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(translation_preparation, "CUT_PAIRS", 40)
+    monkeypatch.setattr(prepare, "CUT_PAIRS", 40)
     write_corpus(tmp_path, train=2_000)
     data = load_translation(
         own_corpus(Part("train.de", "train.en"), "de", "en"), tmp_path, cache=tmp_path / "cache", vocabulary_size=300
@@ -176,11 +177,11 @@ def test_subwords_of_a_large_corpus_are_learned_from_evenly_spaced_pairs(folder,
         seen.extend(text)
         return learn_subwords(seen, size, **options)
 
-    monkeypatch.setattr(translation_preparation, "learn_subwords", spy)
+    monkeypatch.setattr(prepare, "learn_subwords", spy)
     monkeypatch.setattr(
         translation_data,
         "Preparation",
-        lambda *arguments: translation_preparation.Preparation(*arguments, learned_from=100),
+        lambda *arguments: prepare.Preparation(*arguments, learned_from=100),
     )
     load(folder, tmp_path)
     assert seen[::2] == read(folder / "train.de")[::3]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks.translation_cleaning import Cleaning, Sieve
-from headwise.lab.tasks.translation_corpora import (
+from headwise.errors import DataError, SettingError
+from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
+from headwise.lab.tasks.translation.corpora import (
     CORPORA,
     Corpus,
     Layout,
@@ -20,9 +20,9 @@ from headwise.lab.tasks.translation_corpora import (
     fetch_corpus,
     find_files,
 )
-from headwise.lab.tasks.translation_files import Line, read_pairs, read_side
-from headwise.lab.tasks.translation_own import own_corpus, own_folder
-from headwise.lab.tasks.translation_recipes import CWMT, MULTI30K
+from headwise.lab.tasks.translation.files import Line, read_pairs, read_side
+from headwise.lab.tasks.translation.own_corpus import own_corpus, own_folder
+from headwise.lab.tasks.translation.recipes import CWMT, MULTI30K
 from lab.translation_text import write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

@@ -12,15 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise.lab import cli, runs
-from headwise.lab.arm_text import parse_arm, parse_arms
+from headwise.lab.cli import main
 from headwise.lab.compare import require_fits
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_data import prepare_translation
-from headwise.lab.tasks.translation_own import corpus_at
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
-from headwise.lab.train import train_run
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.translation.data import prepare_translation
+from headwise.lab.tasks.translation.own_corpus import corpus_at
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
+from headwise.lab.training.train import train_run
 from lab.stopping import stop_after
 from lab.translation_text import write_corpus
 
@@ -41,7 +42,7 @@ def words_of(*arguments: str) -> list[str]:
 def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(tmp_path):
     command = words_of("DATA=some folder", "OUT=there", "SEEDS=2", "ARGS=--workers 1")
     assert command[0] == "PYTHONPATH=src"
-    assert command[2:6] == ["-m", "headwise.lab.cli", "compare", "translation"]
+    assert command[2:6] == ["-m", "headwise", "compare", "translation"]
     given = dict(zip(command[6::2], command[7::2], strict=True))
     expected = {"--scale": "gpu", "--seeds": "2", "--data": "some folder", "--out": "there", "--workers": "1"}
     assert {name: given[name] for name in expected} == expected
@@ -71,25 +72,25 @@ def test_the_recipe_starts_on_the_whole_of_multi30k_stops_and_goes_on_to_the_sam
     place = tmp_path / "prepared"
     data = str(PUBLISHED / "multi30k")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["prepare", "translation", "--data", data, "--scale", "gpu", "--out", str(place)])
+        main.main(["prepare", "translation", "--data", data, "--scale", "gpu", "--out", str(place)])
     assert ended.value.code == 0
     settings = RunSettings("translation", GPU, parse_arm("svgd+output"), seed=1, data=place)
 
     def stopped(folder: Path, steps: int) -> Path:
         train_run(settings, folder, stop_after(steps))
-        checkpoint = runs.latest_checkpoint(folder)
+        checkpoint = run_folder.latest_checkpoint(folder)
         assert checkpoint is not None
-        assert not runs.is_finished(folder)
+        assert not run_folder.is_finished(folder)
         return checkpoint
 
     whole = stopped(tmp_path / "whole", 2)
     assert stopped(tmp_path / "parts", 1).name == "checkpoint-2"
     parts = stopped(tmp_path / "parts", 0)
     assert whole.name == parts.name == "checkpoint-3"
-    progress = runs.read_progress(tmp_path / "parts")
+    progress = run_folder.read_progress(tmp_path / "parts")
     assert progress is not None
     assert (progress.step, progress.steps) == (3, 40 * len(TranslationTask().batches(*_loaded(place), 0)))
-    one, other = (load_file(checkpoint / runs.WEIGHTS) for checkpoint in (whole, parts))
+    one, other = (load_file(checkpoint / run_folder.WEIGHTS) for checkpoint in (whole, parts))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 

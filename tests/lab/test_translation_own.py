@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_own import corpus_at
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from headwise.errors import DataError, SettingError
+from headwise.lab.tasks.translation.own_corpus import corpus_at
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
 from lab.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.align import words_of_tokens
-from headwise.checks import DataError, SettingError
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.armed import armed
-from headwise.lab.data import Ragged
-from headwise.lab.guided import Guided
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks import translation as translation_module
-from headwise.lab.tasks.subwords import END, Subwords, learn_subwords
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_roles import SourceMasks, Sources, learned_masks, parser
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
-from headwise.taps import Taps
-from headwise.word_tables import WordTable
+from headwise.errors import DataError, SettingError
+from headwise.heads.taps import Taps
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.data.subwords import END, Subwords, learn_subwords
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.translation import task as translation_module
+from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learned_masks, parser
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
+from headwise.lab.training.armed import armed
+from headwise.roles.align import words_of_tokens
+from headwise.roles.word_table import WordTable
 from lab.sentences import parsed
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.translation_toy import WORDS, write_toy_corpus

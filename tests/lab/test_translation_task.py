@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from headwise.checks import DataError
-from headwise.lab.arm_text import parse_arm, parse_arms
+from headwise.errors import DataError
 from headwise.lab.compare import Comparison, compare
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES, TranslationScale
-from headwise.lab.train import train_run
+from headwise.lab.experiment.arm_text import parse_arm, parse_arms
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
+from headwise.lab.tasks.translation.task import TranslationTask
+from headwise.lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 from lab.translation_toy import write_toy_corpus
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.checks import HeadwiseError, SettingError
-from headwise.lab import pool
-from headwise.lab.arm_text import parse_arm, settings_of
-from headwise.lab.arms import named_arms
+from headwise.errors import HeadwiseError, SettingError
+from headwise.lab.experiment.arm import named_arms
+from headwise.lab.experiment.arm_text import parse_arm, settings_of
+from headwise.lab.jobs import pool
+from headwise.lab.jobs.workers import Failure
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
-from headwise.lab.workers import Failure
 from lab.logic_toy import TOY
 
 pytestmark = pytest.mark.usefixtures("inline")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.checks import DataError
-from headwise.lab.word_vectors import read_word_vectors
+from headwise.errors import DataError
+from headwise.lab.data.word_vectors import read_word_vectors
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "glove"
 

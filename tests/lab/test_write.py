@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checks import DataError, SettingError
-from headwise.lab import runs
-from headwise.lab.arm_text import parse_arm
-from headwise.lab.line_streams import LONGEST_LINE, read_lines
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks import graph_decoding
-from headwise.lab.tasks.graph_data import test_graphs as graphs_of_test
-from headwise.lab.train import train_run
-from headwise.lab.writer import open_writer, read_asked, write_lines
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.line_streams import LONGEST_LINE, read_lines
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.graph2text import decoding
+from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of_test
+from headwise.lab.tasks.graph2text.writer import open_writer, read_asked, write_lines
+from headwise.lab.training.train import train_run
 from lab.graph_sets import write_triples
 from lab.streamed import answered, started
 from lab.test_graph2text_task import TOY
@@ -173,15 +173,15 @@ def test_a_text_does_not_depend_on_the_graphs_beside_it_however_large(trained, m
     given = "".join(f"{line}\n" for line in [*asked(trained)[:2], large, asked(trained)[2]]).encode()
     together = lines_of(trained["plain"], given, 10)[0]
     sizes: list[int] = []
-    searched = graph_decoding.search
+    searched = decoding.search
 
     def counted(model, made, **rest):
         sizes.append(len(made["nodes"]))
         return searched(model, made, **rest)
 
     # 121 pairs each of the small graphs
-    monkeypatch.setattr(graph_decoding, "PAIRS", 250)
-    monkeypatch.setattr(graph_decoding, "search", counted)
+    monkeypatch.setattr(decoding, "PAIRS", 250)
+    monkeypatch.setattr(decoding, "search", counted)
     assert lines_of(trained["plain"], given, 10)[0] == together
     assert sorted(sizes) == [1, 1, 2]
 
@@ -225,7 +225,7 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     assert "does not exist; expected the folder of a finished run of headwise compare graph2text" in (
         refused(tmp_path / "none")
     )
-    for name in (runs.WEIGHTS, "vocabulary.json"):
+    for name in (run_folder.WEIGHTS, "vocabulary.json"):
         folder = Path(shutil.copytree(run, tmp_path / name))
         (folder / name).write_bytes((folder / name).read_bytes()[:500])
         assert str(folder / name) in refused(folder)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.tasks.translation import TranslationTask
-from headwise.lab.tasks.translation_scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise.lab.tasks.translation.task import TranslationTask
 from lab.inline import do_inline
 
 WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht"}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.mixing import Mixing
+from headwise.repulsion.mixing import Mixing
 from headwise.testing import check_layout, check_rule, particles_near_collapse
 from layouts.attentions import SeparateAttention, StridedAttention
 

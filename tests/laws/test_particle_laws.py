@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.gram import geometry
-from headwise.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
-from headwise.mixing import Relative
-from headwise.particles import SGLD, SPOS, SVGD, Rule, update
+from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.repulsion.gram import geometry
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.mixing import Relative
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads import Heads, Site, Slab
+from headwise.heads.heads import Heads, Site, Slab
 
 
 def misreadings(site: Site) -> Iterator[tuple[str, Site]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headwise as hw
-from headwise.heads import Slab, check_slab
+from headwise.heads.heads import Slab, check_slab
 from layouts.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from layouts.families import FAMILIES
 

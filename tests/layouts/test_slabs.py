@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.heads import Slab, check_slab
+from headwise.heads.heads import Slab, check_slab
 
 
 @pytest.mark.parametrize(

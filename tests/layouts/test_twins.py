@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.particles import update
+from headwise.repulsion.rules import update
 from layouts.attentions import FusedAttention, KeyValueAttention
 from layouts.families import FAMILIES
 

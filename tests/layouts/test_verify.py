@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.heads import Heads
+from headwise.heads.heads import Heads
 from layouts.attentions import (
     BlendedAttention,
     FusedAttention,

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import headwise as hw
-from headwise.heads import Heads
+from headwise.heads.heads import Heads
 from layouts.families import FAMILIES, Family
 from layouts.misreadings import misreadings, reordered
 

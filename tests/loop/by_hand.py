@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import headwise as hw
-from headwise.particles import Rule, update
+from headwise.repulsion.rules import Rule, update
 from layouts.attentions import SeparateAttention
 
 RULE = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)

@@ -144,7 +144,7 @@ def test_the_frobenius_penalty_is_lins_over_sentences():
     ],
 )
 def test_every_rule_moves_the_rows_and_leaves_the_shared_matrix(rule):
-    from headwise.particles import update
+    from headwise.repulsion.rules import update
 
     found, (states, padding) = model(), batch()
     optimizer = torch.optim.SGD(found.parameters(), lr=0.1)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.function_rules import FunctionSVGD, products, pulled_back
-from headwise.function_space import function_ensembles_of
-from headwise.gram import geometry
+from headwise.repulsion.function_rule import FunctionSVGD, products, pulled_back
+from headwise.repulsion.function_space import function_ensembles_of
+from headwise.repulsion.gram import geometry
 
 HEADS, SIZE, WIDTH = 3, 4, 12
 
@@ -133,7 +133,7 @@ def test_a_scaled_gradient_gives_the_same_step(dtype):
     heads = hw.find_heads(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25 * 8)
-    from headwise.function_space import apply_function_rule
+    from headwise.repulsion.function_space import apply_function_rule
 
     apply_function_rule(rule, function_ensembles_of(heads), strength=1.0, scale=torch.tensor(8.0))
     assert model.in_proj_weight.grad is not None
@@ -190,6 +190,6 @@ def test_grouped_queries_are_refused():
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("headwise.ensembles.is_sharded", lambda tensor: tensor.dim() == 2)
+    monkeypatch.setattr("headwise.repulsion.step.is_sharded", lambda tensor: tensor.dim() == 2)
     with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*take SVGD there"):
         function_ensembles_of(hw.find_heads(attention()))

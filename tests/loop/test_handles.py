@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import ln_structured
 
 import headwise as hw
-from headwise.hooks import Handle
+from headwise.nn.hooks import Handle
 from layouts.attentions import SeparateAttention
 from loop.test_huggingface_taps import BY_NAME, results
 

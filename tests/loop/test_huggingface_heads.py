@@ -128,7 +128,7 @@ def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
     "setting", [hw.SimpleRouting(), hw.EMRouting(capsules=4), hw.Trunk(votes=hw.PerHead())], ids=str
 )
 def test_one_token_and_no_token_are_aggregated(setting, shape: tuple[int, ...]):
-    from headwise.aggregators import build
+    from headwise.routing.modules import build
 
     aggregator = build(setting, num_heads=2, head_size=4, width=12)
     x = torch.randn(shape, requires_grad=True)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import headwise as hw
-from headwise.checks import DataError, NotFired, SettingError, ShapeError
-from headwise.head_costs import head_costs
-from headwise.masks import HeadMask
-from headwise.prefixes import record
+from headwise.errors import DataError, NotFired, SettingError, ShapeError
+from headwise.masks.head_mask import HeadMask
+from headwise.report.prefix_cache import record
+from headwise.report.removal_cost import head_costs
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20, "vocab_size": 30}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.nn import MultiheadAttention, adopt, valid_keys
+from headwise.nn.multihead import MultiheadAttention, adopt, valid_keys
 
 CONSTRUCTOR = set(inspect.signature(nn.MultiheadAttention.__init__).parameters) - {"self"}
 FORWARD = set(inspect.signature(nn.MultiheadAttention.forward).parameters) - {"self"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.particles import update
+from headwise.repulsion.rules import update
 from layouts.attentions import SeparateAttention
 from loop.by_hand import RULE, expected_gradients, model_with_gradients
 
@@ -319,7 +319,7 @@ def test_frozen_heads_are_refused_by_name():
 def test_columns_as_heads_are_mixed_without_a_copy():
     from dataclasses import replace
 
-    from headwise.heads import Heads, Slab
+    from headwise.heads.heads import Heads, Slab
 
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.randn(6, 12))

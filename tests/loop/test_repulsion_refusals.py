@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 import headwise as hw
-from headwise.ensembles import apply_rule, ensembles_of
-from headwise.separation import acts_apart
+from headwise.repulsion.groups import acts_apart
+from headwise.repulsion.step import apply_rule, ensembles_of
 from layouts.attentions import SeparateAttention
 from layouts.wrappers import LoraLinear, wrap
 from loop.by_hand import RULE, assert_as_by_hand, expected_gradients, loss_of, model_with_gradients

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from headwise import ensembles, stacked
-from headwise.ensembles import apply_rule, ensembles_of
-from headwise.particles import Rule
+from headwise.repulsion import step as ensembles
+from headwise.repulsion import step_batched
+from headwise.repulsion.rules import Rule
+from headwise.repulsion.step import apply_rule, ensembles_of
 from layouts.attentions import SeparateAttention
 from loop.launches import Launches
 
@@ -134,8 +135,8 @@ def test_what_is_not_finite_is_left_alone_and_the_others_are_not(stacks):
 def test_more_ensembles_than_fit_in_one_stack_take_several(stacks, monkeypatch):
     model = with_gradients(packed(4))
     taken = []
-    step = stacked.step_stacked
-    monkeypatch.setattr(stacked, "MOST_STACKED", 5 * 144)
+    step = step_batched.step_stacked
+    monkeypatch.setattr(step_batched, "MOST_STACKED", 5 * 144)
     monkeypatch.setattr(
         ensembles, "step_stacked", lambda r, own, *a, **k: taken.append(len(own)) or step(r, own, *a, **k)
     )

@@ -312,7 +312,7 @@ class Own:
     scale: float = 1.0
 
     def weights(self, num_heads: int, head_size: int, width: int) -> dict:
-        from headwise.votes import VoteWeight
+        from headwise.routing.votes import VoteWeight
 
         return {"own_weight": VoteWeight((num_heads, width, head_size), bound=0.5)}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from headwise.taps import UNREAD_CALLS
+from headwise.heads.taps import UNREAD_CALLS
 from layouts.attentions import SeparateAttention
 
 

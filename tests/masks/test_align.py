@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise.align import AlignedRow, tokens_as_words, words_of_tokens
+from headwise.roles.align import AlignedRow, tokens_as_words, words_of_tokens
 from masks.tokenizers_for_tests import KINDS, fast_tokenizer, tokenizer_of
 
 # what has tripped alignments before: spaces of all kinds, joined emoji, marks, ligatures that normalisation takes apart

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.checks import DataError
-from headwise.position_tables import longest_text
+from headwise.errors import DataError
+from headwise.roles.position_tables import longest_text
 from masks.tokenizers_for_tests import fast_tokenizer
 
 TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
-from headwise.align import AlignedRow, Alignment
-from headwise.flex_masks import FlexMask
+from headwise.masks.flex import FlexMask
+from headwise.roles.align import AlignedRow, Alignment
 from masks.test_roles import FREQUENT, SENTENCE
 from masks.tokenizers_for_tests import KINDS, fast_tokenizer
 

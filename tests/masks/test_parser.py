@@ -13,8 +13,8 @@ import headwise as hw
 
 spacy = pytest.importorskip("spacy")
 
-from headwise.bridges.parse_cache import Parse, ParseCache, digest  # noqa: E402
-from headwise.bridges.spacy import Parser  # noqa: E402
+from headwise.roles.spacy import Parser  # noqa: E402
+from headwise.roles.spacy_cache import Parse, ParseCache, digest  # noqa: E402
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.checks import SettingError
-from headwise.inspection_page import Sentence, inspection_page
-from headwise.intervals import Interval
-from headwise.page import Page
-from headwise.report import Report
-from headwise.report_layers import LayerReport
+from headwise.errors import SettingError
+from headwise.metrics.intervals import Interval
+from headwise.report.html import Page
+from headwise.report.inspection import Sentence, inspection_page
+from headwise.report.layer import LayerReport
+from headwise.report.report import Report
 from page.chromium import Chromium, find_chromium
 
 HOSTILE = (

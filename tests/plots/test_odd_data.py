@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.checks import SettingError
+from headwise.errors import SettingError
 from headwise.plots import ablation_histogram, entropy_cdf, head_embedding, head_similarity, sentence_heatmap, sweep
 
 VECTORS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

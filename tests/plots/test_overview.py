@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.checks import SettingError
-from headwise.intervals import Interval
+from headwise.errors import SettingError
+from headwise.metrics.intervals import Interval
 from headwise.plots import to_png
-from headwise.report import Report
-from headwise.report_layers import LayerReport
+from headwise.report.layer import LayerReport
+from headwise.report.report import Report
 
 ROLE = "window"
 

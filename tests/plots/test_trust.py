@@ -6,8 +6,8 @@ import matplotlib as mpl
 import pytest
 import torch
 
-from headwise.calibration import Reliability, reliability
-from headwise.checks import SettingError
+from headwise.errors import SettingError
+from headwise.metrics.calibration import Reliability, reliability
 from headwise.plots import entropy_cdf, reliability_diagram, to_png
 
 

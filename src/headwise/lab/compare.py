@@ -15,27 +15,27 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from headwise.checks import DataError, HeadwiseError, SettingError, require_integer
-from headwise.lab import runs
-from headwise.lab.armed import armed, start_of
-from headwise.lab.arms import Arm
-from headwise.lab.baseline import BaselineSettings
-from headwise.lab.figures import write_pictures
-from headwise.lab.grids import terminal
-from headwise.lab.head_drops import REDUNDANCY
-from headwise.lab.launchers import LOCAL, Launcher, open_engine
-from headwise.lab.paired_tests import do_paired_tests
-from headwise.lab.parts import gather, part_jobs, run_of, scales_of
-from headwise.lab.pool import do_analyses, do_jobs
-from headwise.lab.report import write_report
-from headwise.lab.results import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
-from headwise.lab.scale_options import ScaleOptions
-from headwise.lab.settings import RunSettings
-from headwise.lab.table import Table, read_table
-from headwise.lab.table_record import write_record
-from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Data, Scale, Task
-from headwise.lab.workers import Failure, Job
+from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
+from headwise.lab.experiment import run_folder as runs
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Data, Scale, Task
+from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
+from headwise.lab.jobs.pool import do_analyses, do_jobs
+from headwise.lab.jobs.workers import Failure, Job
+from headwise.lab.results.figures import write_pictures
+from headwise.lab.results.grids import terminal
+from headwise.lab.results.head_drops import REDUNDANCY
+from headwise.lab.results.page import write_report
+from headwise.lab.results.paired_tests import do_paired_tests
+from headwise.lab.results.results import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
+from headwise.lab.results.table import Table, read_table
+from headwise.lab.results.table_json import write_record
+from headwise.lab.training.armed import armed, start_of
+from headwise.lab.training.baseline import BaselineSettings
+from headwise.lab.training.cross_validation import gather, part_jobs, run_of, scales_of
 
 __all__ = [
     "Comparison",

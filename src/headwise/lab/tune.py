@@ -13,18 +13,18 @@ from typing import Any
 
 from rich.console import Console
 
-from headwise.checks import HeadwiseError, SettingError, require_integer
-from headwise.lab import runs
-from headwise.lab.arm_text import parse_arm, settings_of
-from headwise.lab.arms import Arm, named_arms
+from headwise.errors import HeadwiseError, SettingError, require_integer
 from headwise.lab.compare import CACHE, require_fits
-from headwise.lab.parts import scales_of
-from headwise.lab.pool import do_jobs
-from headwise.lab.protocol import key
-from headwise.lab.settings import RunSettings
-from headwise.lab.tasks.named import named_task
-from headwise.lab.tasks.task import Scale
-from headwise.lab.workers import Failure, Job
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm import Arm, named_arms
+from headwise.lab.experiment.arm_text import parse_arm, settings_of
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Scale
+from headwise.lab.jobs.pool import do_jobs
+from headwise.lab.jobs.workers import Failure, Job
+from headwise.lab.training.cross_validation import scales_of
 
 __all__ = ["RANGES", "Choice", "LogUniform", "Tuned", "Tuning", "Uniform", "drawn_arm", "tune"]
 
@@ -130,40 +130,40 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         HeadwiseError: Every draw failed.
         KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
-    runs.prepare_folder(tuning.out)
+    run_folder.prepare_folder(tuning.out)
     task = named_task(tuning.task)
     data = task.load(tuning.data, tuning.scale, tuning.out / CACHE, progress=console.is_terminal)
     record: dict[str, Any] = {
         "task": tuning.task,
         "scale": tuning.scale.name,
-        "sizes": runs.as_record(tuning.scale),
+        "sizes": run_folder.as_record(tuning.scale),
         "data": data.fingerprint,
         "draws": tuning.draws,
         "seed": tuning.seed,
     }
-    runs.require_same(tuning.out / TUNING, record)
+    run_folder.require_same(tuning.out / TUNING, record)
     if len(scales_of(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
     arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)
-    runs.write_json(tuning.out / TUNING, record)
+    run_folder.write_json(tuning.out / TUNING, record)
     home = tuning.out / parse_arm(tuning.arm).folder
     jobs = [_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
-    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    left = [job for job in jobs if not run_folder.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
     scored = [
-        (float(runs.read_json(job.folder / runs.RESULT)["dev_score"]), arm)
+        (float(run_folder.read_json(job.folder / run_folder.RESULT)["dev_score"]), arm)
         for job, arm in zip(jobs, arms, strict=True)
-        if runs.is_finished(job.folder)
+        if run_folder.is_finished(job.folder)
     ]
     if not scored:
         raise HeadwiseError(f"every draw of {tuning.arm} failed; the first: {failures[0]}")
     # of equals the first, which is nearest to the arm as given
     score, best = max(scored, key=lambda item: item[0])
     draws = [{"arm": arm.name, "dev_score": score} for score, arm in scored]
-    runs.write_json(home / TUNED, {"arm": best.name, "dev_score": score, **record, "tried": draws})
+    run_folder.write_json(home / TUNED, {"arm": best.name, "dev_score": score, **record, "tried": draws})
     return Tuned(best, score, tuple(failures))
 
 

@@ -1,11 +1,11 @@
 """Figures from data: numbers in, a matplotlib figure out; no function here takes a model."""
 
-from headwise.plots.drawing import to_png
+from headwise.plots.calibration import entropy_cdf, reliability_diagram
 from headwise.plots.heads import ablation_histogram, head_embedding, head_similarity
 from headwise.plots.overview import overview
 from headwise.plots.sentences import sentence_heatmap
+from headwise.plots.style import to_png
 from headwise.plots.sweeps import sweep
-from headwise.plots.trust import entropy_cdf, reliability_diagram
 
 __all__ = [
     "ablation_histogram",

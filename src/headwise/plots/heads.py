@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwise.checks import SettingError, require_integer
-from headwise.metrics import output_cosine
-from headwise.plots.drawing import GRAY, draw_counts, drawing, drawing_panels, require_curves, styles_of
+from headwise.errors import SettingError, require_integer
+from headwise.metrics.heads import output_cosine
+from headwise.plots.style import GRAY, draw_counts, drawing, drawing_panels, require_curves, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from headwise.plots.drawing import Style
+    from headwise.plots.style import Style
 
 __all__ = ["ablation_histogram", "draw_ablations", "head_embedding", "head_similarity"]
 

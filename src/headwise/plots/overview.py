@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from headwise.checks import SettingError
-from headwise.plots.drawing import GRAY, Style, drawing_panels
-from headwise.report import Comparison, Report
-from headwise.report_layers import LayerReport
-from headwise.report_tables import layer_name
+from headwise.errors import SettingError
+from headwise.plots.style import GRAY, Style, drawing_panels
+from headwise.report.layer import LayerReport
+from headwise.report.report import Comparison, Report
+from headwise.report.tables import layer_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,8 +54,8 @@ def overview(report: Report, *, before: Report | None = None) -> Figure:
             the measures.
 
     Example:
-        >>> from headwise.report import Report
-        >>> from headwise.report_layers import LayerReport
+        >>> from headwise.report.report import Report
+        >>> from headwise.report.layer import LayerReport
         >>> layer = LayerReport("attn", "self", "", 0, 2, entropy=(1.5, 0.75))
         >>> [axes.get_title(loc="left") for axes in overview(Report("Model", 1, 12, (layer,))).axes]
         ['entropy of attention, nats']

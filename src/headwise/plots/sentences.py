@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headwise.checks import SettingError, require_range
-from headwise.plots.drawing import GRAY, drawing
+from headwise.errors import SettingError, require_range
+from headwise.plots.style import GRAY, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from headwise.checks import SettingError, require_choice
-from headwise.plots.drawing import draw_range, drawing, logarithmic, require_curves, styles_of
+from headwise.errors import SettingError, require_choice
+from headwise.plots.style import draw_range, drawing, logarithmic, require_curves, styles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from headwise.plots.drawing import Style
+    from headwise.plots.style import Style
 
 __all__ = ["draw_sweep", "sweep"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 from typing_extensions import override
 
-from headwise.checks import SettingError, require_integer, require_positive, require_range
+from headwise.errors import SettingError, require_integer, require_positive, require_range
 from headwise.lab.models.encoder import sinusoids
 from headwise.lab.models.normal_start import DEVIATION, clear_bias, draw_normal
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from headwise.checks import SettingError, require_integer, require_range
+from headwise.errors import SettingError, require_integer, require_range
 from headwise.lab.models.sized_attention import SizedAttention
 
 __all__ = ["Encoder", "EncoderLayer", "sinusoids"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwise.checks import require_integer
-from headwise.nn import MultiheadAttention
+from headwise.errors import require_integer
+from headwise.nn.multihead import MultiheadAttention
 
 __all__ = ["SizedAttention"]
 

@@ -1,1 +1,0 @@
-"""Bridges to optional libraries; each imports the library it is named after, and only what says so imports it."""

@@ -1,0 +1,51 @@
+"""Penalties on the similarity of heads."""
+
+from headwise.disagreement.penalty import (
+    Disagreement,
+    Frobenius,
+    Output,
+    Position,
+    PositionSquaredDifference,
+    Similarity,
+    Subspace,
+    Sum,
+)
+from headwise.disagreement.terms import (
+    frobenius_penalty,
+    frobenius_penalty_sum,
+    normalized_position_similarity,
+    normalized_position_similarity_sum,
+    output_similarity,
+    output_similarity_sum,
+    position_similarity,
+    position_similarity_of_mean_sum,
+    position_similarity_sum,
+    position_squared_difference,
+    position_squared_difference_sum,
+    subspace_similarity,
+    subspace_similarity_sum,
+)
+
+__all__ = [
+    "Disagreement",
+    "Frobenius",
+    "Output",
+    "Position",
+    "PositionSquaredDifference",
+    "Similarity",
+    "Subspace",
+    "Sum",
+    "frobenius_penalty",
+    "frobenius_penalty_sum",
+    "normalized_position_similarity",
+    "normalized_position_similarity_sum",
+    "output_similarity",
+    "output_similarity_sum",
+    "position_similarity",
+    "position_similarity_of_mean_sum",
+    "position_similarity_sum",
+    "position_squared_difference",
+    "position_squared_difference_sum",
+    "subspace_similarity",
+    "subspace_similarity_sum",
+]

@@ -1,0 +1,385 @@
+"""Disagreement terms: how alike the heads of one attention are, as scalars a user adds to a loss.
+
+Li et al. 2021 maximize a disagreement D; here the similarity s = -D is returned, so it is minimized and
+carries a plus sign in the loss. Their terms average over all H² ordered pairs of heads, a head with itself
+included, and are computed from the mean over the heads, without a pair of heads ever being formed.
+Means run over valid tokens only (`keep`, True = valid); padded positions may hold anything, NaN included,
+and receive no gradient. Half precision comes in, float32 goes out; float64 stays float64.
+
+Every term also comes as `*_sum`, a sum over valid tokens and their number, so that several calls can be
+pooled token by token: Σ sums / Σ counts. Both are scalars on the device, made without a synchronisation;
+with no valid token the count is 0, and the mean is 0 because it divides by at least 1: to refuse instead
+would mean looking at the mask's values in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import MaskError, ShapeError
+
+__all__ = [
+    "frobenius_penalty",
+    "frobenius_penalty_sum",
+    "normalized_position_similarity",
+    "normalized_position_similarity_sum",
+    "output_similarity",
+    "output_similarity_sum",
+    "position_similarity",
+    "position_similarity_of_mean_sum",
+    "position_similarity_sum",
+    "position_squared_difference",
+    "position_squared_difference_sum",
+    "subspace_similarity",
+    "subspace_similarity_sum",
+]
+
+ZERO_NORM = 1e-12
+
+
+def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean cosine between the outputs of two heads at one token.
+
+    s = mean_t (1/H²) Σ_ij cos(O_ti, O_tj)  (Li et al. 2021, Eq. 7, s = -D), computed as
+    |(1/H) Σ_h O_th/|O_th||². It is 1 when all heads agree and 1/H, not 0, when they are orthogonal: the H
+    pairs of a head with itself count. The paper leaves the vectors unsaid; as in its released code they are
+    each head's output at one token, before the output projection.
+
+    A vector shorter than 1e-12 has no direction: its cosines are 0 and it receives no gradient.
+
+    Args:
+        outputs: [..., H, e], for example [B, L, H, e].
+        keep: [...], bool, True = valid token; None keeps all. With no valid token the result is 0.
+
+    Returns:
+        A scalar in [0, 1], float32 or float64.
+
+    Raises:
+        ShapeError: `outputs` is not floating or has fewer than two axes.
+        MaskError: `keep` is not bool or not of the leading shape of `outputs`.
+
+    >>> heads = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [3.0, 4.0]]])
+    >>> output_similarity(heads, torch.tensor([True, False]))
+    tensor(0.5000)
+    """
+    return _mean(output_similarity_sum(outputs, keep))
+
+
+def output_similarity_sum(outputs: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`output_similarity` summed over valid tokens, and their number; same arguments and refusals.
+
+    >>> output_similarity_sum(torch.eye(4).expand(3, 4, 4))
+    (tensor(0.7500), tensor(3))
+    """
+    _require_vectors("outputs", outputs, keep)
+    return _sum_and_count(_mean_cosine(outputs, keep), keep)
+
+
+def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean cosine between the values of two heads at one key position.
+
+    s = mean_t (1/H²) Σ_ij cos(V_ti, V_tj)  (Li et al. 2021, Eq. 5, s = -D). The same function
+    as `output_similarity`, on projected values; `keep` then marks valid key positions. Under grouped-query
+    attention the G key/value heads take the place of the H heads.
+
+    Args:
+        values: [..., H, e], for example [B, K, H, e].
+        keep: [...], bool, True = valid position; None keeps all. With no valid position the result is 0.
+
+    Returns:
+        A scalar in [0, 1], float32 or float64.
+
+    Raises:
+        ShapeError: `values` is not floating or has fewer than two axes.
+        MaskError: `keep` is not bool or not of the leading shape of `values`.
+
+    >>> subspace_similarity(torch.eye(2).expand(3, 5, 2, 2))
+    tensor(0.5000)
+    """
+    return _mean(subspace_similarity_sum(values, keep))
+
+
+def subspace_similarity_sum(values: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`subspace_similarity` summed over valid positions, and their number; same arguments and refusals.
+
+    >>> subspace_similarity_sum(torch.eye(4).expand(3, 4, 4))
+    (tensor(0.7500), tensor(3))
+    """
+    _require_vectors("values", values, keep)
+    return _sum_and_count(_mean_cosine(values, keep), keep)
+
+
+def position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean over queries of the overlap of the attention rows of two heads.
+
+    s = mean_q (1/H²) Σ_ij Σ_k A_iqk A_jqk  (Li et al. 2021, Eq. 6, s = -D), computed as
+    |(1/H) Σ_h A_hq|². Summed over keys and averaged over queries, so that length does not scale it.
+
+    This is a loss, not a measure of diversity: rows are not normalized, and its minimum is all heads uniform
+    (1/K), below disjoint one-hot heads (1/H) when K > H. `normalized_position_similarity` is the measure.
+
+    Args:
+        weights: [..., H, Q, K], attention weights, before dropout; padded keys carry zero weight.
+        keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
+
+    Returns:
+        A scalar in [1/K, 1], float32 or float64.
+
+    Raises:
+        ShapeError: `weights` is not floating or has fewer than three axes.
+        MaskError: `keep` is not bool or not of shape [..., Q].
+
+    >>> uniform = torch.full((1, 8, 5, 64), 1 / 64)
+    >>> position_similarity(uniform)
+    tensor(0.0156)
+    """
+    return _mean(position_similarity_sum(weights, keep))
+
+
+def position_similarity_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`position_similarity` summed over valid queries, and their number; same arguments and refusals.
+
+    >>> position_similarity_sum(torch.tensor([[[0.5, 0.5, 0.0]], [[0.2, 0.3, 0.5]]]))
+    (tensor(0.3450), tensor(1))
+    """
+    _require_weights(weights, keep)
+    return position_similarity_of_mean_sum(weights.mean(-3, dtype=accumulation_dtype(weights)), keep)
+
+
+def position_similarity_of_mean_sum(mean: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`position_similarity_sum` from the mean of the weights over the heads, [..., Q, K]; see `mean_weights`.
+
+    >>> position_similarity_of_mean_sum(torch.tensor([[0.35, 0.4, 0.25]]))
+    (tensor(0.3450), tensor(1))
+    """
+    require_floating("mean", mean, 2, "[..., Q, K]")
+    if keep is not None:
+        require_keep(keep, mean.shape[:-1])
+        # Filled before the square: what follows neither sees a padded NaN nor sends a gradient to it.
+        mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
+    mean = mean.to(accumulation_dtype(mean))
+    return _sum_and_count(mean.square().sum(-1), keep)
+
+
+def position_squared_difference(weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Minus the mean squared difference of the attention rows of two heads, so that it is minimized.
+
+    s = -mean_q (1/H²) Σ_ij Σ_k (A_iqk - A_jqk)²  (Li et al. 2021, footnote 3), computed as
+    -2 Σ_k Var_h(A_hqk), that is -2 (mean_h |A_h|² - |mean_h A_h|²). It is 0 when all heads
+    attend alike; unlike `position_similarity` it does not favor heads that all become uniform.
+
+    Args:
+        weights: [..., H, Q, K], attention weights, before dropout.
+        keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
+
+    Returns:
+        A scalar in [-2 (1 - 1/H), 0] for rows that sum to one, float32 or float64.
+
+    Raises:
+        ShapeError: `weights` is not floating or has fewer than three axes.
+        MaskError: `keep` is not bool or not of shape [..., Q].
+
+    >>> position_squared_difference(torch.eye(4).reshape(1, 4, 1, 4))
+    tensor(-1.5000)
+    """
+    return _mean(position_squared_difference_sum(weights, keep))
+
+
+def position_squared_difference_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`position_squared_difference` summed over valid queries, and their number; same arguments and refusals.
+
+    >>> position_squared_difference_sum(torch.tensor([[[0.0, 1.0]], [[1.0, 0.0]]]))
+    (tensor(-1.), tensor(1))
+    """
+    _require_weights(weights, keep)
+    wide = weights.to(accumulation_dtype(weights))
+    if keep is not None:
+        wide = wide.masked_fill(~keep.unsqueeze(-2).unsqueeze(-1), 0.0)
+    mean_square = wide.square().sum(-1).mean(-2)
+    return _sum_and_count(-2 * (mean_square - wide.mean(-3).square().sum(-1)), keep)
+
+
+def normalized_position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean cosine between the attention rows of two heads at one query.
+
+    s = mean_q (1/H²) Σ_ij cos(A_iq, A_jq). Not in Li et al. 2021: their position term with the rows
+    brought to unit length, so that sharp and flat heads compare. 1 when all heads attend alike, 1/H when no key
+    is shared.
+
+    Args:
+        weights: [..., H, Q, K], attention weights, before dropout.
+        keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
+
+    Returns:
+        A scalar in [1/H, 1], float32 or float64; lower where rows are all zero, which count as in
+        `output_similarity`.
+
+    Raises:
+        ShapeError: `weights` is not floating or has fewer than three axes.
+        MaskError: `keep` is not bool or not of shape [..., Q].
+
+    >>> normalized_position_similarity(torch.full((1, 8, 5, 64), 1 / 64))
+    tensor(1.)
+    """
+    return _mean(normalized_position_similarity_sum(weights, keep))
+
+
+def normalized_position_similarity_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`normalized_position_similarity` summed over valid queries, and their number.
+
+    >>> normalized_position_similarity_sum(torch.tensor([[[3.0, 4.0]], [[0.0, 1.0]]]))
+    (tensor(0.9000), tensor(1))
+    """
+    _require_weights(weights, keep)
+    return _sum_and_count(_mean_cosine(weights.movedim(-3, -2), keep), keep)
+
+
+def frobenius_penalty(weights: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean squared Frobenius distance of the overlap of attention rows from the identity.
+
+    P = mean_b ‖A_b A_bᵀ - I‖²_F  (Lin et al. 2017, the penalty that An et al. 2020 compare with), over the
+    H x H overlaps of the heads. Its minimum 0 asks for one-hot rows on different tokens. Squared, as in the
+    paper; the released codes take the norm unsquared, or of the T x T matrix.
+
+    Args:
+        weights: [..., H, T], one attention row a head; padded tokens carry zero weight. For the weights
+            [B, H, Q, K] of multi-head attention pass `weights.transpose(1, 2)`.
+        keep: [...], bool, True = valid example; None keeps all. With no valid example the result is 0.
+
+    Returns:
+        A scalar of at least 0, float32 or float64.
+
+    Raises:
+        ShapeError: `weights` is not floating or has fewer than two axes.
+        MaskError: `keep` is not bool or not of the leading shape of `weights`.
+
+    >>> frobenius_penalty(torch.tensor([[[0.5, 0.5], [0.0, 1.0]]]))
+    tensor(0.7500)
+    """
+    return _mean(frobenius_penalty_sum(weights, keep))
+
+
+def frobenius_penalty_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`frobenius_penalty` summed over valid examples, and their number; same arguments and refusals.
+
+    >>> frobenius_penalty_sum(torch.full((2, 1, 4), 0.5))
+    (tensor(0.), tensor(2))
+    """
+    _require_vectors("weights", weights, keep)
+    wide = weights.to(accumulation_dtype(weights))
+    if keep is not None:
+        wide = wide.masked_fill(~keep[..., None, None], 0.0)
+    with autocast_off(wide):
+        overlap = wide @ wide.mT
+    excess = overlap - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
+    penalty = excess.square().sum((-2, -1))
+    return _sum_and_count(penalty if keep is None else penalty.masked_fill(~keep, 0.0), keep)
+
+
+def _mean_cosine(vectors: Tensor, keep: Tensor | None) -> Tensor:
+    """(1/H²) Σ_ij cos(x_i, x_j) for x [..., H, e] -> [...]; 0 and no gradient where not kept."""
+    similarity: Tensor = _MeanCosine.apply(vectors, keep)[0]
+    return similarity
+
+
+class _MeanCosine(torch.autograd.Function):
+    """|m|²/H², m = Σ_h x_h/|x_h|; by hand about 1.4 times as fast as autograd, and nothing wide is saved."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        inverse_norm, resultant = _resultant(vectors.to(accumulation_dtype(vectors)))
+        similarity = resultant.square().sum(-1) / vectors.shape[-2] ** 2
+        if keep is not None:
+            similarity = similarity.masked_fill(~keep, 0.0)
+        return similarity, inverse_norm, resultant
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, ...]) -> None:
+        vectors, keep = inputs
+        _, inverse_norm, resultant = output
+        ctx.mark_non_differentiable(inverse_norm, resultant)
+        ctx.save_for_backward(vectors, keep, inverse_norm, resultant)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # d|m|²/dx_h = (2/|x_h|) (m - û_h (û_h·m))
+        vectors, keep, inverse_norm, resultant = ctx.saved_tensors
+        wide = vectors.to(accumulation_dtype(vectors))
+        if torch.is_grad_enabled():
+            # A second derivative must see how these depend on the vectors.
+            inverse_norm, resultant = _resultant(wide)
+        towards = grads[0].unsqueeze(-1) * inverse_norm * (2 / vectors.shape[-2] ** 2)
+        with autocast_off(wide):
+            along = (wide @ resultant.unsqueeze(-1)).squeeze(-1)
+        radial = towards * inverse_norm.square() * along
+        gradient = torch.addcmul(wide * -radial.unsqueeze(-1), towards.unsqueeze(-1), resultant.unsqueeze(-2))
+        if keep is not None:
+            gradient = gradient.masked_fill_(~keep[..., None, None], 0.0)
+        return gradient.to(vectors.dtype), None
+
+
+def _resultant(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """1/|x_h| (0 for a zero vector) [..., H] and Σ_h x_h/|x_h| [..., e]."""
+    norm = torch.linalg.vector_norm(vectors, dim=-1)
+    inverse_norm = norm.masked_fill(norm <= ZERO_NORM, math.inf).reciprocal()
+    with autocast_off(vectors):
+        return inverse_norm, (inverse_norm.unsqueeze(-2) @ vectors).squeeze(-2)
+
+
+def _sum_and_count(per_token: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum of a term that is already 0 where not kept, and the number of valid tokens."""
+    if keep is None:
+        count = torch.full((), per_token.numel(), dtype=torch.int64, device=per_token.device)
+        return per_token.sum(), count
+    return per_token.sum(), keep.sum()
+
+
+def _mean(sum_and_count: tuple[Tensor, Tensor]) -> Tensor:
+    total, count = sum_and_count
+    return total / count.clamp_min(1)
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
+    # Autocast would run a float32 product in half precision.
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _require_vectors(name: str, vectors: Tensor, keep: Tensor | None) -> None:
+    require_floating(name, vectors, 2, "[..., H, e]")
+    if keep is not None:
+        require_keep(keep, vectors.shape[:-2])
+
+
+def _require_weights(weights: Tensor, keep: Tensor | None) -> None:
+    require_floating("weights", weights, 3, "[..., H, Q, K]")
+    if keep is not None:
+        require_keep(keep, (*weights.shape[:-3], weights.shape[-2]))
+
+
+def require_floating(name: str, tensor: Tensor, axes: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {shape}.")
+    if tensor.dim() < axes or 0 in tensor.shape[-axes:]:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, none of these axes empty.")
+    if not tensor.is_floating_point():
+        raise ShapeError(f"{name} is {tensor.dtype}; expected a floating dtype.")
+
+
+def require_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        given = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+        raise MaskError(f"keep is {given}; expected a bool tensor, True = valid.")
+    if tuple(keep.shape) != tuple(shape):
+        raise MaskError(f"keep has shape {tuple(keep.shape)}; expected {tuple(shape)}, one entry a token.")

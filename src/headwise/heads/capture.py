@@ -1,0 +1,199 @@
+"""What one call of an attention module computed, and which of its tokens were real.
+
+Owns the records; `taps` fills them. Must not know hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from torch import Tensor, nn
+
+from headwise.errors import NotFired, ShapeError
+from headwise.heads.heads import Site
+from headwise.heads.padding import cached_length, given_padding
+
+__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "require_joined", "split_heads"]
+
+
+@dataclass
+class Capture:
+    """What one call of one site computed.
+
+    A deep copy has the same site, and tensors of its own without their graph.
+
+    Attributes:
+        site: The attention module.
+        outputs: O_h of each head as W_O gets it, [B, Q, H, e]: 0 for a head that `ablate` has removed.
+        values: V_g of each key/value head, [B, K, G, e].
+        weights: Attention weights before dropout, [B, H, Q, K].
+        mean_weights: Their mean over heads, [B, Q, K].
+        key_keep: True where a key is a real token, [B, K], cached keys included: one that the mask the call received
+            lets some query attend to. None when it received none, as where nothing is padded.
+        query_keep: The same for queries, [B, Q]; for cross-attention that of the decoder's own self-attention; for
+            pooling, [B, 1], True where a text has a real token.
+    """
+
+    site: Site
+    outputs: Tensor | None = None
+    values: Tensor | None = None
+    weights: Tensor | None = None
+    mean_weights: Tensor | None = None
+    key_keep: Tensor | None = None
+    query_keep: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor | None, ...]:
+        """What was computed of the heads, None for what was not asked for."""
+        return self.outputs, self.values, self.weights, self.mean_weights
+
+    @property
+    def queries(self) -> int:
+        """How many real queries the call had; 0 where neither outputs nor weights of each head were computed."""
+        if self.query_keep is not None:
+            return int(self.query_keep.sum())
+        if self.outputs is not None:
+            return self.outputs.shape[0] * self.outputs.shape[1]
+        return 0 if self.weights is None else self.weights.shape[0] * self.weights.shape[2]
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "site"}
+        return replace(self, **{name: None if t is None else t.detach().clone() for name, t in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Which keys of a call are real, whether it was given a cache, and how many tokens were in that before it."""
+
+    keep: Tensor | None = None
+    first: int = 0
+    cached: bool = False
+
+    def of_queries(self, queries: int) -> Tensor | None:
+        """Return the padding of the call's own queries, the newest of its keys."""
+        if self.keep is None or self.keep.shape[1] == queries:
+            return self.keep
+        start = min(self.first, self.keep.shape[1] - queries)
+        return self.keep[:, start : start + queries]
+
+
+def padding_of(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
+    """Return the padding of a call, from its arguments by name."""
+    first = cached_length(module, arguments.values())
+    return Padding(given_padding(module, arguments), first or 0, first is not None)
+
+
+class Forward:
+    """One forward of the model itself, known by identity: torch.compile would compile anew for each number."""
+
+
+@dataclass
+class Call:
+    """A capture on its way: with the padding of its queries' own attention.
+
+    Attributes:
+        capture: What is filled while the call runs.
+        own: Padding that the call received.
+        queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
+        forward: The model's own forward in which it was made; None where a part was called without the model.
+    """
+
+    capture: Capture
+    own: Padding
+    queries: Padding
+    forward: Forward | None
+
+    def finished(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
+        """Return the capture with the padding of its queries, one row a sequence.
+
+        Args:
+            outputs: Whether outputs were asked for.
+            values: Whether values were asked for.
+            weights: Whether attention weights were asked for.
+            mean_weights: Whether their mean over heads was asked for.
+
+        Raises:
+            NotFired: Something asked for was not computed in the call where it is read.
+        """
+        capture = self.capture
+        name = capture.site.name or "the model"
+        if outputs and capture.outputs is None:
+            raise NotFired(
+                f"{name} was called but its outputs were not computed in the call: its output projection may have been "
+                "replaced after this was attached. Attach after aggregate()."
+            )
+        if values:
+            self._require_values(name)
+        if (weights and capture.weights is None) or (mean_weights and capture.mean_weights is None):
+            raise NotFired(
+                f"{name} was called but computed its attention in another way than the one its weights are read in; "
+                "attach after any set_attn_implementation()."
+            )
+        # whose queries are no tokens of the keys' sequence has another padding
+        cross = capture.site.kind == "cross"
+        padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
+        if capture.site.kind == "pooling" and capture.key_keep is not None:
+            # a text of padding alone is no text: its one query pools nothing
+            padding = Padding(capture.key_keep.any(1, keepdim=True))
+        capture.query_keep = padding.keep
+        if capture.outputs is not None:
+            capture.query_keep = padding.of_queries(capture.outputs.shape[1])
+        elif capture.weights is not None:
+            capture.query_keep = padding.of_queries(capture.weights.shape[2])
+        elif capture.mean_weights is not None:
+            capture.query_keep = padding.of_queries(capture.mean_weights.shape[1])
+        read = next((tensor for tensor in capture.read if tensor is not None), None)
+        if read is not None:
+            capture.key_keep = _for_batch(capture.key_keep, len(read))
+            capture.query_keep = _for_batch(capture.query_keep, len(read))
+        return capture
+
+    def _require_values(self, name: str) -> None:
+        values, keep = self.capture.values, self.capture.key_keep
+        weights = self.capture.mean_weights if self.capture.weights is None else self.capture.weights
+        earlier = self.own.first if self.capture.site.kind != "cross" else 0
+        keys = {tensor.shape[-1] for tensor in (keep, weights) if tensor is not None}
+        if self.own.cached and (values is None or earlier or keys - {values.shape[1]}):
+            raise NotFired(
+                f"{name} was called with a cache, which holds keys whose values the call itself did not compute; pass "
+                "use_cache=False where values are read."
+            )
+        if values is None:
+            raise NotFired(
+                f"{name} was called but its values were not computed in the call: the module that projects them may "
+                "have been replaced after this was attached. Call find_heads again, and attach anew."
+            )
+        if keep is not None and keep.shape[1] != values.shape[1]:
+            raise NotFired(
+                f"{name} computed values of {values.shape[1]} tokens, and the mask it was called with is for "
+                f"{keep.shape[1]} keys; which value belongs to which key is unknown."
+            )
+
+
+def split_heads(joined: Tensor, site: Site) -> Tensor:
+    """Return the concatenated heads [..., H * e] that W_O of a site gets as [..., H, e].
+
+    Raises:
+        ShapeError: The last axis is not H * e.
+    """
+    require_joined(joined, site)
+    return site.all_heads(joined, -1, site.num_heads * site.head_size).unflatten(-1, (site.num_heads, site.head_size))
+
+
+def require_joined(joined: Tensor, site: Site) -> None:
+    """Raise `ShapeError` unless this is what W_O of a site gets: [..., H * e], or its part under tensor parallel."""
+    width = site.num_heads * site.head_size
+    if joined.dim() == 0 or site.features_of(joined.shape[-1]) != width:
+        raise ShapeError(
+            f"{site.name or 'the model'} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
+            f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
+            "find_heads, call it again."
+        )
+
+
+def _for_batch(keep: Tensor | None, batch: int) -> Tensor | None:
+    # a mask may be given once for all sequences
+    return keep if keep is None or keep.shape[0] == batch else keep.expand(batch, -1)

@@ -1,0 +1,112 @@
+"""Which forward pass is running: the calls of the sites that one call of the model holds belong together.
+
+Owns `Forwards`, and whether forwards are partial now. Must not know what is done in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from headwise.heads.heads import Heads
+from headwise.nn.checkpointing import outside_graphs, recomputing
+from headwise.nn.hooks import Hook
+
+__all__ = ["Forwards", "are_partial", "drops_layers", "partial_forwards"]
+
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+_partial: ContextVar[bool] = ContextVar("partial forwards", default=False)
+
+
+@contextmanager
+def partial_forwards() -> Iterator[None]:
+    """Say that forwards inside the block give back a part of an earlier one, so that sites may rightly be silent."""
+    token = _partial.set(True)
+    try:
+        yield
+    finally:
+        _partial.reset(token)
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a forward may leave layers out by chance: LayerDrop, while a model of transformers is trained."""
+    config = getattr(model, "config", None)
+    return model.training and any((getattr(config, name, 0) or 0) > 0 for name in LAYER_DROPS)
+
+
+def are_partial() -> bool:
+    """Return whether forwards give back a part of an earlier one now."""
+    return _partial.get()
+
+
+class Forwards:
+    """Counts the forwards of a model, and keeps what they were told.
+
+    Recomputation by activation checkpointing is no forward.
+
+    Args:
+        heads: The sites.
+        failed: Called after a forward that ended in an error, or returned None.
+
+    Attributes:
+        number: Forwards begun so far.
+        inside: Whether one is running; False while a part of the model is called alone.
+        generating: Whether the last one was given a cache, as `generate()` gives it.
+        causal: For each site's module whose last call said so (is_causal=...), whether it was causal.
+
+    Example:
+        >>> import headwise as hw
+        >>> import torch
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2,
+        ...                               enable_nested_tensor=False)
+        >>> forwards = Forwards(hw.find_heads(model))
+        >>> _ = model(torch.randn(1, 4, 8)), model.layers[0](torch.randn(1, 4, 8))
+        >>> forwards.number
+        1
+    """
+
+    def __init__(self, heads: Heads, failed: Callable[[], object] = lambda: None) -> None:
+        self.number, self.inside, self.generating = 0, False, False
+        self._failed = failed
+        self.causal: dict[nn.Module, bool] = {}
+        model = heads.model
+        entered, left = Hook(model, self._entered), Hook(model, self._left)
+        self._stops: list[Callable[[], None]] = [
+            model.register_forward_pre_hook(entered, with_kwargs=True, prepend=True).remove,
+            # a forward that ends in an error has ended too
+            model.register_forward_hook(left, always_call=True).remove,
+        ]
+        for site in heads.sites:
+            told = Hook(site.module, self._told)
+            self._stops.append(site.module.register_forward_pre_hook(told, with_kwargs=True).remove)
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for stop in self._stops:
+            stop()
+        self._stops = []
+
+    # a count in a compiled graph would have every forward compiled anew
+    @outside_graphs
+    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        if not recomputing():
+            self.number += 1
+            self.inside = True
+            self.generating = kwargs.get("past_key_values") is not None
+
+    @outside_graphs
+    def _left(self, _module: nn.Module, _args: tuple, output: object) -> None:
+        if not recomputing():
+            self.inside = False
+            # what torch hands to such a hook after an error
+            if output is None:
+                self._failed()
+
+    def _told(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs.get("is_causal"), bool):
+            self.causal[module] = kwargs["is_causal"]

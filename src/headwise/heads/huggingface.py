@@ -1,0 +1,248 @@
+"""The attention scores of transformers' models, through its attention interface.
+
+Owns two implementations of that interface, "headwise" over sdpa and "headwise_eager" over each family's own eager
+function. While somebody listens to a module, its configuration seems to name one of them (see `configurations`). A
+module nobody listens to computes what the implementation underneath computes, to the bit.
+
+Imported by `find_heads` alone, and only for models whose modules come from transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headwise.errors import LayoutError, NotFired
+from headwise.heads.heads import Site
+from headwise.heads.huggingface_config import UNDERNEATH, lend
+from headwise.heads.padding import cached_length
+from headwise.nn.average_weights import mean_of, mean_weights
+from headwise.nn.checkpointing import Asked, asked, recomputing
+from headwise.nn.hooks import Hook
+from headwise.nn.scores import (
+    Bias,
+    Listeners,
+    Observer,
+    ScoreCall,
+    added,
+    without_empty_rows,
+)
+
+__all__ = ["InterfaceScores", "calls_interface", "with_scores"]
+
+LISTENERS = "_headwise_listeners"
+
+
+def with_scores(site: Site) -> Site:
+    """Return the site with its scores reachable, when its module calls the attention interface."""
+    if site.scores is not None or not calls_interface(site.module):
+        return site
+    return replace(site, scores=InterfaceScores)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Return whether the code of a module's class looks its attention function up in the interface.
+
+    >>> calls_interface(nn.Linear(2, 2))
+    False
+    """
+    functions = (
+        inspect.unwrap(member)
+        for base in type(module).__mro__
+        if base not in (nn.Module, object)
+        for member in vars(base).values()
+        if inspect.isfunction(member)
+    )
+    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions)
+
+
+class InterfaceScores:
+    """The scores of a module that calls the attention interface."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def listen(self, listener: Observer | Bias) -> Callable[[], None]:
+        """Attach an observer or a bias to the module, and return what detaches it.
+
+        Raises:
+            LayoutError: The model runs an implementation that can do neither (flash, flex, paged).
+        """
+        module = self.module
+        release = lend(module)
+        if not isinstance(module.__dict__.get(LISTENERS), Listeners):
+            module.__dict__[LISTENERS] = Listeners()
+        listeners: Listeners = module.__dict__[LISTENERS]
+        listeners.add(listener)
+        hook = Hook(module, _place_of_call)
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+        def stop() -> None:
+            listeners.discard(listener)
+            if not listeners:
+                module.__dict__.pop(LISTENERS, None)
+            handle.remove()
+            release()
+
+        return stop
+
+
+def _place_of_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    named = getattr(module.config, "_attn_implementation", None)
+    if named not in UNDERNEATH:
+        raise NotFired(
+            f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps or "
+            "a penalty was attached to its scores, where these are out of reach; call "
+            "model.set_attn_implementation('sdpa'), or remove() what is attached."
+        )
+    listeners: Listeners = module.__dict__[LISTENERS]
+    first = cached_length(module, (*args, *kwargs.values()))
+    listeners.first, listeners.cached = first or 0, first is not None
+
+
+def _attend_over_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    answer = _asked(module, query, key)
+    capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
+    if answer.weights or (answer.mean_weights and capped):
+        output, _ = _explicit(module, query, key, value, attention_mask, answer, **settings)
+        if not answer.beside or not answer.weights:
+            return output, None
+        answer = replace(answer, mean_weights=False)
+    if not answer.biases and not answer.mean_weights:
+        return stock(module, query, key, value, attention_mask, **settings)
+    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    if answer.mean_weights:
+        everything = mask if mask is None or empty is None else mask.masked_fill(empty, -math.inf)
+        _show(module, None, mean_weights(query, key, everything, scale=settings.get("scaling")))
+    if not answer.biases:
+        return stock(module, query, key, value, attention_mask, **settings)
+    assert mask is not None  # a bias is always a mask
+    assert empty is not None
+    mask = mask.expand(-1, -1, query.shape[2], -1)
+    plain = {**settings, "is_causal": False, "position_bias": None}
+    output, _ = stock(module, query, key, value, mask, **plain)
+    return output.masked_fill(empty.transpose(1, 2), 0.0), None
+
+
+def _attend_over_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    answer = _asked(module, query, key)
+    if not answer.biases and not answer.weights and not answer.mean_weights:
+        stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        return stock(module, query, key, value, attention_mask, **settings)
+    attended = _explicit(module, query, key, value, attention_mask, answer, **settings)
+    if not answer.beside or not answer.weights or answer.biases:
+        return attended
+    stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    return stock(module, query, key, value, attention_mask, **settings)
+
+
+def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:
+    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    if listeners is None:
+        if not recomputing():
+            return Asked()
+        # only its checkpoint knows
+        listeners = Listeners()
+    call = ScoreCall(
+        max(query.shape[0], key.shape[0]),
+        query.shape[1],
+        query.shape[2],
+        key.shape[2],
+        first=listeners.first,
+        cached=listeners.cached,
+        dtype=query.dtype,
+        device=query.device,
+    )
+
+    def kept(frame: Any) -> None:
+        # the recomputation must find our implementation although the listener may be gone by then
+        weakref.finalize(frame, lend(module)).atexit = False
+
+    return asked(module, listeners.observers, listeners.biases, call, kept)
+
+
+def _total(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Asked, settings: dict
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return everything that is added to the scores, and the rows that are left without a key."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
+        raise LayoutError(f"{type(module).__name__} was given a mask {given}; expected (batch, heads, queries, keys).")
+    if settings.get("cache") is not None:
+        raise LayoutError(f"{type(module).__name__} runs on a paged cache, where scores of heads are out of reach.")
+    causal = settings.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and mask is None and query.shape[2] > 1
+    own: Tensor | None = settings.get("position_bias")
+    if not answer.biases and (own is not None or mask is None or mask.is_floating_point()) and not causal:
+        # as the stock functions have it, rows that are masked throughout included
+        if own is None or mask is None:
+            return (mask if own is None else own), None
+        least = torch.finfo(query.dtype).min
+        return (torch.where(mask, own, least) if mask.dtype == torch.bool else own + mask), None
+    terms = [*answer.biases, *([] if own is None else [own])] or [query.new_zeros(1, 1, 1, 1)]
+    return without_empty_rows(added(mask, causal, terms, query.shape[2], key.shape[2], query.dtype))
+
+
+def _explicit(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    answer: Asked,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the weights in sight: O = dropout(softmax(scale Q K^T + everything added)) V."""
+    if settings.get("s_aux") is not None:
+        raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases are out of reach.")
+    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    exact = scores.dtype in (torch.float32, torch.float64)
+    weights = torch.softmax(scores, dim=-1, dtype=None if exact else torch.float32).to(value.dtype)
+    if empty is not None:
+        weights = weights.masked_fill(empty, 0.0)
+    _show(module, weights, mean_of(weights) if answer.mean_weights else None)
+    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return (dropped @ value).transpose(1, 2).contiguous(), dropped
+
+
+def _show(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:
+    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    if listeners is not None and not recomputing():
+        for observer in listeners.observers:
+            observer.shown(None, weights, None, mean)
+
+
+AttentionInterface.register("headwise", _attend_over_sdpa)
+AttentionInterface.register("headwise_eager", _attend_over_eager)
+for _ours, _under in UNDERNEATH.items():
+    # a module that makes its own mask asks for it by the name in its configuration; unknown, it would get none
+    AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_under])

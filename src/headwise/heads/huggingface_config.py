@@ -1,0 +1,106 @@
+"""A view of a model's configuration that names an attention implementation of ours, lent to one module.
+
+The configuration itself is never changed, so that what is copied, saved or built from it is as if nobody had a view;
+and what is changed in it, the attention implementation included, the view shows at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from headwise.errors import LayoutError
+
+__all__ = ["UNDERNEATH", "lend"]
+
+# Our names in the attention interface, and the implementation each stands on.
+UNDERNEATH = {"headwise": "sdpa", "headwise_eager": "eager"}
+OURS = {under: ours for ours, under in UNDERNEATH.items()}
+
+
+@cache
+def _view_of(config_class: type) -> type:
+    """Return a class whose instances are configurations that name our implementation over the one of another."""
+
+    def named(view: Any) -> str | None:
+        name = view.headwise_original._attn_implementation
+        return OURS.get(name or "eager", name)
+
+    def rename(view: Any, name: object) -> None:
+        view.headwise_original._attn_implementation = name
+
+    def original(view: Any, _protocol: int) -> tuple:
+        # asked for by copy and by pickle: a copy of the module has the configuration itself
+        return _itself, (view.headwise_original,)
+
+    members = {
+        "__slots__": ("headwise_original",),
+        "__module__": config_class.__module__,
+        "__reduce_ex__": original,
+        "_attn_implementation": property(named, rename),
+    }
+    return type(config_class.__name__, (config_class,), members)
+
+
+def _itself(config: object) -> object:
+    return config
+
+
+def _view(config: object) -> Any:
+    view: Any = object.__new__(_view_of(type(config)))
+    # one dictionary: what is set on either is set on both
+    object.__setattr__(view, "__dict__", vars(config))
+    object.__setattr__(view, "headwise_original", config)
+    return view
+
+
+@dataclass
+class _Loan:
+    """The view of its configuration that a module has, for how many, and the configuration."""
+
+    config: Any
+    view: Any
+    holders: int = 0
+
+
+_loans: weakref.WeakKeyDictionary[nn.Module, _Loan] = weakref.WeakKeyDictionary()
+
+
+def lend(module: nn.Module) -> Callable[[], None]:
+    """Give a module a configuration that names our implementation, and return what ends that.
+
+    Raises:
+        LayoutError: The module runs an implementation other than sdpa and eager.
+    """
+    loan = _loans.get(module)
+    if loan is None:
+        config = getattr(module, "config", None)
+        named = getattr(config, "_attn_implementation", None)
+        if not isinstance(config, PreTrainedConfig) or (named or "eager") not in OURS:
+            raise LayoutError(
+                f"{type(module).__name__} runs the attention implementation {named!r}, where single heads' weights "
+                "and biases are out of reach; call model.set_attn_implementation('sdpa') first."
+            )
+        loan = _loans[module] = _Loan(config, _view(config))
+        module.config = loan.view
+    loan.holders += 1
+    ended = False
+
+    def release() -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
+        loan.holders -= 1
+        if loan.holders == 0:
+            del _loans[module]
+            if module.config is loan.view:
+                module.config = loan.config
+
+    return release

@@ -1,0 +1,204 @@
+"""One attention called again, with its projected queries, keys and values in our hands.
+
+Owns the repeated call and what is written into it. What that proves is `experiments`' business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from headwise.errors import LayoutError, NotFired
+from headwise.heads.capture import split_heads
+from headwise.heads.heads import Site, Slab
+from headwise.nn.hooks import first_argument
+
+__all__ = ["Call", "Edit", "Replay", "noise"]
+
+Edit = Callable[[Tensor], None]
+
+
+@dataclass
+class Call:
+    """The first call that a module got during a forward pass, to be made again."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        # the forward goes on, and may write into what it passed
+        self.args, self.kwargs = _fresh(tree_map(_double, (self.args, self.kwargs)))
+
+    def again(self) -> None:
+        """Make the call once more, with copies of what it got: a cache must not grow."""
+        args, kwargs = _fresh((self.args, self.kwargs))
+        self.module(*args, **kwargs)
+
+
+class Replay:
+    """One site, called again and again with drawn queries, keys and values.
+
+    Args:
+        site: The site, of a float64 model in evaluation mode; its output projection must be visible.
+        call: A call that runs the site and its output projection.
+
+    Attributes:
+        draws: What queries, keys and values are replaced by, [..., M, e] each; known after the first call.
+    """
+
+    def __init__(self, site: Site, call: Call) -> None:
+        self.site, self.call = site, call
+        self.draws: dict[str, Tensor] = {}
+        self._inputs: dict[int | None, tuple[Any, Any]] = {}
+
+    def heads(self, edits: Mapping[str, Edit]) -> Tensor:
+        """Return the concatenated heads [T, H, e] that reach W_O when q, k and v are drawn at random, then edited.
+
+        Args:
+            edits: For each projection to change, what changes its features [..., M, e] in place.
+        """
+        with self._in_hand(edits):
+            seen = self._outputs_seen()
+        missing = [slab.projection for slab in self.site.slabs if slab.projection not in self.draws]
+        if missing or not seen:
+            silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
+            raise NotFired(f"{self.name}: {silent} was not called in a forward pass on the given inputs.")
+        sizes = (self.site.num_heads, self.site.head_size)
+        if seen[0].shape[-1] != sizes[0] * sizes[1]:
+            self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
+        return seen[0].unflatten(-1, sizes).flatten(0, -3)
+
+    def outputs(self) -> Tensor:
+        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was.
+
+        Raises:
+            NotFired: The module in the place of W_O was not called.
+        """
+        seen = self._outputs_seen()
+        if not seen:
+            raise NotFired(f"{self.name}: the module found in the place of W_O was not called in a forward pass.")
+        return split_heads(seen[0], self.site)
+
+    def _outputs_seen(self) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(first_argument(module, args, kwargs).detach().clone())
+
+        handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            self.call.again()
+        finally:
+            handle.remove()
+        return seen
+
+    @contextmanager
+    def _in_hand(self, edits: Mapping[str, Edit]) -> Iterator[None]:
+        """Inside the block, the first projection of each call of the site returns drawn and edited features."""
+        done: set[int | None] = set()
+        module: Any = self.site.module
+        handles = []
+        for projecting in {id(slab.module): slab.module for slab in self.site.slabs}.values():
+            slabs = [slab for slab in self.site.slabs if slab.module is projecting]
+            if projecting is None:
+                module._project = self._projected(slabs, edits)
+            else:
+                hook = self._returned(slabs, edits, done)
+                handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            module.__dict__.pop("_project", None)
+            for handle in handles:
+                handle.remove()
+
+    def _returned(self, slabs: list[Slab], edits: Mapping[str, Edit], done: set[int | None]):
+        def returned(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+            if id(module) in done:
+                # further calls project something else: the positions of DeBERTa
+                return None
+            done.add(id(module))
+            self._inputs[id(module)] = tree_map(_drawn, args), tree_map(_drawn, kwargs)
+            if not isinstance(output, Tensor):
+                self.refuse(f"its {slabs[0].projection} projection returns a {type(output).__name__}, not a tensor")
+            output = output.clone()
+            for slab in slabs:
+                self._replace(slab, slab.features(output), edits)
+            return output
+
+        return returned
+
+    def _projected(self, slabs: list[Slab], edits: Mapping[str, Edit]):
+        def projected(*inputs: Tensor) -> tuple[Tensor, ...]:
+            self._inputs[None] = tuple(_drawn(tensor) for tensor in inputs), {}
+            outputs = [output.clone() for output in self._torch_project(*inputs)]
+            for slab, output in zip(slabs, outputs, strict=True):
+                self._replace(slab, output.unflatten(-1, (slab.heads, slab.head_size)), edits)
+            return tuple(outputs)
+
+        return projected
+
+    def _replace(self, slab: Slab, features: Tensor, edits: Mapping[str, Edit]) -> None:
+        if slab.projection not in self.draws:
+            # on a grid, so that a norm over all heads is the same to the bit after a shift, in float32 too
+            drawn = noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
+            self.draws[slab.projection] = (drawn * 4.0).round() / 4.0
+        features.copy_(self.draws[slab.projection])
+        if slab.projection in edits:
+            edits[slab.projection](features)
+
+    def project(self, slab: Slab) -> Tensor:
+        """Return the features of a slab as its projection computes them from random inputs."""
+        if slab.module is None:
+            args, _ = self._inputs[None]
+            outputs = self._torch_project(*args)
+            return outputs[self.site.slabs.index(slab)].unflatten(-1, (slab.heads, slab.head_size)).clone()
+        args, kwargs = self._inputs[id(slab.module)]
+        return slab.features(slab.module(*args, **kwargs)).clone()
+
+    def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        module: Any = self.site.module
+        return type(module)._project(module, *inputs)
+
+    def refuse(self, finding: str) -> NoReturn:
+        """Raise `LayoutError` with what was found out."""
+        raise LayoutError(
+            f"{self.name}: layout {self.site.layout!r} with {self.site.num_heads} heads of {self.site.head_size} "
+            f"misreads {type(self.site.module).__name__}: {finding}. Pass a layout row that describes it to "
+            "find_heads, or leave it out if it is no softmax attention."
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the site, for messages."""
+        return self.site.name or "the model"
+
+
+def noise(like: Tensor, seed: int = 50) -> Tensor:
+    """Return standard normal numbers of the same shape, the same at each call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+
+def _drawn(value: object) -> object:
+    return noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _double(value: object) -> object:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _fresh(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        # what cannot be copied (a generator, a lock) is passed on as it is
+        return value

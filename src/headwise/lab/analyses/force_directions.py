@@ -1,0 +1,62 @@
+"""Which way an arm's rule pushes: the share of the repulsion that makes heads longer instead of turning them.
+
+Owns that share, at the start and at the end of a run. The rules are the library's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import SettingError
+from headwise.heads.heads import Heads
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.training.armed import armed
+from headwise.lab.training.trained import load_trained
+from headwise.repulsion.gram import geometry
+from headwise.repulsion.mixing import blend
+from headwise.repulsion.rules import Rule
+
+__all__ = ["measure_directions", "radial_share"]
+
+
+def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return the radial share of the repulsion on a run's heads as drawn, and as trained; nothing without repulsion."""
+    rule = settings.arm.rule
+    if rule is None:
+        return {"numbers": {}}
+    trained = load_trained(settings, folder)
+    _, fresh = armed(trained.task, settings.arm, trained.data, settings.scale, seed=settings.seed)
+    assert fresh.heads is not None  # a trained model with heads has them when it is new
+    found = {"radial_share_at_start": _of_heads(rule, fresh.heads), "radial_share": _of_heads(rule, trained.heads)}
+    return {"numbers": {name: value for name, value in found.items() if value is not None}}
+
+
+def radial_share(rule: Rule, particles: Tensor) -> float | None:
+    """Return the share of |R|^2 that lies along the particles [M, D], in [0, 1]; None where a rule has no repulsion.
+
+    With R_i the repulsion on theta_i: sum_i (R_i . theta_i / |theta_i|)^2 / sum_i |R_i|^2.
+
+    >>> from headwise.repulsion.cosine_rules import CosinePenalty
+    >>> radial_share(CosinePenalty(alpha=1.0), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    0.0
+    """
+    theta = particles.detach().double()
+    mixing = rule.mixing(geometry(theta, inner=rule.needs_inner))
+    _, repulsion = blend(mixing, theta, torch.ones_like(theta))
+    total = float(repulsion.square().sum())
+    if total == 0.0:
+        return None
+    units = torch.nn.functional.normalize(theta, dim=1)
+    return round(float((repulsion * units).sum(1).square().sum()) / total, 12)
+
+
+def _of_heads(rule: Rule, heads: Heads) -> float | None:
+    shares = [radial_share(rule, slab.view(slab.parameter).flatten(1)) for slab in heads.slabs()]
+    known = [share for share in shares if share is not None]
+    if len(known) not in (0, len(shares)):
+        raise SettingError("the rule repels in some projections and not in others.")
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,91 @@
+"""What a training step of an arm costs beside one of plain, whatever else the machine does meanwhile.
+
+Owns the measurement: steps of the arm and of two plain models on the same batches, taken in turn in one process. The
+time of a run's own steps depends on what ran beside it, and runs train at different hours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Data, Task
+from headwise.lab.results.results import STEP_RATIO
+from headwise.lab.training.armed import armed
+from headwise.lab.training.optimizer import optimizer_of
+
+__all__ = ["measure_step_time"]
+
+# Batches, and how often each is stepped on by each model after one step that is not counted.
+BATCHES, ROUNDS = 3, 9
+
+Batch = dict[str, Tensor]
+
+
+def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
+    """Return the time of a training step over plain's: median over rounds of the ratio within a round.
+
+    Forward, backward, methods, clipping and optimizer; not the making of a batch. The models are new, drawn with the
+    run's seed. "plain_again" is the same for a second plain model: how far it is from 1 is the noise.
+    """
+    task = named_task(settings.task)
+    data = task.load(settings.data, settings.scale, settings.cache)
+    plain = parse_arm("plain")
+    steps = [_step(task, arm, data, settings) for arm in (plain, settings.arm, plain)]
+    batches: Any = task.batches(data, settings.scale, key(settings.seed, "order"))
+    chosen = [task.collate([data.train[index] for index in batch]) for batch in itertools.islice(batches, BATCHES)]
+    ratios, again = [], []
+    for batch in chosen:
+        for step in steps:
+            step(batch)
+        for number in range(ROUNDS):
+            # each comes first as often as the others
+            order = [(number + place) % len(steps) for place in range(len(steps))]
+            seconds = {index: _seconds(steps[index], batch) for index in order}
+            ratios.append(seconds[1] / seconds[0])
+            again.append(seconds[2] / seconds[0])
+    numbers = {STEP_RATIO: statistics.median(ratios), "plain_again": statistics.median(again)}
+    return {"numbers": numbers, "rounds": len(ratios)}
+
+
+def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[Batch], None]:
+    """Return what does one training step of an arm on a batch."""
+    model, methods = armed(task, arm, data, settings.scale, seed=settings.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = settings.scale.recipe
+    model.to(device).train()
+    optimizer = optimizer_of(model, arm.learning_rate or recipe.learning_rate, recipe)
+    methods.repel(optimizer)
+
+    def step(batch: Batch) -> None:
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bfloat16 and device.type == "cuda"):
+            loss = methods.penalized(model(**inputs)["loss"])
+        loss.backward()
+        methods.apply_repulsion()
+        if recipe.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def _seconds(step: Callable[[Batch], None], batch: Batch) -> float:
+    began = time.perf_counter()
+    step(batch)
+    return time.perf_counter() - began

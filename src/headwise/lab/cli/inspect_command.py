@@ -1,0 +1,184 @@
+"""The command `headwise inspect`: what the heads of a model do on a text, and what each of them is worth.
+
+Owns the order: read, measure with a progress bar, print, write report and page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from headwise.errors import DataError
+from headwise.heads.taps import Taps
+from headwise.lab.data.encoded import Encoded
+from headwise.lab.frozen.model import Frozen
+from headwise.lab.frozen.open import open_frozen
+from headwise.masks.head_mask import HeadMask
+from headwise.report.inspection import Sentence, inspection_page
+from headwise.report.measure import measure, readable
+from headwise.report.report import Report, require_same_shape
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["inspect_models"]
+
+LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
+REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
+
+
+def inspect_models(
+    folder: Path,
+    text: Path,
+    against: Path | None,
+    pipeline: str | None,
+    shown: int,
+    out: Path | None,
+    console: Console,
+    command: str,
+) -> None:
+    """Measure the heads of a model, and of another beside it, and show them.
+
+    Args:
+        folder: A folder of Hugging Face, or a finished run of the laboratory.
+        text: A file with a sentence a line.
+        against: The folder of another model of the same shape; None for none.
+        pipeline: Folder or package of a spaCy pipeline, for roles; None looks for none.
+        shown: How many sentences of the text the page shows.
+        out: Folder of report and page; one in runs/inspect by default.
+        console: Where the tables are printed.
+        command: The command as it was typed.
+
+    Raises:
+        DataError: A folder holds no model, or a file cannot be read or written.
+        SettingError: The other model has another shape.
+    """
+    inspected, lines = _encoded(folder, text, pipeline)
+    other = None if against is None else _encoded(against, text, pipeline)[0]
+    if other is not None:
+        require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
+    roles = None if pipeline is None else _role_maker(pipeline, lines, [inspected, *([other] if other else [])])
+    report = _measured(inspected, roles, console)
+    before = None if other is None else _measured(other, roles, console)
+    place = out or Path("runs") / "inspect" / inspected.frozen.name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{place} cannot be made ({error.strerror}); choose another with --out.") from None
+    console.print(report)
+    if before is not None:
+        console.print(report.compare(before))
+        before.save(place / AGAINST)
+    report.save(place / REPORT)
+    sentences, repeated = _sentences(inspected, shown)
+    page = inspection_page(
+        replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
+        sentences,
+        title=f"The heads of {inspected.frozen.name}",
+        before=before,
+        settings=f"$ {command}",
+    )
+    page.write(place / PAGE)
+    console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Inspected:
+    """A frozen model, and a text as it takes it."""
+
+    frozen: Frozen
+    batches: tuple[Encoded, ...]
+
+
+def _encoded(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, Sequence[Any]]:
+    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline))
+    lines = frozen.lines(text)
+    return Inspected(frozen, tuple(frozen.read(lines))), lines
+
+
+def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
+    frozen, score = inspected.frozen, inspected.frozen.score()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(f"forwards of {frozen.name}", total=None)
+        report = measure(
+            frozen.model,
+            frozen.heads,
+            inspected.batches,
+            score=score,
+            score_name=score.name,
+            forward=lambda _model, batch: frozen.run(batch),
+            roles=roles,
+            advance=lambda done, total: bars.update(bar, completed=done, total=total),
+        )
+    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _cut(inspected)))))
+
+
+def _cut(inspected: Inspected) -> str:
+    cut = sum(batch.cut for batch in inspected.batches)
+    lines = sum(len(batch.places) for batch in inspected.batches)
+    return f"{cut} of {lines} lines are longer and were read to {inspected.frozen.longest}." if cut else ""
+
+
+def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
+    """Return what makes the masks of the paper's five roles; which words are rare is counted in the text itself."""
+    from headwise.lab.cli.roles import parser_of
+    from headwise.roles.build import Roles
+    from headwise.roles.idf import idf
+
+    wordless = next((one for one in models if any(batch.encoding is None for batch in one.batches)), None)
+    if wordless is not None:
+        raise DataError(
+            f"roles are of words, and it is not known which characters the tokens of {wordless.frozen.name} stand for; "
+            "leave --pipeline out."
+        )
+    tables = parser_of(pipeline)(list(lines))
+    roles = Roles.paper(idf(tables))
+
+    def masks(batch: Encoded) -> HeadMask:
+        chosen = [tables[place] for place in batch.places]
+        return roles(chosen, num_heads=len(roles.roles), encoding=batch.encoding, length=batch.keep.shape[1])
+
+    return masks
+
+
+def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
+    """Return the first sentences of the text with the attention weights of each layer; and whether one ran again.
+
+    Of a layer that ran more than once in a forward the weights are those of the last time.
+    """
+    heads = inspected.frozen.heads
+    groups, _ = readable(heads)
+    sites = [site for what, found in groups.items() if "weights" in what for site in found]
+    found: dict[int, Sentence] = {}
+    repeated = False
+    if not sites or count < 1:
+        return [], repeated
+    with torch.no_grad(), Taps(replace(heads, sites=tuple(sites)), weights=True) as taps:
+        for batch in inspected.batches:
+            wanted = [row for row, place in enumerate(batch.places) if place < count]
+            if not wanted:
+                continue
+            inspected.frozen.run(batch)
+            captures = taps.read()
+            captured: dict[str, Any] = {capture.site.name: capture.weights for capture in captures}
+            repeated = len(captures) > len(captured)
+            for row in wanted:
+                weights = [_own(captured.get(site.name), batch, row) for site in heads]
+                found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
+    return [found[place] for place in sorted(found)], repeated
+
+
+def _own(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
+    """Return the weights between the real tokens of one sentence; of a site with one query a text, of that query."""
+    if weights is None:
+        return None
+    keep = batch.keep[row]
+    own = weights[row][:, :, keep]
+    return own[:, keep] if own.shape[1] == len(keep) else own

@@ -1,0 +1,86 @@
+"""The command `headwise roles`: a sentence parsed, and its roles shown.
+
+Owns where the parse and the counts come from. spaCy is imported here alone in the laboratory's commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.cli.shown_roles import folder_of, roles_for, show_roles
+from headwise.roles.idf import IDF, idf
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.roles.spacy import Parser
+
+__all__ = ["parser_of", "show"]
+
+
+def show(
+    sentence: str,
+    pipeline: str,
+    corpus: Path | None,
+    counts: Path | None,
+    released: bool,
+    out: Path | None,
+    console: Console,
+    command: str,
+) -> None:
+    """Parse the sentence and show its roles.
+
+    Args:
+        sentence: The sentence.
+        pipeline: Folder or package of a spaCy pipeline.
+        corpus: Training text whose words are counted, one text a line; None for none.
+        counts: What `IDF.save` wrote, in its place; None for none.
+        released: Whether the roles are those of the paper's code.
+        out: Folder of picture and page; a folder in runs/roles when None.
+        console: Where the masks are printed.
+        command: The command as it was typed.
+
+    Raises:
+        DataError: The sentence is empty, spaCy or the pipeline is missing, or a file cannot be read.
+        SettingError: Both a corpus and counts were named.
+    """
+    if corpus is not None and counts is not None:
+        raise SettingError("--corpus and --idf were both given; expected one of them.")
+    if not sentence.strip():
+        raise DataError("the sentence is empty; expected some words.")
+    parse = parser_of(pipeline)
+    (table,) = parse([sentence])
+    rarities = None if counts is None else IDF.load(counts)
+    if corpus is not None:
+        rarities = _counted(corpus, parse)
+    folder = out or Path("runs") / "roles" / folder_of(sentence)
+    show_roles(table, roles_for(table, rarities, released=released), folder, console, command=command)
+
+
+def parser_of(pipeline: str) -> Parser:
+    """Return what parses texts with a pipeline of spaCy.
+
+    Raises:
+        DataError: spaCy or the pipeline is missing.
+    """
+    try:
+        from headwise.roles.spacy import Parser
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{error.name} is not installed, and parsing needs it; install the extra: pip install 'headwise[spacy]'."
+        ) from None
+    return Parser(pipeline)
+
+
+def _counted(corpus: Path, parse: Parser) -> IDF:
+    try:
+        lines = corpus.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{corpus} is not UTF-8 (byte {error.start}); expected text, one a line.") from None
+    # the words of the sentence and of the corpus must be the same kind of words
+    documents = [[token.text for token in parse.nlp.make_doc(line)] for line in lines if line.strip()]
+    if not documents:
+        raise DataError(f"{corpus} holds no text; expected one a line.")
+    return idf(documents)

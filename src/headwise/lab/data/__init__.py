@@ -1,0 +1,1 @@
+"""Reading, splitting, tokenizing and batching text."""

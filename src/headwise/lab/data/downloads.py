@@ -1,0 +1,215 @@
+"""Files fetched from the network by a pinned recipe: address, size and checksum are known before the first byte.
+
+Owns the transfer, the check and the unpacking. A file appears under its name only when it is whole and has the
+checksum of its recipe. Must not know what the files are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tarfile
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import IO
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from headwise.errors import DataError, SettingError, require_integer
+
+__all__ = ["Download", "fetch"]
+
+CHUNK = 1 << 20
+SILENCE = 60.0  # seconds without a byte after which a transfer has failed
+
+
+@dataclass(frozen=True)
+class Download:
+    """A recipe for one file of the network.
+
+    Attributes:
+        url: Its address; http, https or ftp.
+        sha256: Its checksum, 64 hexadecimal digits.
+        size: Its length in bytes.
+        members: What to take out of it where it is a tar or zip archive: (name inside, file name to keep it under).
+            None means that the file is wanted as it is.
+
+    Raises:
+        SettingError: The checksum or the size cannot be one, or a file name to keep has a folder in it.
+
+    Example:
+        >>> Download("https://example.org/corpora/train.tgz", "0" * 64, 12).name
+        'train.tgz'
+    """
+
+    url: str
+    sha256: str
+    size: int
+    members: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        require_integer("size", self.size, low=1)
+        if re.fullmatch("[0-9a-f]{64}", self.sha256) is None:
+            raise SettingError(f"sha256 is {self.sha256!r}; expected 64 hexadecimal digits.")
+        for _, kept in self.members:
+            if kept in ("", ".", "..") or PurePosixPath(kept).name != kept or "\\" in kept:
+                raise SettingError(f"members keeps {kept!r}; expected a file name without a folder.")
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return PurePosixPath(urlsplit(self.url).path).name
+
+
+def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[Path, ...]:
+    """Return the files of a recipe in `folder`, fetched where they are not there yet.
+
+    An interrupted transfer goes on where it stopped. Someone without a network puts the file under its own name into
+    `folder`: it is checked and unpacked just the same. An archive fetched here is removed once it is unpacked.
+
+    Args:
+        download: What to fetch.
+        folder: Where to; made when missing.
+        progress: Whether to show a bar on stderr where that is a terminal.
+
+    Raises:
+        DataError: The network or the file cannot be reached, the transfer stopped, the checksum is another, the
+            archive is damaged or lacks a member, or `folder` cannot be written.
+    """
+    archive = folder / download.name
+    wanted = tuple(folder / kept for _, kept in download.members) or (archive,)
+    if download.members and all(path.is_file() for path in wanted):
+        return wanted
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fetched = not archive.is_file()
+        if fetched:
+            _transfer(download, archive, progress)
+        else:
+            _require_checksum(archive, download, f"{archive} is another file; take it away and run again.")
+        if download.members:
+            _unpack(archive, dict(download.members))
+            if fetched:
+                archive.unlink()
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written ({error}); name another folder.") from error
+    return wanted
+
+
+def _transfer(download: Download, place: Path, progress: bool) -> None:
+    partial = place.with_name(f".{place.name}.partial")
+    present = partial.stat().st_size if partial.is_file() else 0
+    if present > download.size:
+        partial.unlink()
+        present = 0
+    if present < download.size:
+        present = _receive(download, partial, present, progress)
+    if present < download.size:
+        raise DataError(
+            f"{download.url} stopped after {present:,} of {download.size:,} bytes; run again to go on from there."
+        )
+    try:
+        _require_checksum(partial, download, f"what {download.url} gives has changed or was damaged.")
+    except DataError:
+        partial.unlink()
+        raise
+    partial.replace(place)
+
+
+def _receive(download: Download, partial: Path, present: int, progress: bool) -> int:
+    """Append what is missing to `partial`, or begin anew where the server cannot go on; return its length then."""
+    # some servers refuse Python's own name
+    headers = {"User-Agent": "headwise"} | ({"Range": f"bytes={present}-"} if present else {})
+    request = urllib.request.Request(download.url, headers=headers)
+    try:
+        response = urllib.request.urlopen(request, timeout=SILENCE)
+    except (OSError, HTTPException) as error:
+        raise _unreachable(download, partial.parent, error) from error
+    with response:
+        goes_on = present > 0 and getattr(response, "status", None) == 206
+        received = present if goes_on else 0
+        with partial.open("ab" if goes_on else "wb") as stream, _bars(progress) as bars:
+            task = bars.add_task(download.name, total=download.size, completed=received)
+            # more than the recipe's size is another file: the checksum will say so
+            while received <= download.size:
+                try:
+                    piece = response.read(CHUNK)
+                except (OSError, HTTPException) as error:
+                    raise _unreachable(download, partial.parent, error) from error
+                if not piece:
+                    break
+                received += stream.write(piece)
+                bars.update(task, completed=received)
+    return received
+
+
+def _bars(progress: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not (progress and console.is_terminal))
+
+
+def _unreachable(download: Download, folder: Path, error: Exception) -> DataError:
+    reason = getattr(error, "reason", None) or error
+    return DataError(
+        f"{download.url} cannot be fetched ({reason}); run again where there is a network, or put the file as "
+        f"{download.name} into {folder} (sha256 {download.sha256})."
+    )
+
+
+def _require_checksum(path: Path, download: Download, otherwise: str) -> None:
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != download.sha256:
+        raise DataError(
+            f"{download.name} has sha256 {found} ({path.stat().st_size:,} bytes); expected {download.sha256} "
+            f"({download.size:,} bytes): {otherwise}"
+        )
+
+
+def _unpack(archive: Path, members: Mapping[str, str]) -> None:
+    """Write the named members beside the archive, each under its own name and nothing else of the archive."""
+    missing = dict(members)
+    try:
+        for name, stream in _zip_members(archive, members) if archive.suffix == ".zip" else _tar_members(archive):
+            kept = missing.pop(name, None)
+            if kept is not None:
+                partial = archive.with_name(f".{kept}.partial")
+                with partial.open("wb") as unpacked:
+                    shutil.copyfileobj(stream, unpacked, CHUNK)
+                partial.replace(archive.with_name(kept))
+            if not missing:
+                return
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{archive} cannot be unpacked ({error}); fetch it again.") from error
+    raise DataError(f"{archive} lacks {', '.join(missing)}; was it unpacked and packed anew?")
+
+
+def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            stream = packed.extractfile(member) if member.isreg() else None
+            if stream is not None:
+                yield member.name.removeprefix("./"), stream
+
+
+def _zip_members(archive: Path, names: Container[str]) -> Iterator[tuple[str, IO[bytes]]]:
+    with zipfile.ZipFile(archive) as packed:
+        for name in packed.namelist():
+            if name in names:
+                with packed.open(name) as stream:
+                    yield name, stream

@@ -1,0 +1,140 @@
+"""Subwords: one vocabulary for both languages, learned here or given as a `tokenizer.json`.
+
+Owns the ids of padding, start and end, and what happens to a text before and after. A learned vocabulary is byte-pair
+encoding (Sennrich et al. 2016) over the bytes of the text, so that no character is unknown and decoding gives back
+the text exactly, as it is in Unicode normalization form C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from headwise.errors import DataError, require_integer
+
+__all__ = ["END", "PADDING", "SPECIAL", "START", "Subwords", "learn_subwords", "read_subwords"]
+
+# the ids the models of the laboratory know
+PADDING, START, END = 0, 1, 2
+# merges never join letters with punctuation, so that no text can teach one of these
+SPECIAL = ("<pad>", "<s>", "</s>")
+ALPHABET = 256
+LEAST_OFTEN = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Subwords:
+    """Turns text into ids and back; 0 is padding, 1 start and 2 end, whatever the tokenizer calls its own.
+
+    Attributes:
+        tokenizer: The tokenizer that cuts the text.
+        shift: What is added to its ids: 0 where its first three ids are ours, else 3.
+
+    Example:
+        >>> subwords = learn_subwords(["a cat and a hat"] * 2, vocabulary_size=262)
+        >>> subwords.decode([START, *subwords.encode("a cat </s>"), END, 4])
+        'a cat </s>'
+    """
+
+    tokenizer: Tokenizer
+    shift: int
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids, the three special ones included."""
+        return self.shift + max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without start and end."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without start and end."""
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self.shift == 0:
+            return [encoding.ids for encoding in encoded]
+        return [[self.shift + id_ for id_ in encoding.ids] for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids up to the first end; special ids have no text."""
+        kept: list[int] = []
+        for id_ in ids:
+            if id_ == END:
+                break
+            if id_ not in (PADDING, START):
+                kept.append(int(id_) - self.shift)
+        return self.tokenizer.decode(kept, skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        """Return the text of its `tokenizer.json`."""
+        return self.tokenizer.to_str(pretty=True)
+
+
+def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool = False) -> Subwords:
+    """Return byte-pair encoding learned from lines of both languages; the same for the same lines.
+
+    The vocabulary is the three special ids, the 256 bytes and the merges, most frequent pair first, within words and
+    the blank before them, of pairs that occur at least twice. A text too small for `vocabulary_size` gives fewer.
+
+    Args:
+        lines: Text of the training split.
+        vocabulary_size: Number of ids, at least 259.
+        progress: Whether to show a bar on stderr where that is a terminal.
+
+    Raises:
+        SettingError: The vocabulary has no room for the bytes.
+    """
+    require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + ALPHABET)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        min_frequency=LEAST_OFTEN,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress and sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return _ready(tokenizer, shift=0)
+
+
+def read_subwords(path: Path) -> Subwords:
+    """Return the subwords of a `tokenizer.json`, learned here or elsewhere.
+
+    A tokenizer from elsewhere keeps its own normalization and its own answer to unknown characters; its ids are moved
+    up by 3 to make room for padding, start and end.
+
+    Raises:
+        DataError: The file cannot be read or is no tokenizer.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    except Exception as error:
+        # tokenizers raises bare Exception for whatever is wrong inside
+        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({error}).") from error
+    if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
+        raise DataError(f"{path} has an empty vocabulary; expected at least one token.")
+    ours = tuple(tokenizer.id_to_token(id_) for id_ in (PADDING, START, END)) == SPECIAL
+    return _ready(tokenizer, shift=0 if ours else len(SPECIAL))
+
+
+def _ready(tokenizer: Tokenizer, shift: int) -> Subwords:
+    # the file cannot keep this: a text that spells a special token is text
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Subwords(tokenizer, shift)

@@ -1,0 +1,70 @@
+"""Word vectors from a file, such as GloVe's: `word v1 ... vn` in each line, separated by single blanks.
+
+Owns the line format and the refusal of what does not have it. Must not know which words a task wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import numbered_lines
+
+__all__ = ["read_word_vectors"]
+
+
+def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
+    """Return the vectors of those of `words` that the file has, each float32 [width].
+
+    Of a word that stands there twice the first counts. Some words of GloVe 840B hold a blank: the last `width` fields
+    are the vector. A first line of two numbers, as word2vec writes it, is passed over.
+
+    Args:
+        path: The file, plain or `.gz`.
+        words: The words wanted.
+        width: Numbers of a vector.
+
+    Raises:
+        DataError: The file cannot be read or is empty, a line has another width, or a number of it is none or is not
+            finite; the message names the line.
+    """
+    wanted, found = frozenset(words), {}
+    number = 0
+    for number, line in numbered_lines(path):
+        fields = line.rstrip(" ").split(" ")
+        if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
+            continue
+        if len(fields) <= width:
+            raise DataError(
+                f"{path}, line {number}: a word and {len(fields) - 1} numbers; expected {width}, the model's width."
+            )
+        word = " ".join(fields[:-width])
+        if word in found or (word not in wanted and number > 1):
+            continue
+        try:
+            vector = np.array(fields[-width:], dtype=np.float32)
+        except ValueError:
+            raise DataError(f"{path}, line {number}: not all of the last {width} fields are numbers.") from None
+        if not np.isfinite(vector).all():
+            raise DataError(f"{path}, line {number}: the vector of {word!r} holds a number that is not finite.")
+        if len(fields) > width + 1 and _is_number(fields[-width - 1]):
+            raise DataError(
+                f"{path}, line {number}: a word and more than {width} numbers; expected {width}, the model's width."
+            )
+        if word in wanted:
+            found[word] = vector
+    if number == 0:
+        raise DataError(f"{path} is empty; expected a word and {width} numbers in each line.")
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

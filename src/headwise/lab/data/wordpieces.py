@@ -1,0 +1,197 @@
+"""Word pieces: BERT's way to cut text, learned here or given as a `tokenizer.json`.
+
+Owns the special tokens, and the files by which Hugging Face finds a tokenizer beside a model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from headwise.errors import DataError, require_integer
+
+__all__ = ["WordPieces", "learn_word_pieces", "read_word_pieces"]
+
+PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LEAST_OFTEN = 2
+# BERT's own limit; letters beyond it are unknown.
+MOST_LETTERS = 1_000
+CONTINUES = "##"
+
+
+@dataclass(frozen=True, eq=False)
+class WordPieces:
+    """Turns text into the ids of word pieces.
+
+    Attributes:
+        tokenizer: The tokenizer; a text that spells a special token is text.
+
+    Example:
+        >>> words = learn_word_pieces(lambda: ["the cat sat on the mat"] * 2, 40)
+        >>> [words.tokenizer.id_to_token(one) for one in words.encode_batch(["The cat [SEP]"])[0][:2]]
+        ['the', 'cat']
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
+
+    @property
+    def padding(self) -> int:
+        """Id of padding."""
+        return self._id(PADDING)
+
+    @property
+    def start(self) -> int:
+        """Id of what begins a text."""
+        return self._id(START)
+
+    @property
+    def end(self) -> int:
+        """Id of what ends a text or a segment."""
+        return self._id(END)
+
+    @property
+    def mask(self) -> int:
+        """Id of what stands for a masked token."""
+        return self._id(MASK)
+
+    @property
+    def continuing(self) -> np.ndarray:
+        """Whether each id continues a word, bool [V]."""
+        found = np.zeros(self.vocabulary_size, dtype=bool)
+        for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            found[number] = token.startswith(CONTINUES)
+        return found
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without start and end."""
+        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def files(self) -> dict[str, str]:
+        """Return the files by which `transformers.AutoTokenizer` knows it, name to text."""
+        names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            **dict(zip(names, SPECIAL, strict=True)),
+        }
+        return {
+            "tokenizer.json": self.to_json(),
+            "tokenizer_config.json": json.dumps({**settings, "model_max_length": 512}, indent=1) + "\n",
+        }
+
+    def to_json(self) -> str:
+        """Return the text of its `tokenizer.json`."""
+        return self.tokenizer.to_str(pretty=True)
+
+    def _id(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        assert found is not None  # a tokenizer without it was refused
+        return found
+
+
+def learn_word_pieces(
+    texts: Callable[[], Iterable[str]], vocabulary_size: int, *, progress: bool = False
+) -> WordPieces:
+    """Return lower-cased word pieces learned from texts; the same for the same texts.
+
+    Args:
+        texts: Gives the text to learn from, from its beginning each time it is called.
+        vocabulary_size: Number of ids at most, the five special ones included. A letter may need two, and no more than
+            1,000 letters, the most frequent ones, are known.
+        progress: Whether to show a bar on stderr where that is a terminal.
+
+    Raises:
+        SettingError: The vocabulary has no room for a letter beside the special tokens.
+    """
+    require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
+    tokenizer = _empty(models.WordPiece(unk_token=UNKNOWN))
+    letters, continuing = _alphabet(texts(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
+    # the trainer numbers what continues a word in the order of a random hash, and breaks ties by these numbers
+    fixed = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary_size,
+        min_frequency=LEAST_OFTEN,
+        special_tokens=fixed,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        continuing_subword_prefix=CONTINUES,
+        show_progress=progress and sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    learned = models.WordPiece(tokenizer.get_vocab(with_added_tokens=False), unk_token=UNKNOWN)
+    return _ready(_empty(learned))
+
+
+def read_word_pieces(path: Path) -> WordPieces:
+    """Return the tokenizer of a `tokenizer.json`, or of a folder that holds one, learned here or elsewhere.
+
+    Raises:
+        DataError: The file cannot be read, is no tokenizer, or lacks a special token.
+    """
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    except Exception as error:
+        # tokenizers raises bare Exception for whatever is wrong inside
+        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({error}).") from error
+    missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(missing)}; expected a tokenizer with {', '.join(SPECIAL)}.")
+    return _ready(tokenizer)
+
+
+def _alphabet(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> tuple[list[str], list[str]]:
+    """Return the most frequent letters of texts, and those of them that continue a word, each sorted."""
+    words = Counter[str]()
+    for text in texts:
+        words.update(tokenizer.normalizer.normalize_str(text).split())
+    counts = Counter[str]()
+    continuing: set[str] = set()
+    for word, count in words.items():
+        for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word):
+            continuing.update(part[1:])
+            for letter in part:
+                counts[letter] += count
+    letters = sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:most])
+    return letters, [letter for letter in letters if letter in continuing]
+
+
+def _empty(model: models.WordPiece) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    return tokenizer
+
+
+def _ready(tokenizer: Tokenizer) -> WordPieces:
+    tokenizer.add_special_tokens(list(SPECIAL))
+    # the file cannot keep this: a text that spells a special token is text
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A {END}",
+        pair=f"{START} $A {END} $B:1 {END}:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (START, END)],
+    )
+    return WordPieces(tokenizer)

@@ -1,0 +1,1 @@
+"""What a run is, as values: task, arm, scale, seeds and settings."""

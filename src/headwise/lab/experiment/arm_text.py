@@ -1,0 +1,261 @@
+"""Arms as text: `svgd:alpha=0.5,step_size=0.1+em`, typed into the fields of the frozen settings.
+
+Owns the grammar. `+` combines arms, `:` starts the settings of one, `,` separates settings and arms: a piece that
+begins with `name=` is a setting of the arm before it. The canonical text of an arm leaves out what is default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from headwise.errors import SettingError, require_choice
+from headwise.lab.experiment.arm import Arm, combine, control_of, named_arms
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
+
+__all__ = ["parse_arm", "parse_arms", "settings_of", "with_settings"]
+
+# Settings whose value is itself a value with settings: the words that choose one.
+WORDS: Mapping[str, Mapping[str, Any]] = {
+    "kernel": {"rbf": RBF(), "imq": IMQ(), "cosine": Cosine(), "normalized-rbf": NormalizedRBF()},
+    "bandwidth": {"median": Median(), "released": ReleasedMedian()},
+    "votes": {"shared-trunk": SharedTrunk(), "per-head": PerHead(), "distinct-capsules": DistinctCapsules()},
+}
+# How an aggregator walks through its tokens changes no number of a run, so it is no setting of an arm.
+HIDDEN = {"chunks"}
+# Settings that choose where a method acts: without them it acts everywhere.
+PLACES = {"layers", "kinds", "projections"}
+# Settings that replace some roles of an arm, which its control has all.
+REPLACED = {"drop", "random", "shuffled"}
+# Settings that an arm and its control are each tuned in.
+TUNED = {"learning_rate"}
+# What makes a control a control cannot be set.
+FIXED = {
+    "smooth": {"alpha", "smoothing"},
+    "scaled": {"alpha", "smoothing", "kernel", "bandwidth"},
+    "random-mask": REPLACED,
+    "shuffled-parse": REPLACED,
+}
+
+Path = tuple[str, ...]
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """Return the arms of a comma-separated list.
+
+    Raises:
+        SettingError: An arm or setting is unknown, a value is of the wrong type or out of range, or an arm is
+            named twice.
+
+    >>> [arm.name for arm in parse_arms("plain,svgd:alpha=0.5,step_size=0.2,em+output")]
+    ['plain', 'svgd:alpha=0.5,step_size=0.2', 'output+em']
+    """
+    pieces: list[str] = []
+    for piece in text.split(","):
+        if pieces and re.match(r"\s*\w+\s*=", piece):
+            pieces[-1] += "," + piece
+        else:
+            pieces.append(piece)
+    arms = [parse_arm(piece) for piece in pieces]
+    for index, arm in enumerate(arms):
+        if arm.name in [earlier.name for earlier in arms[:index]]:
+            raise SettingError(f"arm {arm.name} is given twice; name each arm once.")
+    return arms
+
+
+def parse_arm(text: str) -> Arm:
+    """Return the arm that a text such as "svgd:alpha=0.5+em" names.
+
+    Raises:
+        SettingError: As `parse_arms`.
+    """
+    order = list(named_arms())
+    parts = [_parse_part(part) for part in re.split(r"\+(?=\s*[A-Za-z])", text.strip())]
+    return combine(sorted(parts, key=lambda arm: order.index(arm.name.partition(":")[0])))
+
+
+def settings_of(arm: Arm) -> dict[str, Path]:
+    """Return the settings that a named arm has, each with its place in the arm.
+
+    >>> list(settings_of(named_arms()["svgd-relative"]))[:3]
+    ['ratio', 'step_size', 'kernel']
+    """
+    found: dict[str, Path] = {}
+    for field in ("rule", "aggregation", "guided"):
+        value = getattr(arm, field)
+        if value is not None:
+            found |= _leaves(value, (field,))
+    if arm.term is not None:
+        found["weight"] = ("penalty_weight",)
+        found["kind_weights"] = ("kind_weights",)
+    if arm.drophead:
+        found["rate"] = ("drophead",)
+    if arm.rule is not None or arm.term is not None:
+        found["layers"], found["kinds"] = ("layers",), ("kinds",)
+    if arm.rule is not None:
+        found["projections"] = ("projections",)
+    if arm.aggregation is not None:
+        found["layers"], found["kinds"] = ("aggregation_layers",), ("aggregation_kinds",)
+    found["learning_rate"] = ("learning_rate",)
+    return {name: path for name, path in found.items() if name not in FIXED.get(arm.name, ())}
+
+
+def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
+    """Return a named arm with settings changed, under its canonical name.
+
+    Args:
+        arm: One of the named arms, as it is.
+        settings: Setting name to the text of its value.
+
+    Raises:
+        SettingError: The arm has no such setting or cannot take that value.
+
+    >>> with_settings(named_arms()["svgd"], {"alpha": "0.5", "step_size": "0.2"}).control
+    'smooth:step_size=0.2'
+    """
+    plain_name, changed = arm.name, arm
+    # a kernel chosen here may bring settings of its own, so what is chosen by a word comes first
+    order = [*WORDS, *(name for name in settings if name not in WORDS)]
+    for name, text in sorted(settings.items(), key=lambda item: order.index(item[0])):
+        known = settings_of(dataclasses.replace(changed, name=plain_name))
+        if name not in known:
+            raise SettingError(f"arm {plain_name} has no setting {name!r}; it has {', '.join(known)}.")
+        path = known[name]
+        value = _typed(f"{plain_name}:{name}", text, name, _annotation(changed, path))
+        changed = _replaced(changed, path, value)
+    known = settings_of(dataclasses.replace(changed, name=plain_name))
+    differing = [
+        f"{name}={_written(name, _value(changed, path))}"
+        for name, path in known.items()
+        if not _has(arm, path) or _value(changed, path) != _value(arm, path)
+    ]
+    name = f"{plain_name}:{','.join(differing)}" if differing else plain_name
+    control = _control(dataclasses.replace(changed, name=plain_name), differing)
+    return dataclasses.replace(changed, name=name, control=control)
+
+
+def _control(arm: Arm, differing: Sequence[str]) -> str | None:
+    """The name of an arm's control, with those settings of the arm that the control has too.
+
+    Otherwise a control would act elsewhere, or smooth otherwise, and the arm differ from it in more than one thing.
+    """
+    control = control_of(arm)
+    if control is None:
+        return None
+    shared = settings_of(named_arms()[control]).keys() - TUNED - REPLACED
+    return with_settings(
+        named_arms()[control],
+        {name: value for name, _, value in (piece.partition("=") for piece in differing) if name in shared},
+    ).name
+
+
+def _parse_part(text: str) -> Arm:
+    name, _, rest = text.strip().partition(":")
+    known = named_arms()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "choose"
+        raise SettingError(f"there is no arm {name!r}; {hint} (all: {', '.join(known)}).")
+    settings: dict[str, str] = {}
+    for piece in rest.split(",") if rest else ():
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not equals or not key or not value:
+            raise SettingError(f"{piece!r} in arm {text!r} is not of the form setting=value.")
+        settings[key] = value
+    return with_settings(known[name], settings)
+
+
+def _leaves(value: Any, path: Path) -> dict[str, Path]:
+    """The settings of a dataclass in the order of its fields, those of what it holds in their places."""
+    found: dict[str, Path] = {}
+    for field in dataclasses.fields(value):
+        held, place = getattr(value, field.name), (*path, field.name)
+        if field.name in HIDDEN:
+            continue
+        if field.name in WORDS or not dataclasses.is_dataclass(held):
+            found[field.name] = place
+        # a bandwidth is chosen whole, by a word or a number
+        if dataclasses.is_dataclass(held) and field.name != "bandwidth":
+            found |= _leaves(held, place)
+    return found
+
+
+def _value(value: Any, path: Path) -> Any:
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _has(value: Any, path: Path) -> bool:
+    for name in path:
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def _replaced(value: Any, path: Path, new: Any) -> Any:
+    name, *rest = path
+    inner = _replaced(getattr(value, name), tuple(rest), new) if rest else new
+    return dataclasses.replace(value, **{name: inner})
+
+
+def _annotation(arm: Arm, path: Path) -> tuple[Any, ...]:
+    """The types a field may hold, unions taken apart."""
+    owner = _value(arm, path[:-1])
+    hint = typing.get_type_hints(type(owner))[path[-1]]
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _typed(place: str, text: str, name: str, allowed: tuple[Any, ...]) -> Any:
+    if name in WORDS:
+        return _word(place, text, name)
+    if type(None) in allowed and text.lower() == ("all" if name in PLACES else "none"):
+        return None
+    kind = next(kind for kind in allowed if kind is not type(None))
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return tuple(piece.strip() if item is str else _scalar(place, piece, item) for piece in text.split("/"))
+    if typing.get_origin(kind) is Literal:
+        require_choice(place, text, typing.get_args(kind))
+        return text
+    return _scalar(place, text, kind)
+
+
+def _scalar(place: str, text: str, kind: type) -> Any:
+    expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise SettingError(f"{place} is {text!r}; expected {expected}.") from None
+
+
+def _word(place: str, text: str, name: str) -> Any:
+    words = WORDS[name]
+    if text.lower() in words:
+        return words[text.lower()]
+    if name == "bandwidth":
+        try:
+            return Fixed(float(text))
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+    expected = ", ".join(words) + (" or a number" if name == "bandwidth" else "")
+    raise SettingError(f"{place} is {text!r}; expected one of {expected}.")
+
+
+def _written(name: str, value: Any) -> str:
+    if name in WORDS:
+        named = (word for word, meant in WORDS[name].items() if type(meant) is type(value))
+        return next(named, None) or repr(getattr(value, "value", value))
+    if isinstance(value, tuple):
+        return "/".join(str(item) for item in value)
+    if value is None:
+        return "all" if name in PLACES else "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

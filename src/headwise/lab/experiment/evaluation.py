@@ -1,0 +1,121 @@
+"""What is measured of a model after training: its score in each bin, and how alike its heads are.
+
+Owns the means over sites and batches; the measures are the library's `metrics`. Callers put the model into evaluation
+mode. Must not know any task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headwise import metrics
+from headwise.heads.heads import Heads
+from headwise.heads.taps import Capture, Taps
+from headwise.lab.experiment.metrics import Metric
+
+__all__ = ["Diversity", "diversity", "scores_by_bin", "spread_evenly"]
+
+PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
+
+
+def scores_by_bin(metric: Metric, statistics: NDArray, bins: NDArray[np.integer]) -> dict[str, Any]:
+    """Return {"pooled": score, "bins": {bin: score}} of items with statistics [N] or [N, K] in bins [N].
+
+    >>> from headwise.lab.experiment.metrics import Accuracy
+    >>> scores_by_bin(Accuracy(), np.array([True, False, True]), np.array([1, 1, 2]))
+    {'pooled': 0.6666666666666666, 'bins': {'1': 0.5, '2': 1.0}}
+    """
+    per_bin = {str(b): float(metric.values(statistics[bins == b]).mean()) for b in np.unique(bins).tolist()}
+    return {"pooled": float(metric.values(statistics).mean()), "bins": per_bin}
+
+
+def spread_evenly(items: int, most: int) -> NDArray[np.int64]:
+    """Return at most `most` places spread evenly over `items`.
+
+    >>> spread_evenly(9, 3).tolist()
+    [0, 4, 8]
+    """
+    return np.unique(np.linspace(0, items - 1, min(most, items)).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """How alike heads are.
+
+    Attributes:
+        means: Means over sites, by measure.
+        sites: The measures of each site, by its name.
+    """
+
+    means: dict[str, float | None]
+    sites: dict[str, dict[str, float]]
+
+
+def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
+    """Return how alike the heads are, at each site and on the mean.
+
+    Args:
+        heads: The heads; None for a model without attention.
+        probe: Runs the model on a batch each time it is asked for the next item; see `Task.probe`.
+
+    Returns:
+        "distance" (Dist of An et al. 2020, per token), "output_cosine", "output_cka", "position_js" (Jensen-Shannon
+        of attention rows), "parameter_cosine" (mean absolute), "particle_norm"; None for all but the last with one
+        head a site, where there are no pairs, and for all without heads.
+    """
+    if heads is None:
+        return Diversity(dict.fromkeys((*PAIRWISE, "particle_norm")), {})
+    parameters = [slab.view(slab.parameter).flatten(1) for slab in heads.slabs()]
+    norms = torch.cat([metrics.particle_norms(particles) for particles in parameters])
+    measured: dict[str, float | None] = {"particle_norm": float(norms.mean())}
+    if min(site.num_heads for site in heads) < 2:
+        return Diversity(dict.fromkeys(PAIRWISE) | measured, {})
+    measured["parameter_cosine"] = _mean(
+        [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters]
+    )
+    sites: dict[str, _Site] = {site.name: _Site() for site in heads}
+    with Taps(heads, outputs=True, weights=True) as taps:
+        for _ in probe:
+            for capture in taps.read():
+                sites[capture.site.name].add(capture)
+    found = {name: {measure: site.mean(measure) for measure in PAIRWISE[:-1]} for name, site in sites.items()}
+    for measure in PAIRWISE[:-1]:
+        measured[measure] = _mean([site[measure] for site in found.values()])
+    return Diversity(measured, found)
+
+
+class _Site:
+    """Sums over batches of what was measured at one site."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.sums: dict[str, float] = dict.fromkeys(("distance", "output_cosine", "position_js"), 0.0)
+        self.moments: metrics.OutputMoments | None = None
+
+    def add(self, capture: Capture) -> None:
+        outputs, weights, keep = capture.outputs, capture.weights, capture.query_keep
+        assert outputs is not None
+        assert weights is not None
+        count = capture.queries
+        self.tokens += count
+        self.sums["distance"] += count * float(metrics.head_distance(outputs, keep))
+        self.sums["output_cosine"] += count * float(metrics.output_cosine(outputs, keep))
+        self.sums["position_js"] += count * float(metrics.attention_jensen_shannon(weights, keep))
+        moments = metrics.output_moments(outputs, keep)
+        self.moments = moments if self.moments is None else self.moments + moments
+
+    def mean(self, name: str) -> float:
+        if name == "output_cka":
+            assert self.moments is not None
+            return float(self.moments.linear_cka())
+        return self.sums[name] / self.tokens
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,208 @@
+"""What a task is scored by: from what is kept of each test item to numbers whose mean is the score.
+
+Owns the metrics of the laboratory's tasks, and the form in which a task names what else is shown of its answers. Every
+comparison is one of means over seeds and test items, so a metric of a whole corpus is brought to that form here. Must
+not know tasks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ShapeError, require_choice, require_integer
+from headwise.lab.experiment.glue_score import GlueScore
+
+__all__ = ["METRICS", "Accuracy", "Auc", "Bleu", "Loss", "Measure", "Metric"]
+
+ORDERS = 4
+
+
+class Metric(Protocol):
+    """A metric of at most 1, shown times 100."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, as in "accuracy"."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What stands behind a number of it: "%" or nothing."""
+        ...
+
+    @property
+    def least(self) -> float:
+        """The least it can be: 0, or -1 of a correlation."""
+        ...
+
+    @property
+    def own_test(self) -> bool:
+        """Whether each model is tested on what it made itself, so that no difference of two is one of quality."""
+        ...
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return one number a test item, [N], whose mean is the metric on these items.
+
+        Args:
+            statistics: What a run keeps of each item, [N] or [N, K].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number about a run's answers that a task wants shown beside its metric.
+
+    Attributes:
+        key: Its key among `task.Answers.measures`.
+        name: What it is called in a table.
+        unit: What it is counted in, or nothing.
+        better: Which way is better.
+        digits: Digits behind the point.
+
+    Example:
+        >>> Measure("decoding_seconds", "decoding", "s", better="lower").title
+        'decoding, s ↓'
+    """
+
+    key: str
+    name: str
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    digits: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("better", self.better, ("higher", "lower"))
+        require_integer("digits", self.digits)
+
+    @property
+    def title(self) -> str:
+        """The head of its column: name, unit, and an arrow to the better side."""
+        name = f"{self.name}, {self.unit}".removesuffix(", ")
+        return f"{name} {'↑' if self.better == 'higher' else '↓'}"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The share of items answered correctly; an item's statistic is whether it was."""
+
+    name: str = "accuracy"
+    unit: str = "%"
+    least: float = 0.0
+    own_test: bool = False
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return 1.0 where an item was answered correctly.
+
+        >>> Accuracy().values(np.array([True, False])).tolist()
+        [1.0, 0.0]
+        """
+        if statistics.ndim != 1:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected one answer an item, (N,).")
+        return statistics.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Bleu:
+    """Corpus BLEU (Papineni et al. 2002), of which each sentence has a share.
+
+    A sentence's statistics are its matched and its possible n-grams of orders 1 to 4, its length and its reference's:
+    [c_1..c_4, t_1..t_4, h, r], as sacreBLEU counts them. With S their sums over N sentences,
+    BLEU(S) = min(1, e^(1 - r/h)) (prod_n c_n / t_n)^(1/4), and a sentence's value is BLEU(S) + N grad BLEU(S) . s.
+    BLEU does not change with the scale of S, so the values' mean is BLEU itself; their spread is that of BLEU under
+    resampling of sentences, to first order (the infinitesimal jackknife). Without a single match of some order every
+    value is 0.
+    """
+
+    name: str = "BLEU"
+    unit: str = ""
+    least: float = 0.0
+    own_test: bool = False
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each sentence, [N], from statistics [N, 10].
+
+        >>> perfect = np.array([[4, 3, 2, 1, 4, 3, 2, 1, 4, 4], [6, 5, 4, 3, 6, 5, 4, 3, 6, 6]])
+        >>> Bleu().values(perfect).tolist()
+        [1.0, 1.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 2 * ORDERS + 2:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected (N, {2 * ORDERS + 2}).")
+        shares = statistics.astype(np.float64)
+        total = shares.sum(axis=0)
+        matched, possible, length, reference = total[:ORDERS], total[ORDERS:-2], total[-2], total[-1]
+        if not matched.all():
+            return np.zeros(len(shares))
+        penalty = min(0.0, 1.0 - reference / length)
+        score = float(np.exp(penalty + np.log(matched / possible).mean()))
+        logarithm = (shares[:, :ORDERS] / matched - shares[:, ORDERS:-2] / possible).mean(axis=1)
+        if penalty < 0.0:
+            logarithm += (reference * shares[:, -2] / length - shares[:, -1]) / length
+        return score * (1.0 + len(shares) * logarithm)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean loss of a prediction; an item's statistics are the sum of its losses and how many they are.
+
+    With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and an item's value is
+    m + N (t_i - m n_i) / sum n: the values' mean is m, their spread that of m under resampling, to first order.
+    """
+
+    name: str = "loss"
+    unit: str = "nats"
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 2].
+
+        >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
+        [3.0, 1.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 2:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count an item, (N, 2).")
+        sums, counts = statistics.astype(np.float64).T
+        mean = sums.sum() / counts.sum()
+        return mean + len(sums) * (sums - mean * counts) / counts.sum()
+
+
+@dataclass(frozen=True)
+class Auc:
+    """Area under the ROC curve of replaced tokens: the chance that one is scored above one that was not replaced.
+
+    What was replaced is what the model's own generator put there, so each model has a test of its own.
+
+    A position's placement is the share of positions of the other kind that it is on the right side of, ties half. An
+    item's statistics are [placements of the first kind, positions of it, placements of the second, positions]. With S
+    their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
+    A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the values' mean is A, their spread that of A under resampling of
+    items, to first order (DeLong et al. 1988, in clusters Obuchowski 1997).
+    """
+
+    name: str = "AUC-ROC, own test"
+    unit: str = "%"
+    least: float = 0.0
+    own_test: bool = True
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 4].
+
+        >>> Auc().values(np.array([[0.5, 1, 1.5, 2], [0.5, 1, 0.5, 2]])).tolist()
+        [0.75, 0.25]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 4:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums an item, (N, 4).")
+        shares = statistics.astype(np.float64)
+        total = shares.sum(axis=0)
+        # where one kind is absent nothing is told apart
+        first, second = np.maximum(total[[1, 3]], 1.0)
+        one, other = total[0] / first, total[2] / second
+        spread = (shares[:, 0] - one * shares[:, 1]) / first + (shares[:, 2] - other * shares[:, 3]) / second
+        return (one + other) / 2 + len(shares) * spread
+
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore())}

@@ -1,0 +1,260 @@
+"""A run's folder: what determined the run, how far it is, and its result, each file replaced as a whole.
+
+Owns the names of the files of one run and every write to them. A run is finished exactly when `result.json`
+exists, and that file is written last. Must not know how a run is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DataError, SettingError
+
+__all__ = [
+    "Cell",
+    "analysis_file",
+    "as_record",
+    "claim",
+    "first_difference",
+    "is_finished",
+    "keep_checkpoint",
+    "latest_checkpoint",
+    "prepare_folder",
+    "read_json",
+    "read_progress",
+    "require_same",
+    "whole_folder",
+    "write_answers",
+    "write_arrays",
+    "write_json",
+    "write_lines",
+    "write_text",
+]
+
+SETTINGS = "settings.json"
+EPOCHS = "epochs.jsonl"
+PROGRESS = "progress.json"
+PREDICTIONS = "predictions.npz"
+TEXT = "predictions.txt"
+WEIGHTS = "model.safetensors"
+RESULT = "result.json"
+LOG = "log.txt"
+# What is measured of a trained model afterwards lies beside its result, {"numbers": {...}, ...} each.
+ANALYSIS = "analysis-"
+CHECKPOINT = "checkpoint-"
+UNFINISHED = ".writing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """How far one run is, as its `progress.json` says it.
+
+    Attributes:
+        step: Optimizer steps done.
+        steps: Steps in all.
+        note: A few words to show beside the bar.
+    """
+
+    step: int
+    steps: int
+    note: str = ""
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create `folder` with its parents and make sure that files can be written there.
+
+    Raises:
+        SettingError: The folder cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SettingError(f"cannot write to {folder} ({reason}); choose another --out.") from None
+
+
+def claim(folder: Path, record: Mapping[str, Any]) -> None:
+    """Make `folder` the folder of the run that `record` determines, or check that it already is.
+
+    Raises:
+        SettingError: The folder holds a run made with another setting; the message names the setting.
+    """
+    path = folder / SETTINGS
+    if not path.exists():
+        prepare_folder(folder)
+        write_json(path, record)
+    require_same(path, record)
+
+
+def require_same(path: Path, record: Mapping[str, Any]) -> None:
+    """Make sure that a file of settings, if it is there, says what `record` says.
+
+    Raises:
+        SettingError: They differ; the message names the first setting that does.
+    """
+    if not path.exists():
+        return
+    difference = first_difference(read_json(path), json.loads(json.dumps(record)))
+    if difference is not None:
+        name, old, new = difference
+        raise SettingError(f"{path} has {name} {old!r} but {new!r} is asked for; choose another --out.")
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in `folder` is finished."""
+    return (folder / RESULT).exists()
+
+
+def analysis_file(folder: Path, name: str) -> Path:
+    """Return where an analysis of the run in `folder` is kept."""
+    return folder / f"{ANALYSIS}{name}.json"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in `folder`, or None."""
+    found = [path for path in folder.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdigit()]
+    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
+
+
+def keep_checkpoint(written: Path, folder: Path) -> Path:
+    """Move a completely written checkpoint to its place in `folder` and remove the older ones.
+
+    Args:
+        written: Folder "checkpoint-STEP" under a temporary name's folder on the same file system.
+        folder: The run's folder.
+
+    Returns:
+        Its place in the run's folder.
+    """
+    place = folder / written.name
+    if place.exists():
+        shutil.rmtree(place)
+    written.replace(place)
+    for path in folder.glob(f"{CHECKPOINT}*"):
+        if path != place:
+            shutil.rmtree(path, ignore_errors=True)
+    return place
+
+
+def read_progress(folder: Path) -> Cell | None:
+    """Return how far the run in `folder` is, or None where it has not said so yet."""
+    try:
+        value = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        return Cell(step=int(value["step"]), steps=int(value["steps"]), note=str(value["note"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        DataError: The file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; was the run that writes it finished?") from None
+    except ValueError:
+        raise DataError(f"{path} is not readable as JSON; delete it and run again.") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON so that a reader sees the old file or the new one, never a part."""
+    _replace(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so that a reader sees the old file or the new one, never a part."""
+    _replace(path, text)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object a line, replacing the file as a whole."""
+    _replace(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: Sequence[str] | None) -> None:
+    """Write a run's answers on the test split: what the metric needs, what tells them apart, and their text if any."""
+    if text is not None:
+        write_text(folder / TEXT, "".join(f"{line}\n" for line in text))
+    write_arrays(folder / PREDICTIONS, statistics=statistics, predicted=predicted)
+
+
+def write_arrays(path: Path, **arrays: NDArray) -> None:
+    """Write arrays as an .npz file, replacing it as a whole."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.npz")
+    np.savez(temporary, allow_pickle=False, **arrays)
+    temporary.replace(path)
+
+
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """Give a temporary folder that takes the place of `place` once everything is written into it."""
+    temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        shutil.rmtree(place, ignore_errors=True)
+        temporary.replace(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def as_record(value: Any) -> Any:
+    """Return `value` as JSON data: a dataclass becomes its fields with its type's name under "kind".
+
+    A field whose metadata says {"recorded": False} is left out.
+
+    >>> as_record(Cell(step=1, steps=4))
+    {'kind': 'Cell', 'step': 1, 'steps': 4, 'note': ''}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: as_record(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.metadata.get("recorded", True)
+        }
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        return {str(key): as_record(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_record(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Return (dotted name, old, new) of the first difference between two JSON values, or None.
+
+    >>> first_difference({"scale": {"width": 32}}, {"scale": {"width": 64}})
+    ('scale.width', 32, 64)
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            inner = first_difference(old.get(key), new.get(key), f"{name}.{key}" if name else str(key))
+            if inner is not None:
+                return inner
+        return None
+    return None if old == new else (name, old, new)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

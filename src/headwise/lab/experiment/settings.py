@@ -1,0 +1,68 @@
+"""What determines a run, as a value that travels to the process that does it.
+
+Owns `RunSettings` and its record. Imports nothing slow, so that a parent process can make many of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.run_folder import as_record
+from headwise.lab.experiment.task import Scale
+
+__all__ = ["SAVE_SECONDS", "RunSettings", "Whole"]
+
+# Time between two checkpoints inside an epoch; one is written after each epoch anyway.
+SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The run that a training is a part of: its scale, and how many parts it has."""
+
+    scale: Scale
+    parts: int
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything one run is made from.
+
+    Attributes:
+        task: Name of the task.
+        scale: Sizes of data, model and training.
+        arm: What is done to the heads.
+        seed: Seed of parameters, order of the data, dropout and noise, each with a stream of its own.
+        data: Folder of the data, or None for generated data.
+        cache: Folder where prepared data is kept.
+        fingerprint: Digest of the data, so that a run is never continued on other data.
+        test: Whether the test split is scored at the end; tuning never does.
+        save_seconds: Time between two checkpoints inside an epoch.
+        whole: The run this is a part of; None where it is a run.
+    """
+
+    task: str
+    scale: Scale
+    arm: Arm
+    seed: int
+    data: Path | None = None
+    cache: Path | None = None
+    fingerprint: str = ""
+    test: bool = True
+    save_seconds: float = SAVE_SECONDS
+    whole: Whole | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return what determines the run's numbers, as JSON data; where data lies on disk is not part of it."""
+        return {
+            "task": self.task,
+            "data": self.fingerprint,
+            "seed": self.seed,
+            "test": self.test,
+            "arm": as_record(self.arm),
+            "scale": as_record(self.scale),
+            "recipe": as_record(self.scale.recipe),
+        }

@@ -1,0 +1,1 @@
+"""Trained models opened for reading."""

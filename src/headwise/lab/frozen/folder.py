@@ -1,0 +1,123 @@
+"""A folder of Hugging Face as a frozen model: what save_pretrained() wrote, or headwise with aggregators in it.
+
+Owns the loading of model and tokenizer, and how sentences are cut and batched for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import DataError, HeadwiseError
+from headwise.heads.find import find_heads
+from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.encoded import BATCH, Encoded
+from headwise.lab.frozen.model import Frozen
+from headwise.lab.models.pretrained import require_whole
+from headwise.lab.training.start import MODEL, open_tokenizer
+from headwise.routing.save import RECORD, load
+
+__all__ = ["frozen_folder"]
+
+# Tokens of a sentence that are read; what stands behind them is left out.
+LONGEST = 256
+# What a folder holds that states do not follow from.
+BESIDE = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
+
+
+def frozen_folder(folder: Path, name: str = "") -> Frozen:
+    """Return the model of a folder of Hugging Face; of an encoder-decoder, the encoder.
+
+    Args:
+        folder: The folder.
+        name: What the model is called; the name of the folder when empty, or that of the one around it for "model".
+
+    Raises:
+        DataError: The folder holds no model or no tokenizer that transformers can load.
+        LayoutError: The heads of the model cannot be found.
+    """
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder} holds no config.json; expected a folder that save_pretrained() wrote, with model and tokenizer, "
+            "or a finished run of the laboratory."
+        )
+    model, tokenizer = _loaded(folder)
+    note = ""
+    if _is_read_to_its_encoder(model):
+        model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
+    # positions are counted from the left, padding included, by models that are given none
+    tokenizer.padding_side = "right"
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
+    # some count two positions for padding
+    longest = min(LONGEST, int(positions) - 2, int(tokenizer.model_max_length))
+    device = str(next(model.parameters()).device)
+
+    def states(batch: Encoded) -> Sequence[Tensor]:
+        return model(**batch.inputs, output_hidden_states=True).hidden_states
+
+    beside = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in BESIDE)
+    return Frozen(
+        name or _named(folder.resolve()),
+        model,
+        find_heads(model),
+        lambda sentences: _encoded(tokenizer, sentences, longest, device),
+        lambda batch: model(**batch.inputs).last_hidden_state,
+        states,
+        tuple(sorted(beside)),
+        note=note,
+        longest=f"{longest} tokens",
+    )
+
+
+def _named(folder: Path) -> str:
+    return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
+
+
+def _is_read_to_its_encoder(model: Any) -> bool:
+    """Whether it is an encoder-decoder, or the encoder of one that was saved alone and says so in one of two ways."""
+    alone = any(name.endswith("EncoderModel") for name in model.config.architectures or ())
+    return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
+
+
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModel
+
+    try:
+        if (folder / RECORD).is_file():
+            # transformers refuses a folder with aggregators, and its tokenizer with it
+            whole: Any = load(folder)
+            return whole.base_model, open_tokenizer(folder)
+        model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
+        require_whole(folder, model, said, unread=("decoder.",) if _is_read_to_its_encoder(model) else ())
+        return model, open_tokenizer(folder)
+    except HeadwiseError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # transformers raises each of these for a folder that lacks a file or names an unknown model
+        raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
+
+
+def _encoded(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:
+    import numpy as np
+
+    options = {"truncation": True, "max_length": longest}
+    whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
+    lengths = np.minimum(whole, longest)
+    for number, chosen in enumerate(length_sorted(lengths, BATCH)):
+        texts = [sentences[place] for place in chosen]
+        encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
+        keep = encoding["attention_mask"].bool()
+        tokens = tuple(
+            tuple(tokenizer.convert_ids_to_tokens(ids[real].tolist()))
+            for ids, real in zip(encoding["input_ids"], keep, strict=True)
+        )
+        inputs = {name: tensor.to(device) for name, tensor in encoding.items()}
+        # a tokenizer without offsets tells no places in the text
+        known = encoding if getattr(encoding, "encodings", None) else None
+        places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
+        yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)

@@ -1,0 +1,85 @@
+"""A trained model that is only read: lines of a text go in, states come out.
+
+Owns the record, and how the states between layers are seen. Opening one is `frozen`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.heads.heads import Heads
+from headwise.lab.data.encoded import Encoded, read_sentences
+from headwise.lab.frozen.fidelity import Agreement, Fidelity
+
+__all__ = ["Frozen", "run_name", "through"]
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A model that is only read.
+
+    Attributes:
+        name: What it is called, after its folder.
+        model: The model, or the part of it that is read, in evaluation mode.
+        heads: Its heads.
+        read: Returns lines as it takes them, in batches.
+        run: Runs the model on a batch and returns what it puts out, one forward of `model`.
+        states: Returns the states [B, n, d] before its first layer and after each layer; the last are those it puts
+            out. None where lines are no sentences, or tokens have no state in each layer.
+        files: Everything its states follow from.
+        lines: Returns the lines of a text file.
+        score: Makes what says how little its output moves.
+        note: What a reader should know of what was left out; "" for nothing.
+        longest: How much of a line is read, such as "256 tokens"; "" for all of it.
+    """
+
+    name: str
+    model: nn.Module
+    heads: Heads
+    read: Callable[[Sequence[Any]], Iterable[Encoded]]
+    run: Callable[[Encoded], Tensor]
+    states: Callable[[Encoded], Sequence[Tensor]] | None
+    files: tuple[Path, ...]
+    lines: Callable[[Path], Sequence[Any]] = read_sentences
+    score: Callable[[], Fidelity | Agreement] = Fidelity
+    note: str = ""
+    longest: str = ""
+
+    @property
+    def reads_sentences(self) -> bool:
+        """Whether its lines are sentences, and not formulas or graphs."""
+        return self.lines is read_sentences
+
+
+def through(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the input of the first layer, the outputs of all but the last, and what the call returns."""
+    seen: list[Tensor] = []
+    stack = list(layers)
+
+    def after(_layer: nn.Module, _given: tuple[Any, ...], output: Tensor) -> None:
+        seen.append(output)
+
+    def before(_layer: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.append(given[0])
+
+    handles = [layer.register_forward_hook(after) for layer in stack] + [stack[0].register_forward_pre_hook(before)]
+    try:
+        final = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*seen[:-1], final]
+
+
+def run_name(folder: Path) -> str:
+    """Return what a run is called: its arm and its seed.
+
+    >>> run_name(Path("/runs/logic-demo/plain/seed-0"))
+    'plain-seed-0'
+    """
+    return f"{folder.resolve().parent.name}-{folder.resolve().name}"

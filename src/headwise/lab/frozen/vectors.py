@@ -1,0 +1,241 @@
+"""The vectors of sentences by a frozen model: the mean state of each layer and of each head, kept on disk.
+
+Owns the arrays, their place on disk, and what that follows from: the model's files, the sentences and what is read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwise.errors import DataError
+from headwise.heads.taps import Capture, Taps
+from headwise.lab.data.arrays import digest
+from headwise.lab.data.encoded import Encoded
+from headwise.lab.frozen.model import Frozen
+
+__all__ = ["Encodings", "Shape", "encodings", "fingerprint", "shape_of"]
+
+PROBED = (
+    "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining or glue"
+)
+FORM = "encodings-2"  # changes with anything that changes the arrays
+LAYERS, SHAPES = "layers.npy", "shapes.json"
+# Read once to see how many layers and heads answer.
+TRIAL = "a sentence"
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model can be read of a sentence.
+
+    Attributes:
+        layers: Its layers; None where its tokens have no state in each layer, and its heads alone can be read.
+        heads: Heads of each module of attention, in the order they are called.
+    """
+
+    layers: int | None
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Encodings:
+    """Vectors of N sentences.
+
+    Attributes:
+        layers: Mean state over the tokens of a sentence, before the first layer and after each, [L + 1, N, d]; None
+            where tokens have no state in each layer.
+        heads: Mean output of the heads of each layer before the output projection, side by side, [N, H e] each.
+        counts: Heads H of each layer; () where none was read.
+    """
+
+    layers: Array | None
+    heads: tuple[Array, ...]
+    counts: tuple[int, ...]
+
+    def head(self, layer: int, number: int) -> Array:
+        """Return the vectors of one head, [N, e]."""
+        size = self.heads[layer].shape[1] // self.counts[layer]
+        return self.heads[layer][:, number * size : (number + 1) * size]
+
+
+def fingerprint(frozen: Frozen) -> str:
+    """Return the digest of a model: of all files its states follow from."""
+    return digest(" ".join((FORM, *(path.name for path in frozen.files))), frozen.files)
+
+
+def shape_of(frozen: Frozen) -> Shape:
+    """Return what of a model can be read of a sentence, as it answers to one.
+
+    Raises:
+        DataError: Its lines are no sentences.
+        LayoutError: The outputs of its heads cannot be read.
+    """
+    _require_sentences(frozen)
+    with torch.no_grad(), Taps(frozen.heads, outputs=True) as taps:
+        (batch,) = frozen.read([TRIAL])
+        states = _states(frozen, batch)
+        heads = tuple(capture.site.num_heads for capture in taps.read())
+    return Shape(len(states) - 1 if states else None, heads)
+
+
+def encodings(
+    frozen: Frozen,
+    sentences: Sequence[str],
+    cache: Path,
+    *,
+    model: str,
+    heads: bool = True,
+    advance: Callable[[int], object] = lambda _done: None,
+) -> Encodings:
+    """Return the vectors of sentences, encoded once for all time while the cache is kept; a damaged one is made again.
+
+    s = (1/n) sum_t h_t over the n real tokens of a sentence, those that the tokenizer adds included; for a head, h_t is
+    its output O_h at t, before W_O. A head that pools has one output a sentence, which is its vector.
+
+    Args:
+        frozen: The model.
+        sentences: The sentences.
+        cache: Folder for the arrays, which are read from there without being loaded.
+        model: The model's `fingerprint`.
+        heads: Whether the heads are read too.
+        advance: Told how many sentences were encoded since it was last told.
+
+    Raises:
+        DataError: The cache cannot be written, the model's states are not finite, or it reads no sentences.
+        LayoutError: The outputs of the heads cannot be read.
+    """
+    _require_sentences(frozen)
+    place = cache / digest(json.dumps([model, heads, list(sentences)], ensure_ascii=True))
+    kept = _kept(place, len(sentences))
+    if kept is not None:
+        return kept
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=cache, prefix=".encoding-"))
+    except OSError as error:
+        raise DataError(
+            f"{cache}: the cache cannot be written ({error.strerror}); name another with --cache."
+        ) from None
+    try:
+        _write(frozen, sentences, partial, heads=heads, advance=advance)
+        # mkdtemp lets nobody else read, and the cache is for all who may
+        partial.chmod(0o755)
+        # another probe may have encoded the same meanwhile, and reads there
+        if _kept(place, len(sentences)) is None:
+            shutil.rmtree(place, ignore_errors=True)
+            try:
+                partial.replace(place)
+            except OSError as error:
+                if _kept(place, len(sentences)) is None:
+                    raise DataError(
+                        f"{place} is damaged and cannot be replaced ({error.strerror}); delete it, or name another "
+                        "folder with --cache."
+                    ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    kept = _kept(place, len(sentences))
+    if kept is None:
+        raise DataError(f"{place} cannot be read though it was just written; name another folder with --cache.")
+    return kept
+
+
+def _require_sentences(frozen: Frozen) -> None:
+    if not frozen.reads_sentences:
+        raise DataError(f"{frozen.name} reads no sentences; {PROBED}.")
+
+
+def _kept(place: Path, count: int) -> Encodings | None:
+    """Return the arrays of so many sentences, or None where they are not there as they were written."""
+    try:
+        record = json.loads((place / SHAPES).read_text(encoding="utf-8"))
+        counts = tuple(map(int, record["heads"]))
+        layers = np.load(place / LAYERS, mmap_mode="r") if record["layers"] else None
+        heads = tuple(np.load(place / _file(layer), mmap_mode="r") for layer in range(len(counts)))
+        shapes = [list(array.shape) for array in ([] if layers is None else [layers]) + [*heads]]
+    except (OSError, ValueError, EOFError, KeyError, TypeError):
+        return None
+    if shapes != record["shapes"] or any(shape[-2] != count for shape in shapes):
+        return None
+    return Encodings(layers, heads, counts)
+
+
+def _write(
+    frozen: Frozen,
+    sentences: Sequence[str],
+    place: Path,
+    *,
+    heads: bool,
+    advance: Callable[[int], object],
+) -> None:
+    layers: Any = None
+    outputs: list[Any] = []
+    counts: list[int] = []
+    taps = Taps(frozen.heads, outputs=True) if heads else None
+    try:
+        with torch.no_grad():
+            for batch in frozen.read(sentences):
+                states = _states(frozen, batch)
+                captured = [] if taps is None else taps.read()
+                if layers is None and states:
+                    shape = len(states), len(sentences), states[0].shape[-1]
+                    layers = np.lib.format.open_memmap(place / LAYERS, "w+", np.float32, shape)
+                if not outputs:
+                    counts = [capture.site.num_heads for capture in captured]
+                    outputs = [_opened(place, layer, capture, len(sentences)) for layer, capture in enumerate(captured)]
+                rows = list(batch.places)
+                for layer, state in enumerate(states):
+                    assert layers is not None  # it was opened with the first states
+                    layers[layer, rows] = _mean(state, batch)
+                for array, capture in zip(outputs, captured, strict=True):
+                    assert capture.outputs is not None  # that is what was asked for
+                    # the one output of heads that pool stands at every token, and is its own mean
+                    array[rows] = _mean(capture.outputs.flatten(2), batch)
+                advance(len(rows))
+    finally:
+        if taps is not None:
+            taps.remove()
+    written = [*([] if layers is None else [layers]), *outputs]
+    if not all(np.isfinite(array).all() for array in written):
+        raise DataError(f"{frozen.name} gave states that are not finite; there is nothing to probe.")
+    for array in written:
+        array.flush()
+    record = {"layers": layers is not None, "heads": counts, "shapes": [array.shape for array in written]}
+    (place / SHAPES).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:
+    """Run the model, and return the states of its layers, if there are any."""
+    if frozen.states is not None:
+        return frozen.states(batch)
+    frozen.run(batch)
+    return ()
+
+
+def _opened(place: Path, layer: int, capture: Capture, count: int) -> Any:
+    assert capture.outputs is not None  # that is what was asked for
+    shape = count, capture.outputs[0, 0].numel()
+    return np.lib.format.open_memmap(place / _file(layer), "w+", np.float32, shape)
+
+
+def _mean(states: Tensor, batch: Encoded) -> Array:
+    keep = batch.keep.unsqueeze(-1)
+    # what stands at padding may be anything, an infinity included
+    total = states.float().masked_fill(~keep, 0.0).sum(dim=1)
+    return (total / keep.sum(dim=1)).cpu().numpy()
+
+
+def _file(layer: int) -> str:
+    return f"heads-{layer}.npy"

@@ -1,0 +1,1 @@
+"""Many runs at once, on this machine or on others."""

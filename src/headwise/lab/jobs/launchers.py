@@ -1,0 +1,237 @@
+"""Jobs handed to an engine that runs them elsewhere: Slurm by submitit, or Ray. The folders are the same as ever.
+
+Owns what is asked of an engine, and the refusal of one that is not there. The engines' libraries are optional and are
+imported when they are asked for. Every process must see the folders under the same paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from headwise.errors import SettingError, require_choice
+from headwise.lab.jobs.job import do_job
+from headwise.lab.jobs.workers import Failure, Job, Watch, attempt
+
+__all__ = ["LAUNCHERS", "LOCAL", "Engine", "Launcher", "Submitted", "open_engine", "run_elsewhere"]
+
+LAUNCHERS = ("local", "slurm", "ray")
+POLL_SECONDS = 0.2
+# What an engine says of a process that died may hold all of its log.
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Where runs are done: here, or by an engine with options of its own.
+
+    Attributes:
+        name: "local" is the pool of processes on this machine; "slurm" or "ray".
+        options: For Slurm, parameters of submitit's executor (slurm_partition, timeout_min, gpus_per_node, ...), or
+            cluster="local" for processes that submitit starts here; for Ray, `address` and options of its tasks
+            (num_cpus, num_gpus, ...).
+
+    Raises:
+        SettingError: There is no such launcher, or "local" was given options.
+    """
+
+    name: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_choice("launcher", self.name, LAUNCHERS)
+        if self.name == "local" and self.options:
+            raise SettingError(f"launcher local takes no options; got {', '.join(self.options)}.")
+
+
+LOCAL = Launcher()
+
+
+class Submitted(Protocol):
+    """A job that an engine has."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly; does not wait."""
+        ...
+
+    def result(self) -> Failure | None:
+        """Return what `do_one` returned; raises where its process died."""
+        ...
+
+    def cancel(self) -> None:
+        """End it."""
+        ...
+
+
+class Engine(Protocol):
+    """What runs jobs elsewhere."""
+
+    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
+        """Begin `function(job)` somewhere."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        ...
+
+
+def do_one(job: Job) -> Failure | None:
+    """Do a job in the process it was sent to, with its log in its folder."""
+    return attempt(do_job, job, _never)
+
+
+def open_engine(launcher: Launcher, out: Path) -> Engine:
+    """Return the engine of a launcher that is not local.
+
+    Args:
+        launcher: Which one, with its options.
+        out: A folder for the engine's own files.
+
+    Raises:
+        SettingError: Its library is not installed, or refuses an option.
+    """
+    return _Slurm(launcher.options, out) if launcher.name == "slurm" else _Ray(launcher.options)
+
+
+def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watch) -> list[Failure]:
+    """Hand jobs to an engine in their order, some at once, and return the failures.
+
+    A job whose process died, or was taken away, is a failure; what it had trained is in its folder, and the same
+    command goes on from there.
+
+    Args:
+        engine: Where they run; closed at the end.
+        jobs: The jobs.
+        at_once: How many it has at once at most.
+        watch: Told when a job starts and ends, and ticked in between.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what was submitted was cancelled.
+    """
+    pending, failures = [_anywhere(job) for job in jobs], list[Failure]()
+    shown = {place.folder: job for place, job in zip(pending, jobs, strict=True)}
+    running: list[tuple[Job, Submitted]] = []
+    try:
+        while pending or running:
+            while pending and len(running) < at_once:
+                job = pending.pop(0)
+                running.append((job, engine.submit(do_one, job)))
+                watch.started(shown[job.folder])
+            still = []
+            for job, submitted in running:
+                if not submitted.done():
+                    still.append((job, submitted))
+                    continue
+                failure = _outcome(shown[job.folder], submitted)
+                failures += [] if failure is None else [failure]
+                watch.ended(shown[job.folder], failure)
+            running = still
+            watch.tick()
+            time.sleep(POLL_SECONDS)
+    finally:
+        for _, submitted in running:
+            submitted.cancel()
+        engine.close()
+    return failures
+
+
+def _never() -> bool:
+    return False
+
+
+def _outcome(job: Job, submitted: Submitted) -> Failure | None:
+    try:
+        failure = submitted.result()
+    except Exception as error:
+        told = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        reason = f"its process ended ({told}); run the same command again to go on."
+        return Failure(job, reason, refused=False)
+    return None if failure is None else dataclasses.replace(failure, job=job)
+
+
+def _anywhere(job: Job) -> Job:
+    """Return a job whose paths mean the same in another working directory."""
+    settings: Any = job.settings
+    places = {name: getattr(settings, name, None) for name in ("data", "cache")}
+    absolute = {name: place.resolve() for name, place in places.items() if isinstance(place, Path)}
+    settings = dataclasses.replace(settings, **absolute) if absolute else settings
+    return dataclasses.replace(job, folder=job.folder.resolve(), settings=settings)
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise SettingError(
+            f"launcher {extra} needs {name}, which is not installed; pip install 'headwise[{extra}]'."
+        ) from None
+
+
+class _Slurm:
+    """Slurm by submitit, whose own files lie in a folder beside the runs."""
+
+    def __init__(self, options: Mapping[str, Any], out: Path) -> None:
+        submitit = _library("submitit", "slurm")
+        given = {"cluster": "slurm", **options}
+        try:
+            self._executor = submitit.AutoExecutor(folder=str(out / ".submitit"), cluster=given.pop("cluster"))
+            usual = {"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60}
+            self._executor.update_parameters(**{**usual, **given})
+        except (NameError, TypeError, ValueError, RuntimeError) as error:
+            raise SettingError(f"launcher slurm: submitit says {error}") from None
+
+    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
+        """Submit it to the queue."""
+        return self._executor.submit(function, job)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Ray:
+    """A Ray cluster: the one at `address`, or one started on this machine."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._ray = _library("ray", "ray")
+        given = dict(options)
+        address = given.pop("address", None)
+        self._own = not self._ray.is_initialized()
+        try:
+            if self._own:
+                own = {} if address is None else {"address": address}
+                self._ray.init(include_dashboard=False if address is None else None, log_to_driver=False, **own)
+            # a job that died is not begun again behind the back of whoever watches
+            self._remote = self._ray.remote(**{"num_cpus": 1, "max_retries": 0, **given})
+        except (ValueError, TypeError, ConnectionError) as error:
+            raise SettingError(f"launcher ray: Ray says {error}") from None
+
+    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
+        """Begin a task."""
+        return _RayTask(self._ray, self._remote(function).remote(job))
+
+    def close(self) -> None:
+        """Stop the cluster, where it was started here."""
+        if self._own:
+            self._ray.shutdown()
+
+
+class _RayTask:
+    def __init__(self, ray: Any, reference: Any) -> None:
+        self._ray, self._reference = ray, reference
+
+    def done(self) -> bool:
+        """Whether its value, or its error, is there."""
+        return bool(self._ray.wait([self._reference], timeout=0)[0])
+
+    def result(self) -> Failure | None:
+        """Return its value."""
+        return self._ray.get(self._reference)
+
+    def cancel(self) -> None:
+        """End its process."""
+        self._ray.cancel(self._reference, force=True)

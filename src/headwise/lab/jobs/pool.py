@@ -1,0 +1,66 @@
+"""Jobs on a pool of processes, watched on the console: trainings, and then what is measured of the trained models.
+
+Owns how many run side by side, and which analyses are left to do. Processes are `workers`', what a job does `jobs`'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from headwise.lab.analyses.registry import ONCE, AnalysisSettings, is_analysed
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.jobs.job import do_job
+from headwise.lab.jobs.launchers import Engine, run_elsewhere
+from headwise.lab.jobs.progress import watch_for
+from headwise.lab.jobs.torchrun import run_together
+from headwise.lab.jobs.workers import Failure, Job, run_jobs
+from headwise.lab.training import processes
+
+__all__ = ["default_workers", "do_analyses", "do_jobs"]
+
+
+def do_jobs(
+    jobs: Sequence[Job], finished: int, workers: int, console: Console, *, engine: Engine | None = None
+) -> list[Failure]:
+    """Run jobs on a pool, or an engine elsewhere, with progress on the console; `finished` others count as done."""
+    if not jobs:
+        return []
+    with watch_for(console, jobs, finished) as watch:
+        if processes.launched():
+            return run_together(jobs, watch)
+        if engine is not None:
+            return run_elsewhere(engine, jobs, workers, watch)
+        return run_jobs(do_job, jobs, workers, watch)
+
+
+def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
+    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+
+    Returns:
+        The analyses that failed.
+    """
+    every = [
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        for job in jobs
+        if isinstance(run := job.settings, RunSettings) and run_folder.is_finished(job.folder)
+        if name not in ONCE or run.seed == 0
+    ]
+    left = [job for job in every if not is_analysed(job.settings, job.folder)]
+    for job in left:
+        # how far its training was says nothing about the analysis
+        (job.folder / run_folder.PROGRESS).unlink(missing_ok=True)
+    return do_jobs(left, len(every) - len(left), workers, console)
+
+
+def default_workers() -> int:
+    """Return how many one-thread runs this machine does side by side: the cores this process may use.
+
+    With a GPU it is at most four: more of them only wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4) if torch.cuda.is_available() else cores

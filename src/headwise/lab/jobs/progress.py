@@ -1,0 +1,158 @@
+"""What a person sees while runs go: a bar a running run and one for all, or plain lines where there is no terminal.
+
+Owns the screen. Reads how far a run is from its folder, so it needs nothing from the process that does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from headwise.lab.experiment.run_folder import read_progress
+from headwise.lab.jobs.workers import Failure, Job, Watch
+
+__all__ = ["Bars", "Clock", "Lines", "watch_for"]
+
+# Less work than this says nothing about the pace.
+LEAST_SHARE = 0.02
+
+
+def watch_for(console: Console, jobs: Sequence[Job], finished: int) -> Bars | Lines:
+    """Return bars on a terminal and plain lines elsewhere.
+
+    Args:
+        console: Where to show.
+        jobs: The runs still to do.
+        finished: Runs that were finished before.
+    """
+    return (Bars if console.is_terminal else Lines)(console, jobs, finished)
+
+
+class Lines(Watch):
+    """One line when a run starts and one when it ends."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
+        self.console, self.finished, self.total = console, finished, finished + len(jobs)
+        self._clock = Clock(jobs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def started(self, job: Job) -> None:
+        """Say that a run starts."""
+        resumed = read_progress(job.folder)
+        where = f" at step {resumed.step:,}" if resumed is not None and resumed.step else ""
+        self._say(f"{job.name} starts{where}")
+
+    def ended(self, job: Job, failure: Failure | None) -> None:
+        """Say how a run ended and when the rest will have."""
+        self._clock.end(job)
+        if failure is not None:
+            self._say(str(failure))
+            return
+        self.finished += 1
+        cell = read_progress(job.folder)
+        note = f" ({cell.note})" if cell is not None and cell.note else ""
+        self._say(f"{job.name} is done{note}; {self.finished} of {self.total} runs{self._clock.remaining_text()}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Bars(Watch):
+    """Live bars, one for each running run and one for all of them with the time that is left."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
+        self.finished, self.total = finished, finished + len(jobs)
+        self._clock = Clock(jobs)
+        self._bars: dict[Job, TaskID] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=True)
+        self._all = self._progress.add_task(self._title(), total=1.0, note="")
+        self.tick()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def started(self, job: Job) -> None:
+        """Add a bar."""
+        self._bars[job] = self._progress.add_task(job.name, total=1.0, note="")
+
+    def ended(self, job: Job, failure: Failure | None) -> None:
+        """Take the bar away; what failed stays on the screen."""
+        self._clock.end(job)
+        self._progress.remove_task(self._bars.pop(job))
+        if failure is None:
+            self.finished += 1
+        else:
+            self._progress.console.print(str(failure), highlight=False, markup=False, soft_wrap=True)
+        self.tick()
+
+    def tick(self) -> None:
+        """Move the bars."""
+        for job, bar in self._bars.items():
+            cell = read_progress(job.folder)
+            if cell is not None and cell.steps:
+                self._progress.update(bar, completed=cell.step / cell.steps, note=cell.note)
+        before = self.total - len(self._clock.jobs)
+        share = (before + len(self._clock.jobs) * self._clock.share()) / self.total
+        note = self._clock.remaining_text().removeprefix(", ")
+        self._progress.update(self._all, description=self._title(), completed=share, note=note)
+
+    def _title(self) -> str:
+        return f"{self.finished} of {self.total} runs"
+
+
+class Clock:
+    """How much of the work of the jobs is done, and how long the rest takes at the pace since the start."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self._ended: set[Job] = set()
+        self._work = sum(job.weight for job in self.jobs)
+        self._began, self._at_first = time.monotonic(), self.share()
+
+    def end(self, job: Job) -> None:
+        """Count a job as done."""
+        self._ended.add(job)
+
+    def share(self) -> float:
+        """Return the share of the work that is done, parts of runs included."""
+        return sum(job.weight * (1.0 if job in self._ended else _share(job)) for job in self.jobs) / self._work
+
+    def remaining_text(self) -> str:
+        """Return ", about 4 min left", or nothing while there is no pace to judge by."""
+        share, seconds = self.share(), time.monotonic() - self._began
+        fresh = share - self._at_first
+        if fresh < LEAST_SHARE or share >= 1.0:
+            return ""
+        return f", about {_duration(seconds * (1.0 - share) / fresh)} left"
+
+
+def _share(job: Job) -> float:
+    cell = read_progress(job.folder)
+    return 0.0 if cell is None or not cell.steps else cell.step / cell.steps
+
+
+def _duration(seconds: float) -> str:
+    """Return a rounded duration: "40 s", "4 min", "2 h 10 min"."""
+    if seconds < 90:
+        return f"{max(10, 10 * round(seconds / 10))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

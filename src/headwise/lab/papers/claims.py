@@ -1,0 +1,334 @@
+"""What a paper claims of its runs, and whether ours bear it out.
+
+Owns the form of a claim (contrasts between arms, and numbers that are shown without a test) and its verdict. Which
+claims a paper makes is in `tables`; the arithmetic is `statistics`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.lab.experiment.seeding import key
+from headwise.lab.papers.measures import Shown
+from headwise.lab.results.evidence import Evidence, by_seed, by_shared_seed
+from headwise.lab.results.results import Run, starts_of
+from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
+
+__all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
+
+# A claim is settled at this adjusted p-value.
+LEVEL = 0.05
+MEASURED, UNMEASURED = "measured, not tested", "no verdict (nothing measured)"
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The score of one arm minus another's, expected to be above zero.
+
+    Attributes:
+        arm: Name of the arm that should be ahead.
+        against: Name of the arm that should be behind.
+        bins: First and last bin; None for all items.
+        beyond: First and last bin of a range whose difference is taken off: the contrast then says that the lead is
+            larger on `bins` than there. None for a plain difference.
+        of: What the bins count, as in "operators".
+        part: The part of the reproduction that `arm` is run in.
+        against_part: The part that `against` is run in; None for the same.
+        measure: A number of each run in the place of the score, as in "NLL"; one value a seed, so only seeds are
+            chance then.
+        less: A contrast whose difference is taken off.
+        over: Parts whose differences are averaged, each counting as much; `part` then says nothing, and `less` has
+            parts to average too.
+    """
+
+    arm: str
+    against: str
+    bins: tuple[int, int] | None = None
+    beyond: tuple[int, int] | None = None
+    of: str = "operators"
+    part: str = ""
+    against_part: str | None = None
+    measure: str | None = None
+    less: Contrast | None = None
+    over: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts it speaks of."""
+        if self.over:
+            return self.over + (() if self.less is None else self.less.parts)
+        own = (self.part, self.part if self.against_part is None else self.against_part)
+        return own + (() if self.less is None else self.less.parts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both sides are one arm, as may happen at a scale with few layers."""
+        return self.arm == self.against and (bool(self.over) or len({*self.parts[:2]}) == 1)
+
+    def within(self, known: Collection[str]) -> Contrast:
+        """Return it with means over those parts alone that are known."""
+        over = tuple(part for part in self.over if part in known)
+        return replace(self, over=over, less=None if self.less is None else self.less.within(known))
+
+    def named(self, canonical: Callable[[str, str], str]) -> Contrast:
+        """Return it with each arm's name replaced by `canonical(part, name)`."""
+        one, other = (self.over[0],) * 2 if self.over else self.parts[:2]
+        less = None if self.less is None else self.less.named(canonical)
+        return replace(self, arm=canonical(one, self.arm), against=canonical(other, self.against), less=less)
+
+    def __str__(self) -> str:
+        if self.over:
+            text = f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
+            return text if self.less is None else f"{text}, less that of {', '.join(self.less.over)}"
+        one, other = self.parts[:2]
+        if one == other:
+            text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
+        else:
+            text = f"{self.arm} in {one} over {self.against} in {other}"
+        if self.bins is not None:
+            text += f" on {self.bins[0]} to {self.bins[1]} {self.of}"
+        if self.measure is not None:
+            text = f"{self.measure} of {text}"
+        if self.beyond is not None:
+            text += f", less its lead on {self.beyond[0]} to {self.beyond[1]}"
+        return text if self.less is None else f"{text}, less that of {replace(self.less, measure=None)}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, in our words.
+
+    It holds when each of its contrasts is above zero. What no test decides (that two things are equal, what something
+    costs) is measured and shown beside the statement, without a verdict.
+
+    Attributes:
+        statement: What the paper says.
+        contrasts: What it means for the arms.
+        shown: Numbers beside it.
+        tested: Whether the contrasts are tested; False shows them with their intervals alone.
+    """
+
+    statement: str
+    contrasts: tuple[Contrast, ...] = ()
+    shown: tuple[Shown, ...] = ()
+    tested: bool = True
+
+
+@dataclass(frozen=True)
+class Found:
+    """A contrast as measured.
+
+    Attributes:
+        contrast: The contrast.
+        estimate: What was found; None where it could not be measured.
+        adjusted: Its adjusted p-value; None where it was not measured or is not tested.
+        reason: Why it was not measured; "" where it was.
+    """
+
+    contrast: Contrast
+    estimate: Estimate | None
+    adjusted: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with what was found, the numbers shown as text and the verdict in words."""
+
+    claim: Claim
+    found: tuple[Found, ...]
+    shown: tuple[str, ...]
+    verdict: str
+
+
+def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judged, ...]:
+    """Return the verdict on each claim.
+
+    Each contrast is the mean over shared seeds and test items, with the hierarchical bootstrap of
+    `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
+    every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
+    with fewer than five seeds there is no verdict (runs that began with one earlier run, in which the method acted,
+    count as one), and without a test the words are "measured, not tested", where there is anything to measure.
+
+    Args:
+        claims: The claims of one table or figure.
+        parts: The runs, by part; a reproduction of one part has it under "".
+    """
+    measured = [[_measure(contrast, parts) for contrast in claim.contrasts] for claim in claims]
+    family = [
+        found.estimate.p
+        for claim, row in zip(claims, measured, strict=True)
+        for found in row
+        if claim.tested and found.estimate is not None
+    ]
+    adjusted = iter(holm(family))
+    judged = []
+    for claim, row in zip(claims, measured, strict=True):
+        found = [
+            replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
+        ]
+        shown = tuple(number.text(parts) for number in claim.shown)
+        judged.append(Judged(claim, tuple(found), shown, _words(claim, found, parts)))
+    return tuple(judged)
+
+
+@dataclass(frozen=True, eq=False)
+class Leads:
+    """Values whose plain mean is a contrast, [S, N], one row a seed, and which earlier run each row began with."""
+
+    values: Array
+    starts: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One mean of a contrast, with its sign."""
+
+    sign: float
+    part: str
+    arm: str
+    bins: tuple[int, int] | None
+
+
+def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
+    if contrast.is_empty:
+        return Found(contrast, None, reason="is one arm at this scale")
+    if contrast.over:
+        leads = _mean_leads(contrast, parts)
+        return _found(contrast, leads)
+    terms = _terms(contrast)
+    if any(term.part not in parts for term in terms):
+        return Found(contrast, None, reason="was not run")
+    if contrast.measure is not None:
+        leads = _number_leads(terms, contrast.measure, parts)
+    else:
+        if any(parts[term.part].results.metric.own_test for term in terms):
+            return Found(contrast, None, reason="is of models with tests of their own")
+        if not _share_items(terms, parts):
+            return Found(contrast, None, reason="is on different test sets")
+        leads = _item_leads(terms, parts)
+    return _found(contrast, leads)
+
+
+def _found(contrast: Contrast, leads: Leads | str) -> Found:
+    if isinstance(leads, str):
+        return Found(contrast, None, reason=leads)
+    return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=key("claim", str(contrast))))
+
+
+def _terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
+    one, other = contrast.parts[:2]
+    ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
+    terms = []
+    for weight, bins in ranges:
+        terms += [_Term(weight, one, contrast.arm, bins), _Term(-weight, other, contrast.against, bins)]
+    return terms + ([] if contrast.less is None else _terms(contrast.less, -sign))
+
+
+def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
+    first, *rest = (parts[term.part].results for term in terms)
+    return all(
+        other.data == first.data and other.metric == first.metric and np.array_equal(other.bins, first.bins)
+        for other in rest
+    )
+
+
+def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads of a mean over parts, or why there are none."""
+    means = [(1.0, contrast)] + ([] if contrast.less is None else [(-1.0, contrast.less)])
+    if any(part not in parts for part in contrast.parts):
+        return "was not run"
+    runs = [
+        by_seed(parts[part].results.runs, arm)
+        for _, mean in means
+        for part in mean.over
+        for arm in (mean.arm, mean.against)
+    ]
+    seeds = set.intersection(*(set(found) for found in runs))
+    if not seeds:
+        return "was not run"
+    leads: list[tuple[float, Leads]] = []
+    for sign, mean in means:
+        for part in mean.over:
+            kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
+            own = {part: replace(parts[part], results=replace(parts[part].results, runs=kept))}
+            found = _item_leads(_terms(replace(mean, part=part, over=(), less=None)), own)
+            if isinstance(found, str):
+                return found
+            leads.append((sign / len(mean.over), found))
+    items = sum(found.values.shape[1] for _, found in leads)
+    weighed = [found.values * (weight * items / found.values.shape[1]) for weight, found in leads]
+    return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts)
+
+
+def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads over the items used, or why there are none."""
+    bins = parts[terms[0].part].results.bins
+    inside = [_inside(bins, term.bins) for term in terms]
+    if not all(mask.any() for mask in inside):
+        return "has no test items"
+    runs = by_shared_seed([(parts[term.part], term.arm) for term in terms])
+    seeds = sorted(set.intersection(*(set(found) for found in runs)))
+    if not seeds:
+        return "was not run"
+    used = np.any(inside, axis=0)
+    leads = np.zeros((len(seeds), len(bins)))
+    for term, mask, found in zip(terms, inside, runs, strict=True):
+        metric = parts[term.part].results.metric
+        weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
+        for row, seed in enumerate(seeds):
+            leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
+    return Leads(leads[:, used], _starts(runs, seeds))
+
+
+def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
+    """Return the leads in a number of each run, one a seed, or why there are none."""
+    found = [parts[term.part].of(term.arm, measure) for term in terms]
+    seeds = sorted(set.intersection(*(set(values) for values in found)))
+    if not seeds:
+        return "was not run"
+    leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
+    runs = [by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+    return Leads(np.array(leads)[:, None], _starts(runs, seeds))
+
+
+def _starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the starts of runs that are compared; a baseline among them has none."""
+    known = (starts_of(found[seed] for seed in seeds) for found in runs)
+    return next((starts for starts in known if starts is not None), None)
+
+
+def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
+    if ends is None:
+        return np.ones(len(bins), dtype=bool)
+    return (bins >= ends[0]) & (bins <= ends[1])
+
+
+def _words(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
+    if claim.tested and found:
+        return _verdict(found)
+    measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
+    return MEASURED if measured else UNMEASURED
+
+
+def _verdict(found: Sequence[Found]) -> str:
+    absent = [f"{one.contrast} {one.reason}" for one in found if one.estimate is None]
+    if absent:
+        return f"no verdict ({absent[0]})"
+    fewest = min((one.estimate for one in found if one.estimate is not None), key=lambda estimate: estimate.seeds)
+    if fewest.seeds < MINIMUM_SEEDS:
+        return undecided(fewest.seeds, fewest.drawn)
+    settled = [
+        one.estimate.value > 0
+        for one in found
+        if one.estimate is not None and one.adjusted is not None and one.adjusted <= LEVEL
+    ]
+    if not all(settled):
+        return "contradicted"
+    return "borne out" if len(settled) == len(found) else "not shown"

@@ -1,0 +1,130 @@
+"""A paper's table whose rows are sets of data in groups: its numbers beside ours, and the mean of each group.
+
+Owns that grid and how a score at chance is marked. Must not know any table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from headwise.errors import DataError
+from headwise.lab.experiment.run_folder import read_json
+from headwise.lab.experiment.seeding import key
+from headwise.lab.papers.reproduction import Published
+from headwise.lab.results.cells import NONE, percent
+from headwise.lab.results.evidence import Evidence, by_seed
+from headwise.lab.results.grids import Grid
+from headwise.lab.results.statistics import estimate, holm
+from headwise.lab.results.table import Row, Table
+
+__all__ = ["grouped_grid"]
+
+MAJORITY = "majority"
+# What runs on labelled data keep, their labels among it.
+VOCABULARY = "vocabulary.json"
+LEVEL = 0.05
+MARKED = (
+    "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that is "
+    "more (one-sided at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
+)
+
+
+def grouped_grid(
+    title: str,
+    published: Published,
+    groups: Mapping[str, Sequence[str]],
+    tables: Mapping[str, Table],
+    evidence: Mapping[str, Evidence],
+    canonical: Callable[[str, str], str],
+) -> Grid:
+    """Return parts by arms, the paper's number before ours, and below a group the means over its parts that were run.
+
+    A score in parentheses is not told to be better than the larger of the majority baseline and 1 / labels, in a
+    one-sided test adjusted over all scores of the grid. The paper's means are over the same parts as ours.
+
+    Args:
+        title: Of the grid.
+        published: The paper's numbers.
+        groups: Names of groups, and of the parts in each.
+        tables: The table of each part that was run.
+        evidence: Its runs.
+        canonical: Returns an arm's name at the scale from a part and the arm as the reproduction writes it.
+
+    Raises:
+        DataError: A run does not say its labels.
+    """
+    doubtful = _at_chance(tables, evidence)
+    arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
+    cells = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
+    known = [arm for arm in arms if any((part, arm) in cells for part in tables)]
+    rows = []
+    for group, members in groups.items():
+        there = [part for part in members if part in tables]
+        rows += [(part, *_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
+        if there:
+            means = []
+            for arm in arms:
+                if arm in known:
+                    means.append(f"{fmean(float(cells[part, arm]) for part in there):.2f}")
+                ours = [row.score.value for part in there if (row := tables[part].row(arm)) is not None]
+                means.append(f"{100 * fmean(ours):.2f}" if len(ours) == len(there) else NONE)
+            which = "" if len(there) == len(members) else f" ({', '.join(there)})"
+            rows.append((f"{group}: mean{which}", NONE, *means))
+    header = ["task", MAJORITY]
+    for arm in arms:
+        header += [f"{arm}, paper", f"{arm}, here"] if arm in known else [f"{arm}, here"]
+    return Grid(title + MARKED, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
+
+
+def _row(
+    part: str,
+    arms: Sequence[str],
+    known: Sequence[str],
+    cells: Mapping[tuple[str, str], str],
+    table: Table | None,
+    doubtful: set[tuple[str, str]],
+) -> list[str]:
+    majority = None if table is None else table.row(MAJORITY)
+    found = [NONE if majority is None else f"{100 * majority.score.value:.1f}"]
+    for arm in arms:
+        if arm in known:
+            found.append(cells.get((part, arm), NONE))
+        row = None if table is None else table.row(arm)
+        found.append(NONE if row is None else _score(row, marked=(part, arm) in doubtful))
+    return found
+
+
+def _score(row: Row, *, marked: bool) -> str:
+    text = percent(row.score)
+    return f"({text})" if marked else text
+
+
+def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) -> set[tuple[str, str]]:
+    """Return part and arm of each score that is not told to be above its floor."""
+    p_values: dict[tuple[str, str], float] = {}
+    for part, table in tables.items():
+        majority = table.row(MAJORITY)
+        if majority is None:
+            continue
+        results = evidence[part].results
+        for row in table.arms:
+            runs = list(by_seed(results.runs, row.arm).values())
+            # of many labels the most frequent one may not occur in test at all
+            floor = max(majority.score.value, 1.0 / _labels(runs[0].folder))
+            scores = np.stack([results.metric.values(run.statistics) for run in runs])
+            found = estimate(scores - floor, seed=key("chance", part, row.arm))
+            p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
+    adjusted = holm(list(p_values.values()))
+    return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}
+
+
+def _labels(folder: Path) -> int:
+    kept = read_json(folder / VOCABULARY)
+    try:
+        return len(kept["labels"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / VOCABULARY} does not say the run's labels ({error}); train it again.") from None

@@ -1,0 +1,123 @@
+"""What reproductions there are and what running them takes, before anything is run.
+
+Owns the two lists that `headwise reproduce` shows. What a run may cost is told from finished runs of the same size.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headwise.lab.compare import run_folder
+from headwise.lab.experiment import run_folder as runs
+from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.reproduction import Reproduction
+from headwise.lab.papers.run import Plan, seeds_at
+from headwise.lab.papers.sizes import sized
+from headwise.lab.results.cells import NONE
+from headwise.lab.results.results import COMPARISON
+
+__all__ = ["show_list", "show_plans"]
+
+
+def show_list(out: Path, scale: str, console: Console) -> None:
+    """Show every reproduction with its place in the paper, its runs at a scale and, where runs show it, their cost."""
+    shown = RichTable("id", "what it shows", "runs", "hours here", title=f"reproductions at scale {scale}")
+    for reproduction in REPRODUCTIONS.values():
+        scales = named_task(reproduction.task).scales
+        if scale not in reproduction.scales:
+            cells = NONE, NONE
+        else:
+            arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
+            cells = f"{arms} arms x {seeds_at(scale)}", _hours(_past_seconds(out, reproduction, scale), seeds_at(scale))
+        shown.add_row(reproduction.id, Text(f"{reproduction.title} ({reproduction.source})"), *cells)
+    console.print(shown)
+    console.print(
+        f"hours: training alone, one run after the other, as far as finished runs of that size below {out} tell; "
+        "`headwise reproduce ID --dry-run` lists the runs.",
+        style="dim",
+        highlight=False,
+        markup=False,
+    )
+
+
+def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> None:
+    """Show the runs of a reproduction, which of them are finished and what the others may cost; nothing is done."""
+    shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
+    shown.add_column("folder", overflow="fold")
+    left, seconds = 0, []
+    for plan in (*plans[0].before, *plans):
+        asked = plan.comparison
+        for arm in asked.arms:
+            done = sum(runs.is_finished(run_folder(asked.out, arm.folder, seed)) for seed in asked.seeds)
+            left += len(asked.seeds) - done
+            seeds = f"0 to {max(asked.seeds)}" if len(asked.seeds) > 1 else "0"
+            cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
+            shown.add_row(*cells, Text(str(asked.out / arm.folder)))
+        open_runs = len(plan.folders) - len(plan.finished)
+        seconds.append(_cost(plan.finished, open_runs))
+    console.print(shown)
+    total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
+    cost = "no run of each size has finished, so what they cost is not known" if total is None else _spent(total)
+    console.print(f"{left} runs to do: {cost}.", highlight=False)
+    if reproduction.left_out:
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cost(finished: Sequence[Path], left: int) -> float | None:
+    """Return the seconds of training that `left` runs take if they are as long as the finished ones."""
+    if left == 0:
+        return 0.0
+    past = [seconds for folder in finished if (seconds := _train_seconds(folder)) is not None]
+    return left * statistics.fmean(past) if past else None
+
+
+def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | None:
+    """Return the seconds that one seed of every arm took, as far as runs below `out` tell."""
+    scales, total = named_task(reproduction.task).scales, 0.0
+    for part in reproduction.parts_at(scale):
+        arms = reproduction.arms_at(scale, scales)[part.name]
+        stem = f"{reproduction.task}-{sized(part.sizes[scale], scales).name}"
+        folders = [place for place in (out / stem, *out.glob(f"{stem}-*")) if (place / COMPARISON).exists()]
+        same = [place for place in folders if _scale_of(place) == sized(part.sizes[scale], scales).name]
+        past = [
+            seconds
+            for place in same
+            for arm in arms
+            for folder in (place / folder_of(arm)).glob("seed-*")
+            if (seconds := _train_seconds(folder)) is not None
+        ]
+        if not past:
+            return None
+        total += len(arms) * statistics.fmean(past)
+    return total
+
+
+def _scale_of(comparison: Path) -> str | None:
+    record = runs.read_json(comparison / COMPARISON)
+    return record.get("scale") if isinstance(record, dict) else None
+
+
+def _train_seconds(folder: Path) -> float | None:
+    try:
+        found: Mapping[str, Any] = json.loads((folder / runs.RESULT).read_text(encoding="utf-8"))
+        return float(found["train_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _hours(seconds: float | None, seeds: int) -> str:
+    return "not known" if seconds is None else f"{seeds * seconds / 3600:.1f}"
+
+
+def _spent(seconds: float) -> str:
+    return f"about {seconds / 3600:.1f} hours of training, one run after the other"

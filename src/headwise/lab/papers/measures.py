@@ -1,0 +1,177 @@
+"""Numbers that stand beside a claim without a test: what runs cost, how large a model is, where a curve is lowest.
+
+Owns how they are picked from the runs and written. Must not judge anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.results import STEP_RATIO
+
+__all__ = ["Least", "Numbers", "Shown", "StepTimes"]
+
+ABSENT, UNMEASURED = "not run", "not measured"
+
+
+class Shown(Protocol):
+    """A number, or a few, to show beside a claim."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts they come from."""
+        ...
+
+    def named(self, canonical: Callable[[str, str], str]) -> Shown:
+        """Return it with each arm's name replaced by `canonical(part, name)`."""
+        ...
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether any of them is there."""
+        ...
+
+    def text(self, parts: Mapping[str, Evidence]) -> str:
+        """Return them in words."""
+        ...
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Means over seeds of a number of each run.
+
+    Attributes:
+        measure: The number's name in a run's record.
+        label: What it is called in the text.
+        arms: Names of the arms.
+        part: The part they are run in.
+        digits: Digits behind the point.
+        scale: What it is multiplied by; 100 for shares in percent.
+    """
+
+    measure: str
+    label: str
+    arms: tuple[str, ...]
+    part: str = ""
+    digits: int = 2
+    scale: float = 1.0
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The part it comes from."""
+        return (self.part,)
+
+    def named(self, canonical: Callable[[str, str], str]) -> Numbers:
+        """Return it with canonical names, each once."""
+        return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether any arm has the number."""
+        return any(self._mean(arm, parts) is not None for arm in self.arms)
+
+    def text(self, parts: Mapping[str, Evidence]) -> str:
+        """Return "label: arm number, arm number"."""
+        return _listed(self.label, self.part, [(arm, self._written(arm, parts)) for arm in self.arms])
+
+    def _mean(self, arm: str, parts: Mapping[str, Evidence]) -> float | None:
+        return parts[self.part].mean(arm, self.measure) if self.part in parts else None
+
+    def _written(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+        value = self._mean(arm, parts)
+        if value is not None:
+            return f"{self.scale * value:,.{self.digits}f}"
+        return UNMEASURED if self.part in parts and parts[self.part].has(arm) else ABSENT
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Time of a training step over plain's: of steps timed in turn, else of the runs' own, median over shared seeds.
+
+    Attributes:
+        arms: Names of the arms.
+        part: The part they are run in.
+    """
+
+    arms: tuple[str, ...]
+    part: str = ""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The part it comes from."""
+        return (self.part,)
+
+    def named(self, canonical: Callable[[str, str], str]) -> StepTimes:
+        """Return it with canonical names, each once."""
+        return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether the steps of any arm were timed."""
+        return any(self._ratio(arm, parts) != ABSENT for arm in self.arms)
+
+    def text(self, parts: Mapping[str, Evidence]) -> str:
+        """Return "step time over plain: arm ratio, arm ratio"."""
+        found = [(arm, self._ratio(arm, parts)) for arm in self.arms]
+        return _listed("step time over plain", self.part, found)
+
+    def _ratio(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+        if self.part not in parts:
+            return ABSENT
+        timed = parts[self.part].of(arm, STEP_RATIO)
+        if timed:
+            return f"{statistics.median(timed.values()):.2f}"
+        own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
+        ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
+        return f"{statistics.median(ratios):.2f}" if ratios else ABSENT
+
+
+@dataclass(frozen=True)
+class Least:
+    """In which of several parts a number of an arm is least, on average and seed by seed.
+
+    Attributes:
+        measure: The number's name in a run's record.
+        arm: Name of the arm.
+        among: The parts, in their order.
+    """
+
+    measure: str
+    arm: str
+    among: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts it looks at."""
+        return self.among
+
+    def named(self, canonical: Callable[[str, str], str]) -> Least:
+        """Return it with the canonical name."""
+        return replace(self, arm=canonical(self.among[0], self.arm))
+
+    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
+        """Return whether a seed has the number in every part."""
+        return bool(self._seeds(parts))
+
+    def text(self, parts: Mapping[str, Evidence]) -> str:
+        """Return where it is least, the means behind that, and how many seeds say the same."""
+        found = {part: parts[part].of(self.arm, self.measure) for part in self.among if part in parts}
+        seeds = self._seeds(parts)
+        if not seeds:
+            return f"least {self.measure} of {self.arm}: {ABSENT} in all of {', '.join(self.among)}"
+        means = {part: statistics.fmean(values[seed] for seed in seeds) for part, values in found.items()}
+        least = min(means, key=lambda part: means[part])
+        agreeing = sum(min(found, key=lambda part: found[part][seed]) == least for seed in seeds)
+        listed = ", ".join(f"{part} {mean:.3f}" for part, mean in means.items())
+        return f"least {self.measure} of {self.arm}: {least} ({listed}; {agreeing} of {len(seeds)} seeds agree)"
+
+    def _seeds(self, parts: Mapping[str, Evidence]) -> set[int]:
+        return set.intersection(
+            *(set(parts[part].of(self.arm, self.measure)) if part in parts else set() for part in self.among)
+        )
+
+
+def _listed(label: str, part: str, found: list[tuple[str, str]]) -> str:
+    place = f" in {part}" if part else ""
+    return f"{label}{place}: " + ", ".join(f"{arm} {value}" for arm, value in found)

@@ -1,0 +1,1 @@
+"""An et al. 2020, repulsive attention."""

@@ -1,0 +1,285 @@
+"""Figures of An et al. 2020, repulsive attention, on texts, and the cyberbullying table of its first version on arXiv.
+
+What belongs to that version stands under `repulsive-v1/`. The other tables are `repulsive_sentences`'.
+"""
+
+from __future__ import annotations
+
+from headwise.lab.analyses.registry import ATTENTION_MAPS, ENTROPY, RELIABILITY
+from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.measures import Least, Numbers
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
+from headwise.lab.papers.repulsive.figures import AttentionMaps, entropies, reliabilities
+from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
+from headwise.lab.papers.sizes import Size, Sizes
+
+__all__ = ["SENTENCE_FIGURES"]
+
+ERROR = "error"
+HEADS = (1, 5, 10, 20, 30, 40)
+_AMONG = tuple(f"{heads} heads" for heads in HEADS[1:])
+_RMA, _SMALL_STEP = svgd("Yelp"), "svgd:alpha=1,step_size=0.1"
+_FEW, _BEST, _MANY = "5 heads", "20 heads", "40 heads"
+
+
+def _rise(arm: str, least: str, most: str, less: Contrast | None = None) -> Contrast:
+    """The error of an arm with one number of heads, less that with another."""
+    return Contrast(arm, arm, part=most, against_part=least, measure=ERROR, less=less)
+
+
+FIGURE_3A = Reproduction(
+    id="repulsive/figure-3a",
+    title="Error by number of heads, of standard and of repulsive attention at two step sizes",
+    source="An et al. 2020, Figure 3a and section 5.5 (curves; the text says that about 20 heads are best)",
+    task="sentence",
+    parts=(
+        Part(("plain",), on("Yelp", "heads=1"), "1 head"),
+        *(Part(("plain", _SMALL_STEP, _RMA), on("Yelp", f"heads={heads}"), f"{heads} heads") for heads in HEADS[1:]),
+    ),
+    extra=(
+        "a second step size, a tenth of the first: the paper's bound says that the best number of heads falls as the "
+        "step size grows. One head repels nothing and is run once"
+    ),
+    claims=(
+        *(
+            Claim(
+                f"The error of {name} attention first falls, then rises with the number of heads; about 20 are best.",
+                (_rise(arm, _BEST, _FEW), _rise(arm, _BEST, _MANY)),
+                (Least(ERROR, arm, _AMONG),),
+            )
+            for name, arm in (("standard", "plain"), ("repulsive", _RMA))
+        ),
+        Claim(
+            "Repulsive attention errs less at every number of heads.",
+            tuple(Contrast("plain", _RMA, part=part, measure=ERROR) for part in _AMONG),
+        ),
+        Claim(
+            "Standard attention depends more on the number of heads: from 20 to 40 its error rises more.",
+            (_rise("plain", _BEST, _MANY, less=_rise(_RMA, _BEST, _MANY)),),
+        ),
+        Claim(
+            "The best number of heads falls as the step size grows (the bound's prediction, which the paper does not "
+            "test).",
+            (_rise(_RMA, _FEW, _MANY, less=_rise(_SMALL_STEP, _FEW, _MANY)),),
+            (Least(ERROR, _SMALL_STEP, _AMONG), Least(ERROR, _RMA, _AMONG)),
+        ),
+    ),
+    measures=(ERROR,),
+)
+
+FIGURE_4 = Reproduction(
+    id="repulsive/figure-4",
+    title="Calibration: reliability, expected calibration error and overconfidence error",
+    source="An et al. 2020, Figure 4 and appendix C.4, on SNLI (a figure; the text gives no numbers)",
+    task="sentence",
+    parts=(Part(("plain", regularised("SNLI"), SMOOTH, svgd("SNLI")), on("SNLI")),),
+    extra="frobenius, and smooth, the control of svgd; 15 bins of equal width",
+    claims=(
+        Claim(
+            "Standard attention is overconfident: its overconfidence error is above zero.",
+            shown=(Numbers("OE", "OE", ("plain", svgd("SNLI")), digits=3),),
+        ),
+        Claim(
+            "Repulsive attention has the lower expected calibration error.",
+            (Contrast("plain", svgd("SNLI"), measure="ECE"),),
+        ),
+        Claim(
+            "Repulsive attention has the lower overconfidence error.",
+            (Contrast("plain", svgd("SNLI"), measure="OE"),),
+        ),
+        Claim(
+            "What improves calibration is the repulsion, not the smoothing (our control; the paper has none).",
+            (Contrast(SMOOTH, svgd("SNLI"), measure="ECE"),),
+        ),
+    ),
+    analysis=RELIABILITY,
+    measures=("ECE", "OE"),
+    drawn=reliabilities,
+)
+
+ENTROPIES = "other_entropy"
+
+FIGURE_5 = Reproduction(
+    id="repulsive/figure-5",
+    title="Uncertainty: entropy of the answers to texts of another kind",
+    source="An et al. 2020, Figure 5 and appendix C.5: trained on Yelp, asked about Age (curves)",
+    task="sentence",
+    parts=(Part(("plain", "frobenius", SMOOTH, _RMA), on("Yelp")),),
+    extra=(
+        "smooth, the control of svgd. The other texts are those of --out-of-domain, which the caption names; the "
+        "paper's "
+        "are tweets"
+    ),
+    claims=(
+        Claim(
+            "Repulsive attention is less sure of texts it knows nothing of than standard attention.",
+            (Contrast(_RMA, "plain", measure=ENTROPIES),),
+        ),
+        Claim(
+            "It is less sure of them than under regularisation.",
+            (Contrast(_RMA, "frobenius", measure=ENTROPIES),),
+        ),
+        Claim(
+            "What makes it less sure is the repulsion, not the smoothing (our control; the paper has none).",
+            (Contrast(_RMA, SMOOTH, measure=ENTROPIES),),
+        ),
+    ),
+    analysis=ENTROPY,
+    measures=(ENTROPIES,),
+    drawn=entropies,
+)
+
+ON_ONE, DIFFERENT = "heads_on_one_word", "different_words"
+_COLLAPSE = (
+    Claim(
+        "Standard attention collapses: almost all heads look at one word.",
+        shown=(Numbers(ON_ONE, "heads with one favourite word, %", ("plain", _RMA), digits=0, scale=100),),
+    ),
+    Claim(
+        "The heads of repulsive attention look at more different words.",
+        (Contrast(_RMA, "plain", measure=DIFFERENT),),
+        (Numbers(DIFFERENT, "favourite words a text", ("plain", _RMA), digits=1),),
+    ),
+)
+
+
+def _maps(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, source: str) -> Reproduction:
+    paper, _, figure = number.rpartition("/")
+    return Reproduction(
+        id=number,
+        title=title,
+        source=f"{source}, {figure.replace('-', ' ').capitalize()}",
+        task="sentence",
+        parts=(Part(arms, on("Yelp")),),
+        extra=(
+            "texts of the test set in the place of the paper's reviews: the first of 20 to 40 words, of four stars "
+            "where "
+            f"there is one. The numbers are means over 500 test texts{'' if paper == 'repulsive' else ' of any length'}"
+        ),
+        claims=_COLLAPSE if {"plain", _RMA} <= set(arms) else (_SHOWN,),
+        analysis=ATTENTION_MAPS,
+        measures=(ON_ONE, DIFFERENT),
+        drawn=drawn,
+    )
+
+
+_SHOWN = Claim(
+    "Where all heads look (the paper shows it without a claim).",
+    shown=(Numbers(ON_ONE, "heads with one favourite word, %", ("plain",), digits=0, scale=100),),
+)
+_EMNLP, _ARXIV = "An et al. 2020", "An et al. 2020, first version on arXiv"
+_BOTH = ("plain", _RMA)
+
+FIGURES_OF_ATTENTION = (
+    _maps(
+        "repulsive/figure-1",
+        "Attention over a review: five heads and all together",
+        _BOTH,
+        AttentionMaps(_BOTH, heads=5),
+        _EMNLP,
+    ),
+    _maps("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",)), _EMNLP),
+    _maps(
+        "repulsive/figure-7",
+        "Attention of every head: Frobenius regularisation",
+        ("plain", "frobenius"),
+        AttentionMaps(("frobenius",)),
+        _EMNLP,
+    ),
+    _maps("repulsive/figure-8", "Attention of every head: repulsive", _BOTH, AttentionMaps((_RMA,)), _EMNLP),
+    _maps(
+        "repulsive-v1/figure-9",
+        "Overall attention over three reviews: standard",
+        ("plain",),
+        AttentionMaps(("plain",), texts=3, heads=0),
+        _ARXIV,
+    ),
+    _maps(
+        "repulsive-v1/figure-10",
+        "Overall attention over three reviews: repulsive",
+        _BOTH,
+        AttentionMaps((_RMA,), texts=3, heads=0),
+        _ARXIV,
+    ),
+)
+
+SCORES = ("AUC-ROC", "AUC-PR", "MCC", "F1")
+_BULLYING = {
+    "Twitter": ("cyberbullying/twitter.tsv", ("heads=15",)),
+    "Wikipedia": ("cyberbullying/wikipedia_jigsaw_balanced.tsv.gz", ("heads=15", "positive=0.117")),
+}
+_V1_TABLE_6 = {
+    "Twitter": (
+        ("0.8247", "0.7174", "0.5041", "0.6264"),
+        ("0.9105", "0.8454", "0.6280", "0.7116"),
+        ("0.9020", "0.7999", "0.6391", "0.7403"),
+        ("0.9275", "0.8552", "0.6832", "0.7819"),
+    ),
+    "Wikipedia": (
+        ("0.9526", "0.8202", "0.7058", "0.7304"),
+        ("0.9687", "0.8674", "0.7389", "0.7533"),
+        ("0.9720", "0.8642", "0.7506", "0.7790"),
+        ("0.9732", "0.8713", "0.7646", "0.7896"),
+    ),
+}
+# No setting was published; those of Yelp.
+_BULLYING_ARMS = ("cnn", "nb-lr", "plain", _RMA)
+
+
+def _bullying(name: str) -> Sizes:
+    file, sets = _BULLYING[name]
+    reduced = {scale: Size(scale, corpus=file, sets=sets) for scale in ("demo", "cpu")}
+    return {**reduced, "paper": Size("paper", corpus=file, sets=sets)}
+
+
+V1_TABLE_6 = Reproduction(
+    id="repulsive-v1/table-6",
+    title="Cyberbullying: ranking and classification of abusive comments",
+    source="An et al. 2020, first version on arXiv, Table 6 and appendix B.1",
+    task="sentence",
+    parts=tuple(Part(("plain", SMOOTH, _RMA, "cnn"), _bullying(name), name) for name in _BULLYING),
+    extra=(
+        "smooth, the control of svgd; nb-lr, naive Bayes logistic regression, stands in every table of the task. "
+        "Wikipedia's comments are another collection, of which abusive ones are left out until they are the paper's "
+        "11.7 %"
+    ),
+    claims=(
+        Claim(
+            "Repulsive attention ranks abusive comments better than standard attention (area under the "
+            "precision-recall "
+            "curve, the paper's most telling number).",
+            tuple(Contrast(_RMA, "plain", part=name, measure="AUC-PR") for name in _BULLYING),
+        ),
+        Claim(
+            "It is better by each of the other numbers.",
+            tuple(
+                Contrast(_RMA, "plain", part=name, measure=score)
+                for name in _BULLYING
+                for score in SCORES
+                if score != "AUC-PR"
+            ),
+        ),
+        Claim(
+            "It is better than the temporal CNN.",
+            tuple(Contrast(_RMA, "cnn", part=name, measure="AUC-PR") for name in _BULLYING),
+        ),
+        Claim(
+            "What repulsive attention adds is the repulsion, not the smoothing (our control; the paper has none).",
+            tuple(Contrast(_RMA, SMOOTH, part=name, measure="AUC-PR") for name in _BULLYING),
+        ),
+    ),
+    published=Published(
+        "Twitter 16,090 tweets, Wikipedia 115,864 comments, 15 heads",
+        tuple(Column(score, "measure", measure=score) for score in SCORES),
+        tuple(
+            PaperRow(row, arm, cells, name)
+            for name, rows in _V1_TABLE_6.items()
+            for row, arm, cells in zip(
+                ("CNN", "NBLR", "BiLSTM + MA", "BiLSTM + RMA"), _BULLYING_ARMS, rows, strict=True
+            )
+        ),
+    ),
+    measures=SCORES,
+)
+
+SENTENCE_FIGURES = (FIGURE_3A, FIGURE_4, FIGURE_5, *FIGURES_OF_ATTENTION, V1_TABLE_6)

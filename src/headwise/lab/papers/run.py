@@ -1,0 +1,297 @@
+"""Running a reproduction: which comparisons it takes, in which folders, and what is shown and kept afterwards.
+
+Owns the layout of `--out`: a folder for each task, size and data, shared by all reproductions, in which each run is
+done once; and a folder for each reproduction with its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headwise.errors import DataError
+from headwise.lab.analyses.registry import ABOUT, HEAD_VECTORS
+from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.experiment import run_folder as runs
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.jobs.pool import do_analyses, do_jobs
+from headwise.lab.jobs.workers import Failure, Job
+from headwise.lab.papers.data import data_of, folder_of_part, text_of
+from headwise.lab.papers.data_names import corpus_name, folder_word
+from headwise.lab.papers.figures import curve, head_map
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.initial_runs import Begun, read_begun, require_begun
+from headwise.lab.papers.records import (
+    Reproduced,
+    claims_grid,
+    measures_grid,
+    published_grid,
+    summed_grid,
+    write_records,
+)
+from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.sizes import sized
+from headwise.lab.results.evidence import Evidence, read_evidence
+from headwise.lab.results.figures import Picture
+from headwise.lab.results.grids import terminal_grid
+from headwise.lab.results.results import STEP_TIME
+from headwise.lab.results.table import Table, make_table
+from headwise.report.html import write_whole
+
+__all__ = ["Plan", "do_plans", "make_plans", "report", "seeds_at"]
+
+# Prepared data, kept once for all comparisons below --out.
+CACHE = "data"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One part of a reproduction and its comparison.
+
+    Attributes:
+        part: The part.
+        comparison: Its runs; the folder may hold those of other reproductions too.
+        before: The parts of another reproduction whose runs its own begin with.
+    """
+
+    part: Part
+    comparison: Comparison
+    before: tuple[Plan, ...] = ()
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each run."""
+        asked = self.comparison
+        return [run_folder(asked.out, arm.folder, seed) for arm in asked.arms for seed in asked.seeds]
+
+    @property
+    def finished(self) -> list[Path]:
+        """The folders of the runs that are finished."""
+        return [folder for folder in self.folders if runs.is_finished(folder)]
+
+
+def seeds_at(scale: str) -> int:
+    """Return how many seeds a reproduction takes unless told: five, which verdicts need; two for a look."""
+    return 2 if scale == "demo" else 5
+
+
+def make_plans(
+    reproduction: Reproduction,
+    scale: str,
+    *,
+    seeds: int,
+    data: Path | None,
+    out: Path,
+    workers: int,
+    options: ScaleOptions | None = None,
+) -> tuple[Plan, ...]:
+    """Return the comparisons of a reproduction; nothing is written.
+
+    Args:
+        reproduction: What to run; `reproduction_data.with_data` leaves out what there is no data for.
+        scale: One of its scales.
+        seeds: Runs an arm.
+        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
+        out: Folder that holds the comparisons' folders.
+        workers: Runs side by side.
+        options: What the command said of the scale besides its name.
+
+    Raises:
+        DataError: The data cannot be found.
+        SettingError: An option is none of the task's.
+    """
+    task, before, text = named_task(reproduction.task), (), data
+    data, plans = data_of(reproduction, data), []
+    if reproduction.after and options is not None and options.pretrained is not None:
+        require_begun(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
+    elif reproduction.after:
+        first = REPRODUCTIONS[reproduction.after]
+        options = options or ScaleOptions(scale)
+        # as many pre-trainings of each arm as the fine-tunings begin with
+        starts: Any = with_options(sized(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name)
+        before = make_plans(first, scale, seeds=starts.starts, data=text_of(text), out=out, workers=workers)
+        options = replace(options, pretrained=before[0].comparison.out)
+    for part in reproduction.parts_at(scale):
+        begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
+        if part.after and begun is None:
+            raise DataError(f"{part.name} begins with the runs of {part.after}, which is not among the parts to run.")
+        folder = folder_of_part(reproduction, data, part.sizes[scale].corpus, scale)
+        model = sized(part.sizes[scale], task.scales)
+        if options is not None:
+            asked = options if begun is None else replace(options, pretrained=begun)
+            model = with_options(model, asked, reproduction.task)
+        words = reproduction.task, model.name, folder_word(folder), folder_word(getattr(model, "pretrained", None))
+        place = out / "-".join(word for word in words if word)
+        arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
+        comparison = Comparison(
+            reproduction.task,
+            arms,
+            tuple(range(seeds)),
+            model,
+            place,
+            folder,
+            workers,
+            cache=out / CACHE,
+            options=options,
+        )
+        plans.append(Plan(part, comparison, before))
+    return tuple(plans)
+
+
+def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> None:
+    """Refuse plans whose analysis would be about something that is not there, before anything is trained.
+
+    Raises:
+        SettingError: The command does not name it.
+        DataError: It cannot be read.
+    """
+    about = ABOUT.get(reproduction.analysis)
+    if about is not None:
+        for plan in plans:
+            about(plan.comparison.scale)
+
+
+def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
+    """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
+
+    Steps of each arm are timed with the first seed.
+
+    Returns:
+        The runs and analyses that failed.
+
+    Raises:
+        SettingError: A folder cannot be written, holds another comparison, or an arm does not fit its model.
+        DataError: The data cannot be read.
+        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+    """
+    require_analysable(reproduction, plans)
+    first, second = ([plan for plan in plans if bool(plan.part.after) == later] for later in (False, True))
+    stages = [(reproduction, first), (reproduction, second)]
+    if plans[0].before:
+        stages.insert(0, (REPRODUCTIONS[reproduction.after], list(plans[0].before)))
+    failures: list[Failure] = []
+    for owner, members in stages:
+        # what begins with the runs of a stage cannot begin without them
+        if members and not failures:
+            failures += _do_stage(owner, members, console)
+    return failures
+
+
+def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
+    jobs = [_named(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
+    workers = plans[0].comparison.workers
+    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    failures = do_jobs(left, len(jobs) - len(left), workers, console)
+    for analysis in filter(None, (reproduction.analysis, STEP_TIME)):
+        failures += do_analyses(analysis, jobs, workers, console)
+    return failures
+
+
+def report(
+    reproduction: Reproduction,
+    scale: str,
+    plans: Sequence[Plan],
+    out: Path,
+    paper: Path | None,
+    console: Console,
+    command: str,
+) -> Reproduced:
+    """Show tables, claims and the paper's numbers, and write the pages and, where asked, the record.
+
+    Args:
+        reproduction: What was run.
+        scale: At which scale.
+        plans: Its parts.
+        out: Folder that holds the comparisons' folders.
+        paper: Folder of the paper's notes, whose record and RESULTS.md are written; None writes none.
+        console: Where everything is shown.
+        command: What makes it again.
+
+    Raises:
+        DataError: No run is finished, or a folder is damaged.
+        NotFired: An arm did the same as plain.
+    """
+    evidence, data = {}, {}
+    for plan in plans:
+        asked, part = plan.comparison, plan.part.name
+        found = _evidence_of(plan, console)
+        if found is not None:
+            evidence[part] = found
+            data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
+    if not evidence:
+        raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
+    tables = {part: make_table(found.results) for part, found in evidence.items()}
+    places = {plan.part.name: plan.comparison.out for plan in plans}
+    drawn = _pictures(reproduction, places, evidence, tables)
+    begun = _begun(plans, out / CACHE) if reproduction.after else None
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
+    place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
+    _write_pages(reproduction, plans, evidence, place, console)
+    for part, table in reproduced.tables.items():
+        publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
+    for picture in reproduced.pictures:
+        runs.prepare_folder(place)
+        write_whole(place / f"{picture.name}.png", picture.png)
+        console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
+    made = summed_grid(reproduced), measures_grid(reproduced), published_grid(reproduced)
+    for grid in filter(None, (*made, claims_grid(reproduced.judged))):
+        console.print(terminal_grid(grid))
+    if reproduction.left_out:
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
+    if paper is not None:
+        console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
+    return reproduced
+
+
+def _begun(plans: Sequence[Plan], cache: Path) -> Begun:
+    first = next(plan for plan in plans if not plan.part.after)
+    data = first.before[0].comparison.data if first.before else None
+    scale: Any = first.comparison.scale
+    return read_begun(Path(scale.pretrained), data, cache)
+
+
+def _pictures(
+    reproduction: Reproduction,
+    places: Mapping[str, Path],
+    evidence: Mapping[str, Evidence],
+    tables: Mapping[str, Table],
+) -> tuple[Picture, ...]:
+    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
+    for part, found in evidence.items():
+        if reproduction.analysis == HEAD_VECTORS:
+            drawn.append(head_map(HEAD_VECTORS, places[part], found, tables[part]))
+        if reproduction.drawn is not None:
+            drawn += reproduction.drawn(part, places[part], found, tables[part])
+    return tuple(picture for picture in drawn if picture is not None)
+
+
+def _write_pages(
+    reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
+) -> None:
+    """Write the further pages of each part."""
+    if reproduction.pages is None:
+        return
+    for plan in plans:
+        part, asked = plan.part.name, plan.comparison
+        if part not in evidence:
+            continue
+        folder = place / part.replace(" ", "-") if part else place
+        runs.prepare_folder(folder)
+        for path in reproduction.pages(folder, asked.out, asked.data, evidence[part]):
+            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
+    if plan.finished:
+        test_in_pairs(plan.comparison.out, console)
+    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
+
+
+def _named(job: Job, plan: Plan) -> Job:
+    return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job

@@ -1,0 +1,134 @@
+"""How large the runs of a table are at each scale, and what a table's arm means on a model of that size.
+
+Owns `Size` and the words in braces that an arm's text may hold, such as {last} for the last layer. Must not know any
+table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+
+__all__ = ["Size", "Sizes", "arm_name", "arm_names", "base", "big", "big_few_heads", "logic", "sized", "small"]
+
+CAPSULES = 64
+REDUCED = ("demo", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a table's runs at one scale.
+
+    Attributes:
+        scale: Name of the task's scale.
+        times: Width, hidden units and heads are this many times as large as there.
+        heads: Heads a layer; None for those of the scale, times `times`.
+        corpus: Name of the corpus that the paper trained on, where the scale is the paper's; None elsewhere. Where a
+            table has several sets of data at every scale, the name of the set's folder.
+        folds: Parts of a cross-validation; None for the scale's own.
+        sets: Other fields of the scale, as "heads=15".
+    """
+
+    scale: str
+    times: int = 1
+    heads: int | None = None
+    corpus: str | None = None
+    folds: int | None = None
+    sets: tuple[str, ...] = ()
+
+
+Sizes = Mapping[str, Size]
+
+
+def logic() -> Sizes:
+    """Return the sizes of the logic task: its scales as they are."""
+    return {name: Size(name) for name in ("demo", "cpu", "paper")}
+
+
+def small(heads: int | None = None) -> Sizes:
+    """Return the sizes of Transformer-small: each scale as it is, at last fairseq's IWSLT shape on IWSLT14."""
+    reduced = {name: Size(name, heads=heads) for name in REDUCED}
+    return {**reduced, "paper": Size("paper", heads=heads, corpus="iwslt14")}
+
+
+def base(corpus: str) -> Sizes:
+    """Return the sizes of Transformer-base: each scale as it is, at last the base of Vaswani et al. 2017."""
+    return {**{name: Size(name) for name in REDUCED}, "paper": Size("paper-base", corpus=corpus)}
+
+
+def big(corpus: str) -> Sizes:
+    """Return the sizes of Transformer-big: each scale twice as wide with twice the heads, at last theirs."""
+    return {**{name: Size(name, times=2) for name in REDUCED}, "paper": Size("paper-big", corpus=corpus)}
+
+
+def big_few_heads(corpus: str) -> Sizes:
+    """Return the sizes of Transformer-big with as many heads as base: 4, at last 8."""
+    reduced = {name: Size(name, times=2, heads=4) for name in REDUCED}
+    return {**reduced, "paper": Size("paper-big-8-heads", corpus=corpus)}
+
+
+def sized(size: Size, scales: Mapping[str, Any]) -> Any:
+    """Return the scale of a size; the task's own where nothing differs, else one with a name of its own.
+
+    >>> from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+    >>> [sized(Size("demo", **more), TRANSLATION_SCALES).name for more in ({"heads": 4}, {"heads": 2}, {"times": 2})]
+    ['demo', 'demo-2-heads', 'demo-2-times']
+    """
+    scale, name = scales[size.scale], size.scale
+    changes: dict[str, Any] = {}
+    if size.times != 1:
+        changes = {field: size.times * getattr(scale, field) for field in ("width", "hidden", "heads")}
+        name += f"-{size.times}-times"
+    if size.heads is not None and size.heads != changes.get("heads", scale.heads):
+        changes["heads"] = size.heads
+        name += f"-{size.heads}-heads"
+    if size.folds not in (None, getattr(scale, "folds", None)):
+        changes["folds"] = size.folds
+        name += f"-{size.folds}-folds"
+    scale = dataclasses.replace(scale, name=name, **changes) if changes else scale
+    return with_options(scale, ScaleOptions(size.scale, sizes=size.sets), "the reproduction's") if size.sets else scale
+
+
+def arm_names(texts: Sequence[str], scale: Any) -> tuple[str, ...]:
+    """Return the canonical names of a table's arms at a scale, each once; see `arm_name`.
+
+    >>> from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+    >>> arm_names(("plain", "em:layers={lower}", "em:layers={first}", "em:layers={two}"), TRANSLATION_SCALES["demo"])
+    ('plain', 'em:layers=0', 'em')
+    """
+    return tuple(dict.fromkeys(arm_name(text, scale) for text in texts))
+
+
+def arm_name(text: str, scale: Any) -> str:
+    """Return the canonical name of an arm of a table at a scale.
+
+    Words in braces stand for what depends on the model: {first} and {last}, the layers at both ends; {lower} and
+    {upper}, the halves; {two}, the first two; {heads}, as many as there are heads; {sixty-four}, 64 or, where the
+    model is no wider or 64 does not divide its width, the default. Layers that come out as all are not written, so
+    that one arm has one name.
+    """
+    for word, meaning in _words(scale).items():
+        text = text.replace(f"{{{word}}}", meaning)
+    return parse_arm(text).name
+
+
+def _words(scale: Any) -> dict[str, str]:
+    layers = getattr(scale, "encoder_layers", None) or scale.layers
+    half = max(1, layers // 2)
+    places = {
+        "first": range(1),
+        "last": range(layers - 1, layers),
+        "lower": range(half),
+        "upper": range(layers - half, layers),
+        "two": range(min(2, layers)),
+    }
+    words = {word: "all" if len(chosen) == layers else "/".join(map(str, chosen)) for word, chosen in places.items()}
+    # a model that was trained before has the sizes of its folder, and its tables name none
+    width, heads = getattr(scale, "width", 0), getattr(scale, "heads", 0)
+    fits = width > CAPSULES and width % CAPSULES == 0
+    return words | {"heads": str(heads), "sixty-four": str(CAPSULES) if fits else "none"}

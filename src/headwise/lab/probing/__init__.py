@@ -1,0 +1,1 @@
+"""Probes: what a linear classifier reads in the layers and heads of a frozen model."""

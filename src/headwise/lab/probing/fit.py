@@ -1,0 +1,164 @@
+"""What a frozen vector tells of a sentence: a classifier on it, its penalty chosen on dev, scored once on test.
+
+Owns the classifiers (SentEval's: logistic regression, or one hidden layer of sigmoids) and the choice. Must not know
+where vectors come from.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
+from threadpoolctl import threadpool_limits
+
+from headwise.errors import SettingError, require_choice, require_integer
+from headwise.lab.probing.softmax_regression import SoftmaxRegression
+
+__all__ = ["FORM", "Classifier", "Fitted", "Split", "fit"]
+
+FORM = "fit-2"  # changes with anything that changes what is fitted
+
+KINDS = ("regression", "mlp")
+# SentEval's four, and a stronger one, as there are fewer sentences here; the strongest first.
+PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+# The path of a regression ends when so many weaker penalties in a row were no better on dev. A hidden layer tries all:
+# under strong ones it answers one class, and two that do are as good as each other.
+PATIENCE = 2
+ITERATIONS, EPOCHS = 100, 200
+BATCH = 128
+# Beyond so many classes there is no hidden layer, as SentEval has it for word content; and regression, which then takes
+# long, is `SoftmaxRegression`'s.
+MANY = 100
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """What is fitted on the vectors.
+
+    Attributes:
+        kind: "regression", logistic, or "mlp", with one hidden layer.
+        penalties: What is tried for lambda in mean loss + lambda/2 |W|^2, in the order it is tried.
+        hidden: Hidden units of the MLP.
+        seed: Seed of the MLP's draws.
+
+    Raises:
+        SettingError: A value is outside its range.
+    """
+
+    kind: str = "regression"
+    penalties: tuple[float, ...] = PENALTIES
+    hidden: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice("classifier", self.kind, KINDS)
+        require_integer("hidden", self.hidden, low=1)
+        require_integer("seed", self.seed)
+        if not self.penalties or min(self.penalties) <= 0:
+            raise SettingError(f"penalties are {self.penalties}; expected at least one, each above 0.")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Vectors [N, d] and the class of each, [N]."""
+
+    vectors: NDArray[np.floating]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A classifier as it did.
+
+    Attributes:
+        dev: Share of dev that is right under the chosen penalty.
+        correct: How many of test are right.
+        penalty: The chosen penalty.
+        converged: Whether the chosen fit came to its end within the iterations it had.
+    """
+
+    dev: float
+    correct: int
+    penalty: float
+    converged: bool
+
+
+def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
+    """Return how well a classifier does on vectors standardised by the training split's mean and deviation.
+
+    Penalties are tried from the first on, by a regression until two in a row are no better on dev; of equal ones on dev
+    the first is kept. The test split is scored once, by the classifier that was chosen.
+
+    Args:
+        classifier: What to fit.
+        splits: "train", "dev" and "test".
+
+    Example:
+        >>> draw = np.random.default_rng(0)
+        >>> labels = draw.integers(0, 2, 300)
+        >>> vectors = draw.normal(size=(300, 4)) + 2.0 * labels[:, None]
+        >>> found = fit(Classifier(), {"train": Split(vectors[:200], labels[:200]),
+        ...     "dev": Split(vectors[200:250], labels[200:250]), "test": Split(vectors[250:], labels[250:])})
+        >>> found.correct > 40
+        True
+    """
+    train = np.asarray(splits["train"].vectors, dtype=np.float32)
+    middle, spread = train.mean(axis=0), train.std(axis=0)
+    # a coordinate that never moves says nothing, and must not become one that does
+    spread = np.where(spread > 1e-6 * (np.abs(middle) + 1e-6), spread, 1.0)
+
+    def scaled(name: str) -> NDArray[np.float32]:
+        return ((np.asarray(splits[name].vectors, dtype=np.float32) - middle) / spread).astype(np.float32)
+
+    kept: tuple[float, float, Any] | None = None
+    worse = 0
+    vectors, dev = scaled("train"), scaled("dev")
+    many = len(np.unique(splits["train"].labels)) > MANY
+    hidden = classifier.kind == "mlp" and not many
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model: Any = None
+        for penalty in classifier.penalties:
+            if hidden:
+                model = _hidden_layer(classifier, penalty, len(vectors))
+            elif many:
+                model = (model or SoftmaxRegression(max_iter=ITERATIONS)).set_params(penalty=penalty)
+            else:
+                model = model or LogisticRegression(max_iter=ITERATIONS, warm_start=True)
+                model.set_params(C=1.0 / (penalty * len(vectors)))
+            model.fit(vectors, splits["train"].labels)
+            score = float(np.mean(model.predict(dev) == splits["dev"].labels))
+            if kept is None or score > kept[0]:
+                kept, worse = (score, penalty, copy.deepcopy(model)), 0
+            else:
+                worse += 1
+            if worse == PATIENCE and not hidden:
+                break
+        assert kept is not None  # there is at least one penalty
+        score, penalty, chosen = kept
+        correct = int(np.sum(chosen.predict(scaled("test")) == splits["test"].labels))
+    converged = chosen.converged_ if many else int(np.max(chosen.n_iter_)) < chosen.max_iter
+    return Fitted(score, correct, penalty, converged)
+
+
+def _hidden_layer(classifier: Classifier, penalty: float, count: int) -> MLPClassifier:
+    return MLPClassifier(
+        (classifier.hidden,),
+        activation="logistic",
+        # scikit-learn divides alpha by the sentences of a batch
+        alpha=penalty * BATCH,
+        batch_size=cast(Any, min(BATCH, count)),  # a number or "auto"; its own hint knows the latter alone
+        learning_rate_init=1e-2,
+        max_iter=EPOCHS,
+        # sigmoids stay on a plateau for a while before they tell anything
+        n_iter_no_change=30,
+        random_state=classifier.seed,
+    )

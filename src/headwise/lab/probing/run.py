@@ -1,0 +1,234 @@
+"""The command `headwise probe`: what the layers and heads of a frozen model tell of sentences.
+
+Owns the order: read, encode once, fit with a progress bar, print, write; and the files, by which it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import joblib
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.arrays import digest
+from headwise.lab.experiment import run_folder
+from headwise.lab.frozen.model import Frozen
+from headwise.lab.frozen.vectors import encodings, fingerprint
+from headwise.lab.probing.figures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
+from headwise.lab.probing.fit import FORM, Fitted
+from headwise.lab.probing.probe import (
+    NONE,
+    Chosen,
+    ProbedTask,
+    Vectors,
+    choose_sentences,
+    judged,
+    probe_vectors,
+    sentences_of,
+)
+from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
+from headwise.lab.results.grids import markdown_of, terminal_grid
+from headwise.lab.results.results import COMPARISON
+from headwise.lab.tasks.probing.data import load_probing
+from headwise.lab.tasks.probing.files import PROBES
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.report.html import write_whole
+
+__all__ = ["probe_model"]
+
+ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A task that is read and not probed yet.
+
+    Attributes:
+        task: Name of its file.
+        data: Digest of what the file holds.
+        title: Its short name.
+        labels: Number of classes.
+        sentences: The sentences to encode.
+        chosen: Their places and classes by split.
+        said: What was done to the file's sentences.
+    """
+
+    task: str
+    data: str
+    title: str
+    labels: int
+    sentences: list[str]
+    chosen: Chosen
+    said: str
+
+
+def probe_model(
+    frozen: Frozen,
+    files: Sequence[tuple[str, Path]],
+    asked: Asked,
+    out: Path | None,
+    cache: Path,
+    workers: int,
+    console: Console,
+    command: str,
+) -> list[ProbedTask]:
+    """Probe a model on each task whose result is not in `out` yet, then show all of them.
+
+    Everything that may be refused is looked at before `out` is written to.
+
+    Args:
+        frozen: The model.
+        files: Name and file of each task.
+        asked: What is probed and how.
+        out: Folder of results, figures and text; what is finished there is not done again. None for `default_folder`.
+        cache: Folder of encoded sentences.
+        workers: Classifiers fitted side by side.
+        console: Where everything is shown.
+        command: The command as it was typed.
+
+    Raises:
+        DataError: The model cannot be probed, or a file cannot be read or written.
+        SettingError: `out` holds a model, or results of other settings or other sentences, or a layer or head is not
+            there.
+    """
+    out = default_folder(frozen.name, asked) if out is None else out
+    _require_free(out, cache)
+    model = fingerprint(frozen)
+    record = {"model": model, "form": FORM, **asdict(asked)}
+    run_folder.require_same(out / run_folder.SETTINGS, record)
+    vectors = vectors_asked(frozen, asked)
+    finished = {name: task for name, path in files if (task := _finished(out, name, path)) is not None}
+    left = [_prepared(name, path, asked, cache) for name, path in files if name not in finished]
+    if frozen.note:
+        console.print(frozen.note, highlight=False)
+    run_folder.claim(out, record)
+    for prepared in left:
+        task = _probed(frozen, model, prepared, vectors, asked, cache, workers, console)
+        run_folder.write_json(_place(out, prepared.task), task.record())
+        finished[prepared.task] = task
+    tasks = [finished[name] for name, _ in files]
+    _show(tasks, out, console, frozen.name, command)
+    return tasks
+
+
+def _require_free(out: Path, cache: Path) -> None:
+    """Refuse the cache, and a folder of a model or of runs, which settings of a probe would make something else."""
+    if out.resolve() == cache.resolve():
+        raise SettingError(f"{out} is the folder of --cache, which may be removed; choose another --out.")
+    settings = out / run_folder.SETTINGS
+    held = [out / name for name in (CONFIG, run_folder.WEIGHTS, COMPARISON) if (out / name).exists()]
+    if settings.exists() and "classifier" not in run_folder.read_json(settings):
+        held.append(settings)
+    if held:
+        raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for what is probed.")
+
+
+def _place(out: Path, name: str) -> Path:
+    return out / f"{name}.json"
+
+
+def _finished(out: Path, name: str, path: Path) -> ProbedTask | None:
+    """Return the result of a task, or None where there is none; it has to be of the file that is asked about."""
+    place = _place(out, name)
+    if not place.exists():
+        return None
+    try:
+        task = ProbedTask.read(run_folder.read_json(place))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{place} is no result of a probe ({error}); delete it and probe again.") from None
+    data = digest("", [path])
+    if task.data != data:
+        raise SettingError(
+            f"{place} tells of other sentences (digest {task.data}) than {path} holds (digest {data}); choose another "
+            "--out, or name the data it was made from."
+        )
+    return task
+
+
+def _prepared(name: str, path: Path, asked: Asked, cache: Path) -> Prepared:
+    data = load_probing(path, PROBING_SCALES["paper"], cache / WORDS)
+    numbers, chosen = choose_sentences(data, asked.sentences, path)
+    title = PROBES[name].title if name in PROBES else name
+    sentences = sentences_of(data, numbers)
+    return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
+
+
+def _probed(
+    frozen: Frozen,
+    model: str,
+    task: Prepared,
+    vectors: Sequence[Vectors],
+    asked: Asked,
+    cache: Path,
+    workers: int,
+    console: Console,
+) -> ProbedTask:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(f"{task.title}: encoding", total=len(task.sentences))
+        found = encodings(
+            frozen,
+            task.sentences,
+            cache / ENCODINGS,
+            model=model,
+            heads=asked.heads != NONE,
+            advance=lambda done: bars.update(bar, advance=done),
+        )
+        bars.update(bar, completed=len(task.sentences))
+        bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
+        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, asked.classifier) for one in vectors)
+        fitted: list[tuple[Vectors, Fitted]] = []
+        for one, result in zip(vectors, _in_parallel(jobs, workers), strict=True):
+            fitted.append((one, result))
+            bars.update(bar, advance=1)
+    majority = _majority(task.chosen)
+    return ProbedTask(
+        task=task.task,
+        data=task.data,
+        title=task.title,
+        labels=task.labels,
+        **{split: len(places) for split, places in task.chosen.places.items()},
+        majority=majority,
+        said=task.said,
+        # of a thousand classes the most frequent one may not occur in test at all
+        found=judged(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
+    )
+
+
+def _in_parallel(jobs: Iterable[Any], workers: int) -> Iterable[Fitted]:
+    return cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
+
+
+def _majority(chosen: Chosen) -> float:
+    most = np.bincount(chosen.labels["train"]).argmax()
+    return float(np.mean(chosen.labels["test"] == most))
+
+
+def _unfinished(task: ProbedTask) -> str:
+    """Return how many classifiers of a task had not come to their end, or nothing."""
+    short = sum(not one.converged for one in task.found)
+    return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
+
+
+def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:
+    lines = [f"# What {name} tells of sentences", "", "```console", f"$ {command}", "```", ""]
+    for grid in (layers_grid(tasks), heads_grid(tasks), sets_grid(tasks)):
+        if grid is not None:
+            console.print(terminal_grid(grid))
+            lines += [markdown_of(grid), ""]
+    for said in (NOTE, *filter(None, map(_unfinished, tasks))):
+        console.print(said, highlight=False)
+        lines += [said, ""]
+    for picture in (layers_picture(tasks), heads_picture(tasks)):
+        if picture is not None:
+            write_whole(out / f"{picture.name}.png", picture.png)
+            lines += [f"![{picture.alt}]({picture.name}.png)", "", picture.caption, ""]
+    sizes = [f"{task.title}: {task.train:,} train, {task.dev:,} dev, {task.test:,} test. {task.said}" for task in tasks]
+    run_folder.write_text(out / TEXT, "\n".join([*lines, *(f"- {size}" for size in sizes), ""]))
+    console.print(f"written to {out / TEXT}, with figures", soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,1 @@
+"""From finished runs to statistics, tables and pages."""

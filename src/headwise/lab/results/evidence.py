@@ -1,0 +1,126 @@
+"""What a claim is judged by: the finished runs of some arms and seeds of a comparison, and the numbers beside them.
+
+Owns the choice of runs from a folder that several reproductions share, and the reading of a run's further numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import DataError
+from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.run_folder import ANALYSIS, RESULT, read_json
+from headwise.lab.results.results import COMPARISON, Results, Run, read_results
+
+__all__ = ["Evidence", "by_seed", "by_shared_seed", "read_evidence", "run_numbers"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The runs of one comparison that a reproduction asks for.
+
+    Attributes:
+        results: The comparison, cut to the arms and seeds asked for.
+        numbers: (arm, seed) to the numbers of that run by name: "step_seconds", "parameters", "output_cosine", those
+            of its answers such as "NLL", and those of its analyses.
+    """
+
+    results: Results
+    numbers: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+
+    def has(self, arm: str) -> bool:
+        """Return whether an arm has a run."""
+        return any(known == arm for known, _ in self.numbers)
+
+    def of(self, arm: str, name: str) -> dict[int, float]:
+        """Return a number of an arm by seed, of the runs that have it."""
+        return {
+            seed: found[name]
+            for (known, seed), found in sorted(self.numbers.items(), key=lambda item: item[0][1])
+            if known == arm and name in found
+        }
+
+    def mean(self, arm: str, name: str) -> float | None:
+        """Return the mean of a number over seeds, or None."""
+        found = self.of(arm, name)
+        return statistics.fmean(found.values()) if found else None
+
+
+def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evidence | None:
+    """Return the finished runs of `arms` with `seeds`, and the baselines, from the folder of a comparison.
+
+    Args:
+        out: Folder of the comparison; it may hold other arms and seeds.
+        arms: Names of the arms, in the order of the table.
+        seeds: The seeds.
+
+    Returns:
+        The evidence, or None where none of these runs is finished.
+
+    Raises:
+        DataError: A file is damaged; see `read_results`.
+    """
+    if not (out / COMPARISON).exists() or not any(_result(out, arm, seed).exists() for arm in arms for seed in seeds):
+        return None
+    results = read_results(out)
+    runs = tuple(run for run in results.runs if run.baseline or (run.arm in arms and run.seed in seeds))
+    cut = replace(results, arms=tuple(arms), seeds=tuple(seeds), runs=runs)
+    numbers = {(run.arm, run.seed): run_numbers(_folder(out, run)) for run in runs}
+    return Evidence(cut, numbers)
+
+
+def run_numbers(folder: Path) -> dict[str, float]:
+    """Return the finite numbers of a finished run by name: of its result, its answers, its analyses and each site.
+
+    Raises:
+        DataError: A file is not what a run leaves.
+    """
+    records: list[Any] = [read_json(folder / RESULT)]
+    records.append(records[0].get("answers") or {})
+    records += [
+        {f"{name} of {site}": value for name, value in measures.items()}
+        for site, measures in (records[0].get("sites") or {}).items()
+    ]
+    for path in sorted(folder.glob(f"{ANALYSIS}*.json")):
+        analysis = read_json(path)
+        if not isinstance(analysis, dict) or not isinstance(analysis.get("numbers"), dict):
+            raise DataError(f"{path} is not the record of an analysis; delete it and give the same command again.")
+        records.append(analysis["numbers"])
+    return {
+        str(name): float(value)
+        for record in records
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
+    """Return the runs of an arm by seed."""
+    return {run.seed: run for run in runs if run.arm == arm}
+
+
+def by_shared_seed(asked: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
+    """Return the runs of several arms by seed; a baseline, which has one, stands beside every seed of the others."""
+    runs = [by_seed(evidence.results.runs, arm) for evidence, arm in asked]
+    alone = [bool(found) and all(run.baseline for run in found.values()) for found in runs]
+    others = [set(found) for found, baseline in zip(runs, alone, strict=True) if not baseline]
+    if not others:
+        return runs
+    seeds = set.intersection(*others)
+    return [
+        dict.fromkeys(seeds, next(iter(found.values()))) if baseline else found
+        for found, baseline in zip(runs, alone, strict=True)
+    ]
+
+
+def _folder(out: Path, run: Run) -> Path:
+    return out / folder_of(run.arm) / f"seed-{run.seed}"
+
+
+def _result(out: Path, arm: str, seed: int) -> Path:
+    return out / folder_of(arm) / f"seed-{seed}" / RESULT

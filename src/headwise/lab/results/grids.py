@@ -1,0 +1,237 @@
+"""A comparison's table as text: grids of cells, and their terminal and Markdown forms.
+
+Owns which grids there are and their columns; how a number looks is `cells`'. Must not compute anything: the numbers
+are `table`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.console import Group
+from rich.text import Text
+
+from headwise.lab.results.cells import NONE, number, p_range, percent, points, signed
+from headwise.lab.results.head_drops import LOSS, Drop, pooled
+from headwise.lab.results.table import PLAIN, Table
+from headwise.lab.results.terminal_columns import ColumnBlocks
+
+__all__ = [
+    "Grid",
+    "bins_grid",
+    "cost_grid",
+    "diversity_grid",
+    "grids",
+    "head_grids",
+    "markdown_of",
+    "paired_grids",
+    "plain_grid",
+    "signature_grid",
+    "terminal",
+    "terminal_grid",
+    "verdict_grid",
+]
+
+# More bins than this do not fit a terminal with their intervals.
+BINS_WITH_INTERVAL = 5
+KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
+NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of text with a title.
+
+    Attributes:
+        title: What the grid shows.
+        header: One text a column.
+        rows: Rows of one text a column.
+        align: One letter a column, l or r.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: str
+
+
+def verdict_grid(table: Table) -> Grid:
+    """Return the score of each arm and the verdict about it, against the arm that differs in one thing."""
+    rows = tuple(
+        (
+            row.arm,
+            str(len(row.seeds)),
+            percent(row.score),
+            "baseline" if row.baseline else row.control or NONE,
+            points(row.to_control),
+            row.verdict or NONE,
+        )
+        for row in table.rows
+    )
+    header = ("arm", "seeds", table.axis.replace(" ", "\n"), "judged\nagainst", "difference,\npoints", "verdict")
+    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", header, rows, "lrrlrl")
+
+
+def plain_grid(table: Table) -> Grid:
+    """Return the differences to plain of the baselines and of the arms whose control is another arm."""
+    rows = tuple(
+        (row.arm, points(row.to_plain), row.to_plain.verdict or NONE)
+        for row in table.rows
+        if row.to_plain is not None and row.control != PLAIN
+    )
+    return Grid("the others against plain", ("arm", "difference,\npoints", "verdict"), rows, "lrl")
+
+
+def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
+    """Return the score in each bin, one row an arm.
+
+    Args:
+        table: The comparison.
+        intervals: Whether each score carries half its 95 % interval.
+    """
+    rows = tuple((row.arm, *(percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
+    header = ("arm", *map(str, table.bins))
+    title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
+    return Grid(title, header, rows, "l" + "r" * len(table.bins))
+
+
+def cost_grid(table: Table) -> Grid:
+    """Return what else the task shows of each arm's answers, and what the arm costs, one row an arm."""
+    measures = [one for one in table.shown if any(row.answered[one.key] is not None for row in table.rows)]
+    rows = tuple(
+        (
+            row.arm,
+            *(
+                NONE if (value := row.answered[measure.key]) is None else f"{value:.{measure.digits}f}"
+                for measure in measures
+            ),
+            NONE if row.parameters is None else f"{row.parameters:,}",
+            NONE if row.step_ratio is None else f"{row.step_ratio:.2f}",
+        )
+        for row in (table.rows if measures else table.arms)
+    )
+    header = ("arm", *(measure.title for measure in measures), "params", "step\ntime")
+    title = f"{'further scores and ' if measures else ''}the cost: means over seeds (step time: over plain)"
+    return Grid(title, header, rows, "l" + "r" * (len(header) - 1))
+
+
+def head_grids(table: Table) -> tuple[Grid, ...]:
+    """Return what removing one head costs, one grid a score, the heads of all seeds together."""
+    scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
+    kinds = dict.fromkeys(
+        drop.kind
+        for row in table.arms
+        for models in row.head_drops.values()
+        for model in models
+        for drop in model.drops
+    )
+    columns = tuple(KINDS.get(kind, kind) for kind in kinds) if len(kinds) > 1 else ()
+    header = ("arm", "seeds", "heads", "redundant", "raise", "no cost\nshown", "mean\ncost", *columns)
+    found = []
+    for score in scores:
+        rows = []
+        for row in table.arms:
+            if models := row.head_drops.get(score):
+                drops = [drop for model in models for drop in model.drops]
+                summary = pooled(models)
+                shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
+                means = [_mean_cost(score, drops)]
+                means += [_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns]
+                percents = (f"{100 * value:.0f} %" for value in shares)
+                rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
+        cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
+        found.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
+    return tuple(found)
+
+
+def signature_grid(table: Table) -> Grid:
+    """Return how each score was computed, in the words of the library that did."""
+    return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
+
+
+def paired_grids(table: Table) -> tuple[Grid, ...]:
+    """Return sacreBLEU's paired tests of each arm against its control, one grid a metric.
+
+    Beside those on the table's own metric stands the verdict, which is about seeds and test items.
+    """
+    found = []
+    for metric in dict.fromkeys(tests.metric for tests in table.paired):
+        judged = metric == table.metric.name
+        rows = []
+        for tests in table.paired:
+            if tests.metric != metric:
+                continue
+            row = table.row(tests.arm)
+            cells = (
+                tests.arm,
+                str(len(tests.seeds)),
+                signed(tests.difference),
+                f"{tests.ahead}, {tests.behind}",
+                p_range([test.bootstrap for test in tests.tests]),
+                p_range([test.randomisation for test in tests.tests]),
+            )
+            rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
+        header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
+        title = f"sacreBLEU's paired tests on {metric}, each run against its control's; p-values not adjusted"
+        found.append(Grid(title, (*header, *(["verdict"] * judged)), tuple(rows), "lrrrrr" + "l" * judged))
+    return tuple(found)
+
+
+def diversity_grid(table: Table) -> Grid:
+    """Return how alike the heads of each arm are, one row an arm."""
+    names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
+    rows = tuple((row.arm, *(number(row.measures[name]) for name in (*names, "force_ratio"))) for row in table.arms)
+    header = ("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio")
+    return Grid("how alike the heads are: means over seeds", header, rows, "l" + "r" * (len(header) - 1))
+
+
+def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
+    """Return all grids that have rows, the verdicts first; `intervals` as for `bins_grid`."""
+    every = (
+        verdict_grid(table),
+        plain_grid(table),
+        *paired_grids(table),
+        cost_grid(table),
+        bins_grid(table, intervals=intervals),
+        diversity_grid(table),
+        *head_grids(table),
+        signature_grid(table),
+    )
+    return tuple(grid for grid in every if grid.rows)
+
+
+def terminal(table: Table) -> Group:
+    """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
+    shown = [terminal_grid(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
+    notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
+    return Group(*shown, *(Text(note, "dim") for note in notes))
+
+
+def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
+    if not drops:
+        return NONE
+    mean = fmean(drop.value for drop in drops)
+    return number(mean) if score == LOSS else number(100 * mean)
+
+
+def terminal_grid(grid: Grid) -> ColumnBlocks:
+    """Return a grid as the terminal shows it: where it is too wide, in blocks of columns, each with the first."""
+    return ColumnBlocks(grid.title, grid.header, grid.rows, grid.align)
+
+
+def markdown_of(grid: Grid) -> str:
+    """Return a grid as a Markdown table under its title."""
+    rule = ["---" if letter == "l" else "--:" for letter in grid.align]
+    lines = [_line(map(_escaped, grid.header)), _line(rule)]
+    return "\n".join([f"**{_escaped(grid.title)}**", "", *lines, *(_line(map(_escaped, row)) for row in grid.rows)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))

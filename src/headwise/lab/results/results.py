@@ -1,0 +1,294 @@
+"""What the finished runs of a comparison left on disk, read and checked as a whole.
+
+Owns the reading of `comparison.json`, `test.npz` and the folders of runs. A file that cannot be what it should be is
+refused by its name; runs that are not finished are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DataError, ShapeError
+from headwise.lab.experiment.metrics import METRICS, Measure, Metric
+from headwise.lab.experiment.run_folder import EPOCHS, PREDICTIONS, RESULT, TEXT, analysis_file, read_json
+from headwise.lab.results.head_drops import HeadDrops, read_head_drops
+from headwise.lab.results.paired_tests import Pair, PairedTests, read_paired_tests
+
+__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results", "starts_of"]
+
+COMPARISON = "comparison.json"
+TEST = "test.npz"
+REFERENCES = "references.txt"
+PAIRED = "paired-tests.json"
+# The analysis that times steps in turn with those of plain, and its number.
+STEP_TIME, STEP_RATIO = "step-time", "step_ratio"
+MEASURES = (
+    "distance",
+    "output_cosine",
+    "output_cka",
+    "position_js",
+    "parameter_cosine",
+    "particle_norm",
+    "force_ratio",
+)
+AGAIN = "delete the folder {} and give the same command again, which redoes this run alone."
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run.
+
+    Attributes:
+        arm: Name of the arm, or of the baseline.
+        seed: Its seed.
+        start: Which of its arm's earlier runs it began with, where the method acted in these; None where it drew
+            everything itself.
+        control: Name of the arm it is judged against; None for plain and for baselines.
+        baseline: Whether it is a row to compare with rather than an arm.
+        statistics: What is kept of each test item for the metric, [N] or [N, K].
+        predicted: Its answers, or what tells them apart, int [N].
+        measures: `MEASURES` by name; None where one does not apply.
+        answered: Further numbers about its answers, by `metric.Measure.key`.
+        signatures: How each score was computed, by its name, where that is known.
+        parameters: Number of parameters, or None for a baseline.
+        step_seconds: Median time of a training step, or None.
+        step_ratio: Time of a step over plain's where steps of both were timed in turn, else None.
+        settings: What determined the run, as JSON data.
+        dev: Its score on dev after each epoch; empty for a baseline.
+        head_drops: What each of its heads is worth, a score each; empty where that was not measured.
+        versions: Package to version.
+        folder: Its folder.
+    """
+
+    arm: str
+    seed: int
+    start: int | None
+    control: str | None
+    baseline: bool
+    statistics: NDArray
+    predicted: NDArray[np.int64]
+    measures: Mapping[str, float | None]
+    answered: Mapping[str, float | None]
+    signatures: Mapping[str, str]
+    parameters: int | None
+    step_seconds: float | None
+    step_ratio: float | None
+    settings: Mapping[str, Any]
+    dev: tuple[float, ...]
+    head_drops: tuple[HeadDrops, ...]
+    versions: Mapping[str, str]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Results:
+    """A comparison as it lies on disk.
+
+    Attributes:
+        task: Name of the task.
+        scale: Name of the scale.
+        primary: The metric that verdicts are about, named before the first run.
+        metric: That metric.
+        shown: What is shown beside it.
+        difficulty: What the bins of test items are by, as in "number of operators".
+        data: Fingerprint of the data.
+        arms: Names of the arms asked for, in their order.
+        seeds: The seeds asked for.
+        bins: Difficulty of each test item, int [N].
+        runs: The finished runs.
+        paired: sacreBLEU's paired tests of each arm against its control, where they were done.
+        paired_signatures: How they were done.
+        described: The data in words; "" in a folder that does not say.
+    """
+
+    task: str
+    scale: str
+    primary: str
+    metric: Metric
+    shown: tuple[Measure, ...]
+    difficulty: str
+    data: str
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    bins: NDArray[np.int64]
+    runs: tuple[Run, ...]
+    paired: tuple[PairedTests, ...] = ()
+    paired_signatures: Mapping[str, str] = field(default_factory=dict)
+    described: str = ""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The runs that were asked for and are not finished."""
+        finished = {(run.arm, run.seed) for run in self.runs}
+        return tuple(f"{arm} seed {seed}" for arm in self.arms for seed in self.seeds if (arm, seed) not in finished)
+
+
+def read_results(out: Path) -> Results:
+    """Return what the comparison in folder `out` has finished.
+
+    Raises:
+        DataError: `out` holds no comparison or no finished run, or one of its files is damaged or belongs to
+            something else; the message names the file and what to do.
+    """
+    path = out / COMPARISON
+    if not path.exists():
+        raise DataError(f"{out} holds no {COMPARISON}; expected the --out folder of a comparison.")
+    record = read_json(path)
+    try:
+        names = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
+        metric = METRICS[str(record["metric"])]
+        arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
+        shown = tuple(
+            Measure(**{name: value for name, value in measure.items() if name != "kind"})
+            for measure in record.get("shown", [])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
+    test = _arrays(out / TEST, ("bins",), f"delete {out / TEST} and give the same command again.")
+    places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
+    runs = tuple(_read_run(place, metric, len(test["bins"])) for place in places)
+    if not runs:
+        raise DataError(f"{out} holds no finished run; give the comparison's command again to go on with it.")
+    for index, run in enumerate(runs):
+        if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
+            raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
+    paired, signatures = read_paired_tests(pairs_of(runs), out / REFERENCES, out / PAIRED)
+    return Results(
+        **names,
+        metric=metric,
+        shown=shown,
+        arms=arms,
+        seeds=seeds,
+        bins=test["bins"],
+        runs=runs,
+        paired=paired,
+        paired_signatures=signatures,
+        described=str(record.get("described", "")),
+    )
+
+
+def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
+    """Return each run whose control has a run of the same seed, with that one, as files of their translations."""
+    by_name = {(run.arm, run.seed): run for run in runs}
+    return tuple(
+        Pair(run.arm, run.control, run.seed, run.folder / TEXT, control.folder / TEXT)
+        for run in runs
+        if run.control is not None and (control := by_name.get((run.control, run.seed))) is not None
+    )
+
+
+def starts_of(runs: Iterable[Run]) -> tuple[int, ...] | None:
+    """Return which earlier run each run began with; None where they drew everything themselves.
+
+    Raises:
+        DataError: Some did and some did not, as where runs were made by different versions.
+    """
+    given = list(runs)
+    known = tuple(run.start for run in given if run.start is not None)
+    if known and len(known) != len(given):
+        silent = next(run for run in given if run.start is None)
+        raise DataError(f"{silent.folder} does not say which earlier run it began with; {AGAIN.format(silent.folder)}")
+    return known or None
+
+
+def _read_run(path: Path, metric: Metric, items: int) -> Run:
+    again = AGAIN.format(path.parent)
+    try:
+        record = read_json(path)
+    except DataError:
+        raise DataError(f"{path} is not readable as JSON; {again}") from None
+    answers = _arrays(path.with_name(PREDICTIONS), ("statistics", "predicted"), again)
+    predicted, statistics = answers["predicted"].astype(np.int64), answers["statistics"]
+    if len(predicted) != items:
+        raise DataError(
+            f"{path.with_name(PREDICTIONS)} answers {len(predicted)} items, not the {items} of "
+            f"{path.parents[2] / TEST}; {again}"
+        )
+    try:
+        settings = dict(record["settings"])
+        run = Run(
+            arm=str(record["arm"]),
+            seed=int(record["seed"]),
+            start=None if record.get("start") is None else int(record["start"]),
+            control=None if record["control"] is None else str(record["control"]),
+            baseline="baseline" in settings,
+            statistics=statistics,
+            predicted=predicted,
+            measures={name: _float(record[name]) for name in MEASURES},
+            answered={
+                str(name): _float(value)
+                for name, value in dict(record.get("answers", {})).items()
+                if isinstance(value, int | float)
+            },
+            signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
+            parameters=None if record["parameters"] is None else int(record["parameters"]),
+            step_seconds=_float(record["step_seconds"]),
+            step_ratio=_read_step_ratio(analysis_file(path.parent, STEP_TIME), again),
+            settings=settings,
+            versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
+            dev=_read_dev(path.with_name(EPOCHS), again),
+            head_drops=read_head_drops(path.parent),
+            folder=path.parent,
+        )
+        score = float(record["score"]["pooled"])
+        found = float(metric.values(statistics).mean())
+    except KeyError as error:
+        raise DataError(f"{path} has no {error}; {again}") from None
+    except (TypeError, ValueError, ShapeError):
+        raise DataError(f"{path} is not the result of a run; {again}") from None
+    if abs(score - found) > 1e-6:
+        raise DataError(f"{path} says {metric.name} {score:.6f}, its predictions say {found:.6f}; {again}")
+    return run
+
+
+def _read_dev(path: Path, remedy: str) -> tuple[float, ...]:
+    if not path.exists():
+        return ()
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            found.append(float(json.loads(line)["dev"]["pooled"]))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not the record of an epoch; {remedy}") from None
+    return tuple(found)
+
+
+def _read_step_ratio(path: Path, remedy: str) -> float | None:
+    if not path.exists():
+        return None
+    try:
+        return float(read_json(path)["numbers"][STEP_RATIO])
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{path} is not the record of step times; {remedy}") from None
+
+
+def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
+    try:
+        # numpy leaves a file open that it opened itself and could not read
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in names}
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; {remedy}") from None
+    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile):
+        raise DataError(f"{path} is damaged; {remedy}") from None
+    if len({array.shape[:1] for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim < 1:
+        raise DataError(f"{path} holds arrays of different lengths; {remedy}")
+    return arrays
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _number(place: Path) -> int:
+    number = place.parent.name.removeprefix("seed-")
+    return int(number) if number.isdigit() else -1

@@ -1,0 +1,1 @@
+"""Role masks for the texts of a task."""

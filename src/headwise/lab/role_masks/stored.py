@@ -1,0 +1,96 @@
+"""What a run with roles keeps in its folder, so that sentences which are in no data have masks too.
+
+Owns the two files: how rare each word is, and which pipeline parsed. Must not know how masks are made.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headwise.errors import DataError
+from headwise.lab.data.spacy_pipelines import pipeline_digest
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.guided import Guided, require_parses
+from headwise.roles.idf import IDF
+
+__all__ = ["RARITY", "ROLES", "KeptRoles", "keep_roles", "kept_roles"]
+
+RARITY, ROLES = "idf.json", "roles.json"
+
+
+class KeptRoles(NamedTuple):
+    """What masks of new sentences are made from.
+
+    Attributes:
+        rarity: How rare a word is in the training split.
+        pipeline: The pipeline of spaCy that parsed; None where texts were not parsed.
+    """
+
+    rarity: IDF
+    pipeline: Path | None
+
+
+def keep_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
+    """Write what `kept_roles` reads into a run's folder.
+
+    Args:
+        folder: The run's folder.
+        rarity: How rare a word is.
+        pipeline: The pipeline that parsed the run's texts; None where they were not parsed.
+    """
+    rarity.save(folder / RARITY)
+    place = None if pipeline is None else str(pipeline.resolve() if pipeline.is_dir() else pipeline)
+    parsed_by = None if pipeline is None else pipeline_digest(pipeline)
+    run_folder.write_json(folder / ROLES, {"pipeline": place, "digest": parsed_by})
+
+
+def kept_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles:
+    """Return what a finished run with roles keeps.
+
+    Args:
+        folder: The run's folder.
+        guided: Its roles.
+        pipeline: Where the pipeline lies that parsed its texts; None for the place where it lay then. Where they were
+            not parsed it does not count.
+
+    Raises:
+        DataError: A file is missing or damaged, the pipeline is missing or another one, or the roles are those of
+            other parses, which a run does not keep.
+    """
+    if guided.shuffled:
+        raise DataError(
+            f"{folder} holds a control whose roles are from parses of other training sentences, which a run does not "
+            "keep; what it answered on the test set stands there."
+        )
+    for name in (RARITY, ROLES):
+        if not (folder / name).is_file():
+            raise DataError(
+                f"{folder / name} is missing; a run with roles keeps it when it ends: train this one again."
+            )
+    record = run_folder.read_json(folder / ROLES)
+    if not isinstance(record, dict) or not {"pipeline", "digest"} <= record.keys():
+        raise DataError(f"{folder / ROLES} does not say what parsed the run's texts; train this run again.")
+    if record["digest"] is None:
+        pipeline = None
+    else:
+        pipeline = pipeline or _remembered(folder / ROLES, record["pipeline"])
+        if pipeline_digest(pipeline) != record["digest"]:
+            raise DataError(
+                f"{pipeline} is not the pipeline that parsed the texts of {folder}, or it was changed since; name that "
+                "one (--pipeline DIR)."
+            )
+    require_parses(guided, pipeline is not None)
+    return KeptRoles(IDF.load(folder / RARITY), pipeline)
+
+
+def _remembered(path: Path, name: Any) -> Path:
+    if not isinstance(name, str):
+        raise DataError(f"{path} names no pipeline; name the one that parsed the run's texts (--pipeline DIR).")
+    if os.sep in name and not Path(name).exists():
+        raise DataError(
+            f"{name}, the pipeline that parsed the run's texts, is not there any more; name it where it is now "
+            "(--pipeline DIR)."
+        )
+    return Path(name)

@@ -1,0 +1,276 @@
+"""The data of the classification task: splits of labelled texts as token ids, and how a batch is made.
+
+Owns the splits, the vocabulary and the batch. A text is encoded as START, its words in lower case, END.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import Ragged, stable_key
+from headwise.lab.data.splits import TENTHS, cut, without
+from headwise.lab.tasks.classification.scales import ClassificationScale
+from headwise.lab.tasks.classification.texts import Texts, load_texts
+
+__all__ = [
+    "SPECIAL",
+    "ClassificationData",
+    "Sentence",
+    "Sentences",
+    "classification_parts",
+    "collate",
+    "data_of",
+    "load_data",
+]
+
+SPECIAL = ("<pad>", "<unk>", "<start>", "<end>")
+PADDING, UNKNOWN, START, END = range(len(SPECIAL))
+
+
+class Sentence(TypedDict):
+    """One text as token ids, its class, and its number among all texts of the set."""
+
+    tokens: list[int]
+    label: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sentences(Dataset[Sentence]):
+    """The texts of one split, encoded; `split[i]` is a `Sentence`.
+
+    Attributes:
+        tokens: Token ids, with START and END.
+        labels: Class of each text, int64 [N].
+        numbers: Place of each text among all texts of the set, int64 [N].
+    """
+
+    tokens: Ragged
+    labels: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each text, START and END included, [N]."""
+        return self.tokens.lengths
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sentence:
+        return Sentence(tokens=self.tokens[index], label=int(self.labels[index]), number=int(self.numbers[index]))
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationData:
+    """The task's data.
+
+    Attributes:
+        train: Texts to train on.
+        dev: Texts to choose settings by.
+        test: Texts to answer once at the end; those of all folds, one after another, where all folds are asked for.
+        vocabulary: The token of each id; 0 is padding, 1 an unknown word, 2 and 3 begin and end a text.
+        labels: The label of each class.
+        texts: All texts of the set, with their parses.
+        dropped: Training and dev texts left out because they stand in a later split too.
+    """
+
+    train: Sentences
+    dev: Sentences
+    test: Sentences
+    vocabulary: tuple[str, ...]
+    labels: tuple[str, ...]
+    texts: Texts
+    dropped: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the texts follow from; how they are cut is part of the scale's record."""
+        return self.texts.fingerprint
+
+    def summary(self) -> str:
+        """Return the sizes of the splits, what was done to the texts, and what they are labelled with."""
+        counts = self.counts()
+        sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "dev", "test"))
+        done = [
+            f"{counts[name]:,} {said}"
+            for name, said in (
+                ("without_text", "without a text left out"),
+                ("in_a_later_split_too", "left out of training or dev as a later split has them"),
+                ("cut_to_the_longest", "cut to the longest length"),
+            )
+            if counts[name]
+        ]
+        labels = ", ".join(self.labels[:8]) + (", ..." if len(self.labels) > 8 else "")
+        parses = "" if self.texts.heads is None else "; parsed"
+        return f"texts: {'; '.join([sizes, *done])}; labels {labels}; {len(self.vocabulary):,} token ids{parses}"
+
+    def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
+        known = [
+            (index, self.texts.vectors[word])
+            for index, word in enumerate(self.vocabulary)
+            if word in self.texts.vectors
+        ]
+        ids = np.array([index for index, _ in known], dtype=np.int64)
+        return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many texts there are and what was done to them, by name."""
+        named = {name: len(getattr(self, name)) for name in ("train", "dev", "test")}
+        unknown = int((self.test.tokens.values == UNKNOWN).sum())
+        words = int(self.test.tokens.values.size - 2 * len(self.test))
+        return {
+            **named,
+            "without_text": self.texts.left_out,
+            "in_a_later_split_too": self.dropped,
+            "cut_to_the_longest": self.texts.cut,
+            "test_words": words,
+            "test_words_unknown": unknown,
+        }
+
+
+def classification_parts(
+    place: Path, scale: ClassificationScale, cache: Path | None
+) -> tuple[ClassificationScale, ...]:
+    """Return the scale of each training that a run is made of: one a fold, where the set has no test of its own.
+
+    Raises:
+        DataError: As `load_data`.
+    """
+    if scale.folds is None or scale.fold is not None or load_texts(place, scale, cache).layout.test is not None:
+        return (scale,)
+    return tuple(replace(scale, fold=fold) for fold in range(scale.folds))
+
+
+def load_data(
+    place: Path, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
+) -> ClassificationData:
+    """Return the data of a scale.
+
+    Equal texts are in one split: where a set has splits of its own, training texts that stand in dev or test too are
+    left out; what is cut here is cut by a hash of the text. A set without a test of its own is cut into tenths, or into
+    `scale.folds` parts, of which one is test and one is dev.
+
+    Args:
+        place: Folder with the set's files, or one file.
+        scale: How to cut, and what to keep.
+        cache: Folder for prepared texts and parses; None keeps nothing.
+        progress: Whether parsing shows a bar.
+
+    Raises:
+        DataError: A file is missing or malformed, or a split comes out empty.
+    """
+    return data_of(load_texts(place, scale, cache, progress=progress), scale, place)
+
+
+def data_of(texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True) -> ClassificationData:
+    """Return texts cut into splits and encoded; see `load_data`.
+
+    Args:
+        texts: The texts.
+        scale: How to cut, and what to keep.
+        place: What messages call them.
+        every_label: Whether to refuse a label that no training text has.
+    """
+    splits, dropped = _splits(texts, scale)
+    if scale.train_examples is not None:
+        order = sorted(
+            splits["train"].tolist(), key=lambda number: (stable_key("cap", str(texts.keys[number])), number)
+        )
+        splits["train"] = np.sort(np.array(order[: scale.train_examples], dtype=np.int64))
+    for name, numbers in splits.items():
+        if not len(numbers):
+            raise DataError(f"{place}: the {name} split holds no text; add data.")
+    missing = sorted({*range(len(texts.labels))} - {*texts.classes[splits["train"]].tolist()})
+    if missing and every_label:
+        raise DataError(f"{place}: no training text has the label {texts.labels[missing[0]]!r}; add data or drop it.")
+    vocabulary = _vocabulary(texts, splits["train"], scale.min_count)
+    ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
+    of_type = [ids.get(word, UNKNOWN) for word in texts.lower]
+    encoded = {
+        name: Sentences(
+            Ragged.of([[START, *(of_type[word] for word in texts.words[number]), END] for number in numbers.tolist()]),
+            texts.classes[numbers],
+            numbers,
+        )
+        for name, numbers in splits.items()
+    }
+    return ClassificationData(**encoded, vocabulary=vocabulary, labels=texts.labels, texts=texts, dropped=dropped)
+
+
+def collate(examples: Sequence[Sentence]) -> dict[str, Tensor]:
+    """Return a batch: "tokens" [B, L] padded with 0, "labels" [B] and "numbers" [B], all int64.
+
+    Raises:
+        DataError: There are no examples.
+
+    Example:
+        >>> batch = collate([Sentence(tokens=[2, 5, 3], label=1, number=7), Sentence(tokens=[2, 3], label=0, number=9)])
+        >>> batch["tokens"].tolist(), batch["numbers"].tolist()
+        ([[2, 5, 3], [2, 3, 0]], [7, 9])
+    """
+    if not examples:
+        raise DataError("collate was given no examples; expected at least one.")
+    tokens = np.zeros((len(examples), max(len(one["tokens"]) for one in examples)), dtype=np.int64)
+    for row, one in zip(tokens, examples, strict=True):
+        row[: len(one["tokens"])] = one["tokens"]
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.tensor([one["label"] for one in examples]),
+        "numbers": torch.tensor([one["number"] for one in examples]),
+    }
+
+
+def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray[np.int64]], int]:
+    """Return the numbers of the texts of each split, and how many were left out because a later split has them."""
+    layout = texts.layout
+    numbers = {name: np.arange(*texts.files[name]) for name in layout.names}
+    keys = [str(key) for key in texts.keys.tolist()]
+
+    def keys_of(chosen: NDArray[np.int64]) -> list[str]:
+        return [keys[int(number)] for number in chosen]
+
+    if layout.test is None:
+        found = _cut(numbers[layout.train], keys, scale)
+        return found, 0
+    train, test = numbers[layout.train], numbers[layout.test]
+    if layout.dev is None:
+        # dev is cut before what stands in test is dropped, so that it does not depend on test
+        places = cut(keys_of(train))
+        own = {"train": np.sort(train[np.concatenate([places["train"], places["test"]])]), "dev": train[places["dev"]]}
+    else:
+        own = {"train": train, "dev": numbers[layout.dev]}
+    whole = {**own, "test": test}
+    kept = without({name: keys_of(chosen) for name, chosen in whole.items()})
+    found = {name: chosen[kept[name]] for name, chosen in whole.items()}
+    return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
+
+
+def _cut(numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale) -> dict[str, NDArray[np.int64]]:
+    chosen = [keys[int(number)] for number in numbers]
+    count = TENTHS if scale.folds is None else scale.folds
+    found = {name: numbers[places] for name, places in cut(chosen, count=count, fold=scale.fold or 0).items()}
+    if scale.folds is not None and scale.fold is None:
+        tests = [numbers[cut(chosen, count=count, fold=fold)["test"]] for fold in range(count)]
+        found["test"] = np.concatenate(tests)
+    return found
+
+
+def _vocabulary(texts: Texts, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
+    found: Counter[str] = Counter()
+    for number in train.tolist():
+        found.update(texts.lower[word] for word in texts.words[number])
+    kept = (word for word, count in found.items() if count >= min_count or word in texts.vectors)
+    return (*SPECIAL, *sorted(word for word in kept if word not in SPECIAL))

@@ -1,0 +1,276 @@
+"""The texts of a classification set as words, with their labels and, where a pipeline is named, their parses.
+
+Owns how a text becomes words, the packing of parses into small arrays and their cache. Splits, vocabularies and token
+ids follow from it and are `classification_data`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
+from headwise.lab.data.labelled_texts import LabelledText, Layout, find_layout, read_labelled
+from headwise.lab.data.spacy_pipelines import pipeline_files
+from headwise.lab.data.word_vectors import read_word_vectors
+from headwise.lab.tasks.classification.scales import ClassificationScale
+from headwise.roles.word_table import WordTable
+
+__all__ = ["Texts", "load_texts", "stands_apart", "texts_of", "word_tables"]
+
+ENCODING = "classification-1"  # changes with anything below that changes the arrays
+PARSES = "parses"
+# Marks that stand apart from words in a text that was cut into words before.
+ATTACHED, APART = re.compile(r"\w[,.;?!](?=\s|$)"), re.compile(r"(?<!\S)[,.;?!](?=\s|$)")
+# The Penn Treebank's brackets: SST has them in its sentences and not in its phrases.
+BRACKETS = {"-lrb-": "(", "-rrb-": ")", "-lsb-": "[", "-rsb-": "]", "-lcb-": "{", "-rcb-": "}"}
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """All texts of a set, file by file.
+
+    Attributes:
+        layout: Which file is which split.
+        files: First and last text, exclusive, of each file, by the layout's names.
+        labels: The label of each class, in order.
+        classes: Class of each text, int64 [N].
+        keys: What tells texts apart: a hash of the text in lower case, int64 [N].
+        types: The different words, as they are written.
+        words: Words of each text, places in `types`.
+        heads: Place of each word's head in its text; None without a pipeline.
+        relations: Relation of each word to its head, places in `relation_names`; None without a pipeline.
+        relation_names: The different relations.
+        vectors: Vectors of words in lower case, where a file of them was named.
+        left_out: Lines without a text, which are left out.
+        cut: Texts longer than the scale allows, which are cut.
+        fingerprint: 16 hexadecimal digits of everything the texts follow from.
+    """
+
+    layout: Layout
+    files: Mapping[str, tuple[int, int]]
+    labels: tuple[str, ...]
+    classes: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    types: tuple[str, ...]
+    words: Ragged
+    heads: Ragged | None
+    relations: Ragged | None
+    relation_names: tuple[str, ...]
+    vectors: Mapping[str, NDArray[np.float32]]
+    left_out: int
+    cut: int
+    fingerprint: str
+
+    def table(self, number: int) -> WordTable:
+        """Return the words of a text with their parse, if there is one."""
+        words = [self.types[word] for word in self.words[number]]
+        if self.heads is None or self.relations is None:
+            return WordTable(words)
+        relations = [self.relation_names[relation] for relation in self.relations[number]]
+        return WordTable(words, heads=self.heads[number], relations=relations)
+
+    @cached_property
+    def lower(self) -> tuple[str, ...]:
+        """The words in lower case, one a type."""
+        return tuple(word.lower() for word in self.types)
+
+
+def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, progress: bool = False) -> Texts:
+    """Return the texts of a folder or a file.
+
+    Words are separated by blanks where the punctuation stands apart, as in the published sets; else they are those of
+    the pipeline, or without one runs of letters and digits, and single marks.
+
+    Args:
+        place: Folder of `classification_files.LAYOUTS`, or one file.
+        scale: Where to cut, and which pipeline and word vectors to use.
+        cache: Folder for the arrays and for the parses; None keeps nothing.
+        progress: Whether parsing shows a bar.
+
+    Raises:
+        DataError: A file is missing or malformed, a file of its own lacks a text, or a class has no training text.
+    """
+    layout, paths = find_layout(place)
+    read = read_labelled(layout, paths)
+    if place.is_file():
+        empty = next((one.line for one in read["all"] if not one.text), None)
+        if empty is not None:
+            raise DataError(f"{place}, line {empty}: the text is empty; fill it in or drop the line.")
+    return texts_of(layout, paths, read, scale, cache, progress=progress)
+
+
+def texts_of(
+    layout: Layout,
+    paths: Mapping[str, Path],
+    read: Mapping[str, Sequence[LabelledText]],
+    scale: ClassificationScale,
+    cache: Path | None,
+    *,
+    form: str = "",
+    labels: tuple[str, ...] | None = None,
+    progress: bool = False,
+) -> Texts:
+    """Return the texts of lines that were read; see `load_texts`.
+
+    Args:
+        layout: Which name is which split.
+        paths: The file of each name.
+        read: The lines of each name.
+        scale: Where to cut, and which pipeline and word vectors to use.
+        cache: Folder for the arrays and for the parses; None keeps nothing.
+        form: What besides the files and the layout the lines follow from.
+        labels: The labels there are; None for those of the training file, which have to be all.
+        progress: Whether parsing shows a bar.
+
+    Raises:
+        DataError: A class has no training text.
+    """
+    kept = {name: [one for one in lines if one.text] for name, lines in read.items()}
+    labels = _labels(layout, kept, paths) if labels is None else labels
+    described = " ".join(filter(None, (ENCODING, form, str(layout), str(scale.max_words))))
+    extra: list[Path] = []
+    if scale.pipeline is not None:
+        described, extra = f"{described} parsed", pipeline_files(scale.pipeline)
+    if scale.embeddings is not None:
+        described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
+    fingerprint = digest(described, [*dict.fromkeys(paths.values()), *extra])
+    stored = cached_arrays(
+        cache, f"classification-{fingerprint}", lambda: _encode(kept, labels, scale, cache, progress=progress)
+    )
+    return _decode(stored, layout, labels, sum(map(len, read.values())) - len(stored["classes"]), fingerprint)
+
+
+def stands_apart(texts: Sequence[str]) -> bool:
+    """Return whether punctuation mostly stands apart from words: the texts were cut into words before.
+
+    >>> stands_apart(["fine , thanks ."]), stands_apart(["Fine, thanks."]), stands_apart(["fine"])
+    (True, False, True)
+    """
+    attached = sum(len(ATTACHED.findall(text)) for text in texts)
+    return attached <= sum(len(APART.findall(text)) for text in texts)
+
+
+def word_tables(
+    texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool = False
+) -> list[WordTable]:
+    """Return the words of texts as `load_texts` cuts them, with their parses where the scale names a pipeline.
+
+    Args:
+        texts: The texts; that punctuation stands apart from words is seen in all of them together.
+        scale: Which pipeline, and how many words of a text are read; those behind are neither dropped nor all parsed.
+        cache: Folder for the parses; None keeps none.
+        progress: Whether parsing shows a bar.
+    """
+    apart = stands_apart(texts)
+    words = [[BRACKETS.get(word.lower(), word) for word in text.split()] for text in texts] if apart else []
+    if scale.pipeline is None:
+        return [WordTable(one) for one in words] if apart else [WordTable.split(text) for text in texts]
+    # spaCy takes seconds to import, and is needed only where a pipeline is named
+    from headwise.roles.spacy import Parser
+
+    parse = Parser(str(scale.pipeline), cache=None if cache is None else cache / PARSES, progress=progress)
+    # what is cut anyway need not be parsed
+    return parse([one[: scale.max_words + 1] for one in words] if apart else list(texts))
+
+
+def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
+    labels = tuple(sorted({one.label for one in kept[layout.train]}))
+    for name, lines in kept.items():
+        strange = next((one for one in lines if one.label not in labels), None)
+        if strange is not None:
+            raise DataError(
+                f"{paths[name]}, line {strange.line}: label {strange.label!r} does not occur in "
+                f"{paths[layout.train].name}; expected one of {', '.join(labels[:8])}."
+            )
+    return labels
+
+
+def _encode(
+    kept: Mapping[str, Sequence[LabelledText]],
+    labels: Sequence[str],
+    scale: ClassificationScale,
+    cache: Path | None,
+    *,
+    progress: bool,
+) -> dict[str, NDArray]:
+    lines = [one for file in kept.values() for one in file]
+    whole = word_tables([one.text for one in lines], scale, cache, progress=progress)
+    tables = [table[: scale.max_words] for table in whole]
+    types = sorted({word for table in tables for word in table.words})
+    place = {word: index for index, word in enumerate(types)}
+    arrays: dict[str, NDArray] = {
+        "files": np.cumsum([len(file) for file in kept.values()]),
+        "classes": np.array([labels.index(one.label) for one in lines], dtype=np.int64),
+        "keys": np.array([stable_key("text", _plain(one.text)) >> 1 for one in lines], dtype=np.int64),
+        "types": _lines(types),
+        "cut": np.array(sum(len(table) > scale.max_words for table in whole)),
+    }
+    arrays |= _packed("words", [[place[word] for word in table.words] for table in tables])
+    if scale.pipeline is not None:
+        names = sorted({relation for table in tables for relation in table.relations or ()})
+        of = {name: index for index, name in enumerate(names)}
+        arrays |= _packed("heads", [list(table.heads or ()) for table in tables])
+        arrays |= _packed("relations", [[of[name] for name in table.relations or ()] for table in tables])
+        arrays["relation_names"] = _lines(names)
+    if scale.embeddings is not None:
+        found = read_word_vectors(scale.embeddings, {word.lower() for word in types}, scale.width)
+        if not found:
+            raise DataError(f"{scale.embeddings} has a vector for none of the {len(types)} words; name another file.")
+        arrays["vector_words"], arrays["vectors"] = _lines([*found]), np.stack([*found.values()])
+    return arrays
+
+
+def _plain(text: str) -> str:
+    return " ".join(BRACKETS.get(word, word) for word in text.lower().split())
+
+
+def _packed(name: str, rows: Sequence[Sequence[int]]) -> dict[str, NDArray]:
+    ragged = Ragged.of(rows)
+    return {f"{name}.values": ragged.values, f"{name}.offsets": ragged.offsets}
+
+
+def _lines(words: Sequence[str]) -> NDArray[np.uint8]:
+    # an array of strings would give each the room of the longest
+    return np.frombuffer("\n".join(words).encode(), dtype=np.uint8)
+
+
+def _words(lines: NDArray[np.uint8]) -> tuple[str, ...]:
+    return tuple(lines.tobytes().decode().split("\n"))
+
+
+def _decode(
+    stored: Mapping[str, NDArray], layout: Layout, labels: tuple[str, ...], left_out: int, fingerprint: str
+) -> Texts:
+    def ragged(name: str) -> Ragged | None:
+        there = f"{name}.values" in stored
+        return Ragged(stored[f"{name}.values"], stored[f"{name}.offsets"]) if there else None
+
+    ends = stored["files"].tolist()
+    words = ragged("words")
+    assert words is not None
+    return Texts(
+        layout=layout,
+        files=dict(zip(layout.names, zip([0, *ends], ends, strict=False), strict=True)),
+        labels=labels,
+        classes=stored["classes"],
+        keys=stored["keys"],
+        types=_words(stored["types"]),
+        words=words,
+        heads=ragged("heads"),
+        relations=ragged("relations"),
+        relation_names=_words(stored["relation_names"]) if "relation_names" in stored else (),
+        vectors=dict(zip(_words(stored["vector_words"]), stored["vectors"], strict=True))
+        if "vectors" in stored
+        else {},
+        left_out=left_out,
+        cut=int(stored["cut"]),
+        fingerprint=fingerprint,
+    )

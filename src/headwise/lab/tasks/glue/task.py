@@ -1,0 +1,222 @@
+"""The GLUE task: fine-tuning of a pretrained model, one set at a time (Wang et al. 2019; An et al. 2020, Table 3).
+
+Owns what the laboratory asks of the task. The data is `glue_data`'s, what models begin with `glue_start`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.glue_score import ACCURACY, GlueScore, glue_score
+from headwise.lab.experiment.metrics import Measure
+from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.experiment.task import Answers
+from headwise.lab.models.quiet import quietly
+from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
+from headwise.lab.tasks.glue.files import GLUE, lacking, submission
+from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
+from headwise.lab.training.start import MODEL, Classifier, losses
+from headwise.routing.save import aggregators_of, save
+
+__all__ = ["GlueTask"]
+
+SUBMISSION = "submission"
+BATCH, PROBED = 64, 128
+# The last token count of each bin of test items; the last bin takes what is longer.
+BINS = (16, 32, 64, 128)
+
+
+class GlueTask:
+    """Fine-tuning on one of GLUE's sets; see `task.Task`."""
+
+    name: str = "glue"
+    metric: str = GlueScore().name
+    primary: str = "the set's score on GLUE's dev file: accuracy, Matthews correlation (CoLA) or Spearman's (STS-B)"
+    difficulty: str = "tokens, up to"
+    scales: Mapping[str, Any] = GLUE_SCALES
+    baselines: tuple[str, ...] = ("majority",)
+    shown: tuple[Measure, ...] = (
+        Measure("accuracy", "accuracy", "%"),
+        Measure("F1", "F1", digits=3),
+        Measure("Pearson", "Pearson", digits=3),
+        Measure("loss", "loss", better="lower", digits=3),
+    )
+
+    def __init__(self) -> None:
+        self._padding = 0
+
+    def load(self, folder: Path | None, scale: GlueScale, cache: Path | None, *, progress: bool = False) -> GlueData:  # noqa: ARG002  nothing is kept, and reading is short
+        """Return the data; see `load_glue`."""
+        if folder is None:
+            raise DataError(f"glue needs --data: the folder of one of GLUE's sets, {', '.join(GLUE)}.")
+        data = load_glue(folder, scale)
+        self._padding = data.tokenizer.pad_token_id or 0
+        return data
+
+    def find(self, folder: Path, scale: GlueScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without the files of a set."""
+        require_set(folder)
+
+    def lacking(self, folder: Path) -> str:
+        """Return the file without which the set in a folder cannot be run; "" where all are there."""
+        return lacking(folder)
+
+    def model(self, data: GlueData, scale: GlueScale) -> Classifier:
+        """Return the model that plain begins with under seed 0."""
+        return self.started(Arm("plain", control=None), data, scale, 0)
+
+    def started(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
+        """Return the model that a run begins with."""
+        model = Classifier(data.start.folder(arm.name, seed, scale.starts), data.classes, scale.layer_decay)
+        if model.network.config.pad_token_id is None:
+            model.network.config.pad_token_id = data.tokenizer.pad_token_id
+        return model
+
+    def remaining(self, arm: Arm, data: GlueData) -> Arm:
+        """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
+        if not data.start.of_arms:
+            return arm
+        kept = {"name", "control", "learning_rate"}
+        return Arm(**{field.name: getattr(arm, field.name) for field in fields(arm) if field.name in kept})
+
+    def start_of(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
+        """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""
+        return data.start.pretraining(arm.name, seed, scale.starts)
+
+    def studied(self, model: Classifier) -> nn.Module:
+        """Return the model of transformers."""
+        return model.network
+
+    def batches(self, data: GlueData, scale: GlueScale, seed: int) -> LengthBatches:
+        """Return batches of examples of like length."""
+        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def collate(self, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
+        """Return a padded batch."""
+        return collator(self._padding)(examples)
+
+    def on_dev(self, model: Any, data: GlueData) -> dict[str, Any]:
+        """Return the set's score on dev."""
+        answers = _answers(data, self._logits(model, data.dev))
+        return {"pooled": glue_score(data.found.score, answers, data.dev.labels)}
+
+    def on_test(self, model: Any, data: GlueData) -> Answers:
+        """Return the answers to GLUE's dev file, and what else is measured of them."""
+        logits = self._logits(model, data.test)
+        answers = _answers(data, logits)
+        measures = {"loss": float(losses(torch.from_numpy(logits), torch.from_numpy(data.test.labels)).mean())}
+        return _judged(data, answers, {**measures, **_more(data, answers)})
+
+    def greedy(self, model: Any, data: GlueData) -> NDArray[np.float64]:
+        """Return what the metric needs of each test example."""
+        return _statistics(data, _answers(data, self._logits(model, data.test)))
+
+    def losses(self, model: Any, data: GlueData) -> NDArray[np.float64]:
+        """Return the loss of each test example, and 1."""
+        logits, labels = self._logits(model, data.test), torch.from_numpy(data.test.labels)
+        found = losses(torch.from_numpy(logits), labels).double().numpy()
+        return np.stack([found, np.ones(len(found))], axis=1)
+
+    def difficulties(self, data: GlueData) -> NDArray[np.int64]:
+        """Return the number of tokens of each test example, rounded up to the end of its bin."""
+        ends = np.array(BINS)
+        return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
+
+    def references(self, data: GlueData) -> None:
+        """Return None: answers are labels."""
+
+    def probe(self, model: Any, data: GlueData) -> Iterator[None]:
+        """Run the model on dev examples, a batch each time it is asked."""
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+            self._run(model, [data.dev[int(chosen[place])] for place in batch])
+            yield
+
+    def baseline(self, name: str, data: GlueData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
+        """Return the most frequent class of training, or its mean score."""
+        labels = data.train.labels
+        answer = np.bincount(labels.astype(np.int64)).argmax() if data.found.labels else labels.mean()
+        return _judged(data, np.full(len(data.test), float(answer)), {})
+
+    def keepsakes(self, data: GlueData) -> dict[str, str]:  # noqa: ARG002  nothing is kept
+        """Return nothing: answers for the server and models are `export`'s."""
+        return {}
+
+    def export(self, model: Any, data: GlueData, scale: GlueScale, folder: Path) -> None:
+        """Write the answers to GLUE's test files for its server, and, where the scale says so, the model."""
+        if scale.keep_model:
+            _keep(model, data, folder)
+        for name, examples, split in data.unlabelled():
+            (folder / SUBMISSION).mkdir(exist_ok=True)
+            answers = _answers(data, self._logits(model, split))
+            write_text(folder / SUBMISSION / f"{name}.tsv", submission(data.found, examples, answers.tolist()))
+
+    def _logits(self, model: Any, split: GlueSplit) -> NDArray[np.float32]:
+        """Return the logits of each example of a split, [N, classes], or its number over 5, [N]."""
+        found: NDArray[np.float32] | None = None
+        with torch.no_grad():
+            for batch in length_sorted(split.lengths, BATCH):
+                made = self._run(model, [split[int(place)] for place in batch])["logits"].float().cpu().numpy()
+                found = np.zeros((len(split), *made.shape[1:]), dtype=np.float32) if found is None else found
+                found[batch] = made
+        assert found is not None  # no split is empty
+        return found
+
+    def _run(self, model: Any, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
+        device = next(model.parameters()).device
+        batch = self.collate(examples)
+        return model(**{name: tensor.to(device) for name, tensor in batch.items() if name != "labels"})
+
+
+def _answers(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the class of each example, or its score from 0 to 5."""
+    return (logits.argmax(axis=1) if data.found.labels else 5.0 * logits).astype(np.float64)
+
+
+def _statistics(data: GlueData, answers: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.stack([np.full(len(answers), float(data.found.score)), answers, data.test.labels], axis=1)
+
+
+def _judged(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str, float]) -> Answers:
+    # scores are told apart to a hundredth of a thousandth
+    predicted = answers if data.found.labels else np.round(1e5 * answers)
+    return Answers(_statistics(data, answers), predicted.astype(np.int64), measures)
+
+
+def _keep(model: Classifier, data: GlueData, folder: Path) -> None:
+    """Write a folder that another fine-tuning can begin with."""
+    with quietly(), whole_folder(folder / MODEL) as temporary:
+        if aggregators_of(model.network):
+            save(model.network, temporary)
+        else:
+            model.network.save_pretrained(temporary)
+        data.tokenizer.save_pretrained(temporary)
+
+
+def _more(data: GlueData, answers: NDArray[np.float64]) -> dict[str, float]:
+    truth = data.test.labels
+    if not data.found.labels:
+        from scipy.stats import pearsonr
+
+        if np.ptp(answers) == 0.0 or np.ptp(truth) == 0.0:
+            return {}
+        found: Any = pearsonr(answers, truth)
+        return {"Pearson": float(found.statistic)}
+    measures = {"accuracy": 100 * glue_score(ACCURACY, answers, truth)}
+    if len(data.found.labels) == 2 and answers.any() and truth.any():
+        from sklearn.metrics import f1_score
+
+        measures["F1"] = float(f1_score(truth, answers))
+    return measures

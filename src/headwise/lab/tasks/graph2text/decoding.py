@@ -1,0 +1,158 @@
+"""From graphs to texts: beam search over words and entities to copy.
+
+Owns the search. It is our own since what a word leads to is the state of an LSTM, which no cache of keys and values
+holds. Must not know files or scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headwise.lab.data.batching import length_sorted
+from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
+from headwise.lab.tasks.graph2text.data import collate
+
+if TYPE_CHECKING:
+    from headwise.lab.tasks.graph2text.model import GraphWriter
+
+__all__ = ["search", "written"]
+
+# Graphs written about at once, times the beams; and the pairs of nodes of those graphs, which attention grows with.
+ROWS = 128
+PAIRS = 1 << 22
+
+
+@torch.no_grad()
+def written(
+    model: GraphWriter,
+    graphs: Sequence[EncodedGraph],
+    *,
+    beams: int,
+    longest: int,
+    length_penalty: float,
+    unwritten: Sequence[int],
+    no_repeat: int = 0,
+) -> list[list[int]]:
+    """Return the text of each graph as ids, its end included, in the order of the graphs; arguments as for `search`."""
+    device = next(model.parameters()).device
+    found: list[list[int]] = [[] for _ in graphs]
+    sizes = [len(one["entities"]) + len(one["triples"]) for one in graphs]
+    for batch in _batches(sizes, max(1, ROWS // beams)) if graphs else ():
+        inputs = {name: one.to(device) for name, one in collate([graphs[index] for index in batch]).items()}
+        texts = search(
+            model,
+            inputs,
+            beams=beams,
+            longest=longest,
+            length_penalty=length_penalty,
+            unwritten=unwritten,
+            no_repeat=no_repeat,
+        )
+        for index, text in zip(batch, texts, strict=True):
+            found[index] = text
+    return found
+
+
+@torch.no_grad()
+def search(
+    model: GraphWriter,
+    batch: Mapping[str, Tensor],
+    *,
+    beams: int,
+    longest: int,
+    length_penalty: float,
+    unwritten: Sequence[int] = (),
+    no_repeat: int = 0,
+) -> list[list[int]]:
+    """Return the best text that a beam search finds for each graph of a batch: the greatest log P / length^p.
+
+    A text has to end after `longest` words, its end included. A search is over once as many texts as beams have ended;
+    with one beam it takes the likeliest word each time.
+
+    Args:
+        model: The model, in evaluation mode.
+        batch: From `graph_data.collate`.
+        beams: Texts that are followed at a time.
+        longest: Most words of a text.
+        length_penalty: p; 1 is the mean log probability of a word.
+        unwritten: Ids that are never written.
+        no_repeat: Number of words in a row that are not written twice in a text, at least 2; 0 for no such rule.
+    """
+    memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+    count, device = len(batch["nodes"]), batch["nodes"].device
+    memory = memory.rows(torch.arange(count, device=device).repeat_interleave(beams))
+    state = model.start(memory)
+    # all beams begin alike: only the first of them counts
+    scores = torch.full((count, beams), -torch.inf, device=device, dtype=memory.root.dtype)
+    scores[:, 0] = 0.0
+    words = torch.full((count * beams,), START, device=device)
+    texts = words.new_empty((count, beams, 0))
+    ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(count)]
+    first = torch.arange(count, device=device)[:, None] * beams
+    for length in range(1, longest + 1):
+        state = model.step(memory, state, model.heard(memory, words))
+        following = model.log_probabilities(memory, state)
+        following[:, list(unwritten)] = -torch.inf
+        if no_repeat and length > no_repeat:
+            _ban_repeats(following, texts.flatten(0, 1), no_repeat)
+        if length == longest:
+            following[:, :END] = following[:, END + 1 :] = -torch.inf
+        size = following.shape[1]
+        total = scores[:, :, None] + following.view(count, beams, size)
+        # of twice as many as beams at least as many as beams go on
+        best, places = total.flatten(1).topk(min(2 * beams, beams * size), dim=1)
+        _keep_ended(ended, texts, best, places, size, beams, length**length_penalty)
+        if length == longest or all(len(one) >= beams for one in ended):
+            break
+        best = best.masked_fill(places % size == END, -torch.inf)
+        scores, order = best.topk(beams, dim=1)
+        places = places.gather(1, order)
+        came_from = places // size
+        words = (places % size).flatten()
+        texts = torch.cat(
+            [texts.gather(1, came_from[:, :, None].expand(-1, -1, length - 1)), words.view(count, beams, 1)], dim=2
+        )
+        state = state.rows((first + came_from).flatten())
+    return [max(one, key=lambda scored: scored[0])[1] for one in ended]
+
+
+def _batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
+    """Yield graphs of like size, fewer at once where they are very large; a triple has two nodes."""
+    for batch in length_sorted(sizes, examples):
+        held: list[int] = []
+        for index in batch:
+            # the shortest come first
+            if held and (len(held) + 1) * (1 + 2 * sizes[index]) ** 2 > PAIRS:
+                yield held
+                held = []
+            held.append(index)
+        yield held
+
+
+def _ban_repeats(following: Tensor, texts: Tensor, order: int) -> None:
+    """Make impossible in [R, V] what would end words in a row that texts [R, L] have already."""
+    windows = texts.unfold(1, order, 1)
+    same = (windows[:, :, :-1] == texts[:, None, texts.shape[1] + 1 - order :]).all(dim=-1)
+    rows, places = same.nonzero(as_tuple=True)
+    following[rows, windows[rows, places, -1]] = -torch.inf
+
+
+def _keep_ended(
+    ended: list[list[tuple[float, list[int]]]],
+    texts: Tensor,
+    best: Tensor,
+    places: Tensor,
+    size: int,
+    beams: int,
+    divisor: float,
+) -> None:
+    """Add what has ended among the best `beams` of each graph to its ended texts, while it has fewer than beams."""
+    endings = (places[:, :beams] % size == END) & (best[:, :beams] > -torch.inf)
+    for graph, rank in endings.nonzero().tolist():
+        if len(ended[graph]) < beams:
+            text = texts[graph, int(places[graph, rank]) // size].tolist()
+            ended[graph].append((float(best[graph, rank]) / divisor, [*text, END]))

@@ -1,0 +1,280 @@
+"""The readers of the graph-to-text task: AGENDA's preprocessed files, and a user's own file of triples.
+
+Owns what a line holds and the refusal of every line that does not fit. Must not know token ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import numbered_lines
+
+__all__ = ["Graph", "GraphSet", "parse_triples", "read_agenda", "read_graphs", "read_triples", "spelled"]
+
+RELATIONS = "relations.vocab"
+AGENDA: Mapping[str, str] = {
+    "train": "preprocessed.train.tsv",
+    "dev": "preprocessed.val.tsv",
+    "test": "preprocessed.test.tsv",
+}
+BETWEEN = " ; "
+MENTION = re.compile(r"<(\w+)_(\d+)>")
+TYPED = re.compile(r"^(.*\S)\s+<(\w+)>$")
+WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*|[^\w\s]")
+UNTYPED = "entity"
+FORM = "a title, triples (head | relation | tail ; ...) and a text, with tabs between"
+ASKED = "a title and triples (head | relation | tail ; ...), with a tab between"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A title, a knowledge graph and the text about them.
+
+    Attributes:
+        title: The words of the title.
+        entities: The words of each entity.
+        types: The type of each entity.
+        triples: (head, relation, tail), with entities by number.
+        text: The words of the text; a number is a mention of that entity. Empty where there is none.
+        line: Where it stands, for messages.
+    """
+
+    title: tuple[str, ...]
+    entities: tuple[tuple[str, ...], ...]
+    types: tuple[str, ...]
+    triples: tuple[tuple[int, str, int], ...]
+    text: tuple[str | int, ...]
+    line: int
+
+    @property
+    def key(self) -> str:
+        """What may not stand in two splits: title and entities."""
+        return " ".join(self.title) + "\t" + "\t".join(sorted(" ".join(entity) for entity in self.entities))
+
+    @property
+    def reference(self) -> str:
+        """The text as one line, its mentions spelled out."""
+        return spelled(self.text, self.entities)
+
+
+@dataclass(frozen=True)
+class GraphSet:
+    """A set as it was read.
+
+    Attributes:
+        said: What it is, for people.
+        splits: Its graphs: of "train", "dev" and "test", of some of them, or all of them under "all".
+        paths: Every file that was read.
+    """
+
+    said: str
+    splits: Mapping[str, Sequence[Graph]]
+    paths: tuple[Path, ...]
+
+
+def read_graphs(place: Path) -> GraphSet:
+    """Return the set that a file or folder holds.
+
+    A folder is AGENDA where it holds `relations.vocab`; else it holds `train`, `test` and perhaps `dev` of one's own
+    triples. A file holds one's own triples.
+
+    Raises:
+        DataError: There is no such place or no such set in it, or a line does not fit; the message names it.
+    """
+    if place.is_file():
+        return GraphSet("graphs and texts", {"all": read_triples(place)}, (place,))
+    if not place.is_dir():
+        raise DataError(f"{place} does not exist; expected AGENDA's folder, or a file of triples: {FORM}.")
+    relations = next(iter(_forms(place, RELATIONS)), None)
+    if relations is not None:
+        names = [line for _, line in numbered_lines(relations) if line.strip()]
+        paths = {split: found[0] for split, name in AGENDA.items() if (found := _forms(place, name))}
+        if "test" not in paths or len(paths) < 2:
+            raise DataError(
+                f"{place} lacks {AGENDA['test']} or both of {AGENDA['train']} and {AGENDA['dev']}, plain or .gz."
+            )
+        said = "AGENDA" if "train" in paths else "AGENDA without its training file: its validation file is trained on"
+        splits = {split: read_agenda(path, names) for split, path in paths.items()}
+        if "train" not in splits:
+            splits["train"] = splits.pop("dev")
+        return GraphSet(said, splits, (relations, *paths.values()))
+    paths = {split: found[0] for split in ("train", "dev", "test") if (found := _forms(place, f"{split}.tsv"))}
+    if "train" not in paths or "test" not in paths:
+        raise DataError(
+            f"{place} holds neither AGENDA ({RELATIONS}, {AGENDA['test']}, ...) nor train.tsv and test.tsv of your own."
+        )
+    return GraphSet(
+        "graphs and texts", {split: read_triples(path) for split, path in paths.items()}, tuple(paths.values())
+    )
+
+
+def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
+    """Return the graphs of a preprocessed file of AGENDA (Koncel-Kedziorski et al. 2019).
+
+    Six fields a line: title; entities; their types; triples `head relation tail` by number; the text, in lower case
+    with mentions as `<type_number>`; the order of mention, which is not used.
+
+    Args:
+        path: The file.
+        relations: The names of the relations by number.
+
+    Raises:
+        DataError: A line does not fit; the message names it.
+    """
+    return [_agenda(line, relations, path, number) for number, line in _rows(path, "AGENDA's six fields")]
+
+
+def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
+    """Return the graphs of a user's own file, each line as `parse_triples` reads it.
+
+    Args:
+        path: The file.
+        needs_text: Whether each line needs a text.
+
+    Raises:
+        DataError: A line does not fit; the message names it.
+    """
+    rows = _rows(path, FORM if needs_text else ASKED)
+    return [parse_triples(line, str(path), number, needs_text=needs_text) for number, line in rows]
+
+
+def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True) -> Graph:
+    r"""Return the graph of a line of a user's own: a title, triples and a text, with tabs between.
+
+    Triples are written `head | relation | tail`, with ` ; ` between them; an entity without a triple stands alone.
+    Behind an entity may stand its type in angle brackets, as in `beam search <method>`. Mentions are found in the text:
+    the words of an entity, the longest first. Everything is lower-cased but the relations' names.
+
+    Args:
+        line: The line, without its end.
+        name: What messages call the file.
+        number: The line's number there.
+        needs_text: Whether it needs a text; without, the third field may be absent.
+
+    Raises:
+        DataError: The line does not fit; the message names it.
+
+    Example:
+        >>> parse_triples("Fast\tlda <method> | for | text", "mine.tsv", 1, needs_text=False).types
+        ('method', 'entity')
+    """
+    fields = _fields(line, (3,) if needs_text else (2, 3), FORM if needs_text else ASKED, name, number)
+    return _triples(fields, name, number, needs_text)
+
+
+def spelled(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str:
+    """Return a text as one line with the words of each entity in the place of its number.
+
+    >>> spelled(["we", "use", 0, "."], [["beam", "search"]])
+    'we use beam search .'
+    """
+    return " ".join(word if isinstance(word, str) else " ".join(entities[word]) for word in text)
+
+
+def _agenda(line: str, relations: Sequence[str], path: Path, number: int) -> Graph:
+    where = f"{path}, line {number}"
+    title, entities, types, triples, text, _ = _fields(line, (6,), "AGENDA's six", str(path), number)
+    phrases = tuple(tuple(one.lower().split()) for one in entities.split(BETWEEN))
+    kinds = tuple(one.strip("<>") for one in types.split())
+    if not all(phrases):
+        raise DataError(f"{where}: an entity is empty; expected entities with '{BETWEEN}' between them.")
+    if len(kinds) != len(phrases):
+        raise DataError(f"{where}: {len(phrases)} entities and {len(kinds)} types; expected one type an entity.")
+    edges = []
+    for triple in triples.split(BETWEEN) if triples.strip() else ():
+        parts = triple.split()
+        try:
+            head, relation, tail = (int(part) for part in parts)
+        except ValueError:
+            raise DataError(f"{where}: triple {triple!r}; expected three numbers, head, relation, tail.") from None
+        if not (0 <= head < len(phrases) and 0 <= tail < len(phrases) and 0 <= relation < len(relations)):
+            raise DataError(
+                f"{where}: triple {triple!r}; expected entities below {len(phrases)} and a relation below "
+                f"{len(relations)}, those of {RELATIONS}."
+            )
+        edges.append((head, relations[relation], tail))
+    words: list[str | int] = []
+    for word in text.lower().split():
+        mention = MENTION.fullmatch(word)
+        if mention is None:
+            words.append(word)
+            continue
+        place = int(mention[2])
+        if place >= len(phrases) or mention[1] != kinds[place]:
+            raise DataError(f"{where}: the text mentions {word}; expected the number and type of an entity.")
+        words.append(place)
+    if not words:
+        raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
+    return Graph(tuple(title.lower().split()), phrases, kinds, tuple(edges), tuple(words), number)
+
+
+def _triples(fields: Sequence[str], name: str, number: int, needs_text: bool) -> Graph:
+    where = f"{name}, line {number}"
+    types: dict[tuple[str, ...], str] = {}
+    edges = []
+
+    def entity(text: str) -> tuple[str, ...]:
+        typed = TYPED.match(text.strip())
+        words = tuple(WORD.findall((typed[1] if typed else text).lower()))
+        if not words:
+            raise DataError(f"{where}: an entity is empty; expected {FORM}.")
+        if typed or words not in types:
+            types[words] = typed[2].lower() if typed else UNTYPED
+        return words
+
+    for triple in fields[1].split(";"):
+        parts = triple.split("|")
+        if len(parts) not in (1, 3) or not all(part.strip() for part in parts):
+            raise DataError(f"{where}: {triple.strip()!r}; expected head | relation | tail, or one entity alone.")
+        if len(parts) == 1:
+            entity(parts[0])
+        else:
+            edges.append((entity(parts[0]), parts[1].strip(), entity(parts[2])))
+    entities = list(types)
+    text = tuple(_with_mentions(WORD.findall(fields[2].lower()), entities)) if len(fields) > 2 else ()
+    if needs_text and not text:
+        raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
+    numbered = tuple((entities.index(head), relation, entities.index(tail)) for head, relation, tail in edges)
+    return Graph(tuple(WORD.findall(fields[0].lower())), tuple(entities), tuple(types.values()), numbered, text, number)
+
+
+def _with_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) -> Iterator[str | int]:
+    """Yield the words of a text, with the number of an entity in the place of its words, the longest that fits."""
+    longest_first = sorted(range(len(entities)), key=lambda number: -len(entities[number]))
+    place = 0
+    while place < len(words):
+        for number in longest_first:
+            if tuple(words[place : place + len(entities[number])]) == entities[number]:
+                yield number
+                place += len(entities[number])
+                break
+        else:
+            yield words[place]
+            place += 1
+
+
+def _fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
+    fields = line.split("\t")
+    if len(fields) not in allowed:
+        raise DataError(f"{name}, line {number}: {len(fields)} field{'s' * (len(fields) != 1)}; expected {expected}.")
+    return fields
+
+
+def _rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line that is not blank."""
+    empty = True
+    for number, line in numbered_lines(path):
+        text = line.removeprefix("\ufeff") if number == 1 else line
+        if text.strip():
+            empty = False
+            yield number, text
+    if empty:
+        raise DataError(f"{path} has no lines; expected {expected} in each.")
+
+
+def _forms(folder: Path, name: str) -> list[Path]:
+    return [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]

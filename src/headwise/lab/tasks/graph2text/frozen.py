@@ -1,0 +1,64 @@
+"""A finished run of graph2text, frozen: its graph encoder, which reads a user's own triples.
+
+Owns how the nodes of a graph are named. A graph is a batch of its own: several would share a row of the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.heads.find import find_heads
+from headwise.lab.data.encoded import Encoded
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.frozen.model import Frozen, run_name
+from headwise.lab.tasks.graph2text.data import collate
+from headwise.lab.tasks.graph2text.files import Graph, read_triples
+from headwise.lab.tasks.graph2text.task import VOCABULARY
+from headwise.lab.tasks.graph2text.writer import Writer, open_writer
+
+__all__ = ["frozen_graphs", "node_names"]
+
+ROOT, INVERSE = "(root)", "\N{LEFTWARDS ARROW} "
+
+
+def frozen_graphs(folder: Path, _record: Mapping[str, Any], _arm: Arm) -> Frozen:
+    """Return the graph encoder of a run of graph2text."""
+    writer = open_writer(folder)
+    encoder = writer.model.encoder
+    return Frozen(
+        run_name(folder),
+        encoder,
+        find_heads(encoder),
+        lambda graphs: _encoded(writer, graphs),
+        lambda batch: encoder(**batch.inputs),
+        None,
+        tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, VOCABULARY)),
+        lines=lambda path: read_triples(path, needs_text=False),
+        note="Of this run the graph encoder was looked at: its tokens are a root, entities, and each relation twice.",
+    )
+
+
+def node_names(graph: Graph) -> tuple[str, ...]:
+    """Return what each node of a graph is called, in the order of `graph_data.collate`.
+
+    >>> graph = Graph((), (("beam", "search"), ("parsing",)), ("method", "task"), ((0, "USED-FOR", 1),), (), 1)
+    >>> node_names(graph)
+    ('(root)', 'beam search', 'parsing', 'USED-FOR', '← USED-FOR')
+    """
+    relations = [name for _, relation, _ in graph.triples for name in (relation, f"{INVERSE}{relation}")]
+    return (ROOT, *(" ".join(entity) for entity in graph.entities), *relations)
+
+
+def _encoded(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
+    device = next(writer.model.parameters()).device
+    for number, graph in enumerate(graphs):
+        made = {name: one.to(device) for name, one in collate([writer.coder.encode(graph)]).items()}
+        with torch.no_grad():
+            entities = writer.model.entity_vectors(made["entities"])
+        inputs = {"entities": entities, "nodes": made["nodes"], "neighbours": made["neighbours"]}
+        yield Encoded(number, (number,), inputs, made["nodes"] != 0, (node_names(graph),))

@@ -1,0 +1,270 @@
+"""GraphWriter (Koncel-Kedziorski et al. 2019): a text from a title and a knowledge graph, with copying of entities.
+
+Owns `GraphWriter`: the decoder, its loss, and the steps a search takes. The graph transformer is `graph_encoder`'s, the
+encoders of phrases are `phrases`'. Must not know files or searches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.lab.tasks.graph2text.encoder import CORRECT, Departures, GraphEncoder
+from headwise.lab.tasks.graph2text.phrases import PhraseEncoder, WordBias, WordVectors
+
+__all__ = ["GraphWriter", "Memory", "State"]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the decoder reads of a batch; every tensor begins with [B].
+
+    Attributes:
+        graph: Keys and values of the nodes, [B, H, N, e] each.
+        nodes: True at a node, [B, N].
+        title: Keys and values of the title's words, [B, H, L, e] each.
+        words: True at a word, [B, L].
+        copies: What entities are chosen by, [B, E, d].
+        entities: True at an entity, [B, E].
+        types: The word of each entity's type, [B, E].
+        root: State of the graph's root, [B, d].
+    """
+
+    graph: tuple[Tensor, Tensor]
+    nodes: Tensor
+    title: tuple[Tensor, Tensor]
+    words: Tensor
+    copies: Tensor
+    entities: Tensor
+    types: Tensor
+    root: Tensor
+
+    def rows(self, rows: Tensor) -> Memory:
+        """Return these rows of the batch, each as often as it is named."""
+        return Memory(
+            (self.graph[0][rows], self.graph[1][rows]),
+            self.nodes[rows],
+            (self.title[0][rows], self.title[1][rows]),
+            *(one[rows] for one in (self.words, self.copies, self.entities, self.types, self.root)),
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """The decoder's state: hidden and cell of the LSTM and what it last read of graph and title, [B, d] each."""
+
+    hidden: Tensor
+    cell: Tensor
+    graph: Tensor
+    title: Tensor
+
+    @property
+    def features(self) -> Tensor:
+        """What the next word is said from, [B, 3 d]."""
+        return torch.cat([self.hidden, self.graph, self.title], dim=-1)
+
+    def rows(self, rows: Tensor) -> State:
+        """Return these rows of the batch."""
+        return State(self.hidden[rows], self.cell[rows], self.graph[rows], self.title[rows])
+
+
+class ContextAttention(nn.Module):
+    """Attention of one state on many, whose keys and values are projected once; without biases.
+
+    Args:
+        width: Width d.
+        heads: Attention heads H; must divide `width`.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, [B, H, K, e] each, of states [B, K, d]."""
+        keys, values = (
+            part(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.k_proj, self.v_proj)
+        )
+        return keys, values
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
+        """Return what a state [B, d] reads of keys and values, [B, d]; `real` is True where there is one, [B, K]."""
+        queries = self.q_proj(query).unflatten(-1, (self.num_heads, -1)).unsqueeze(2)
+        heads = F.scaled_dot_product_attention(queries, keys, values, real[:, None, None])
+        return self.out_proj(heads.flatten(1))
+
+
+class GraphWriter(nn.Module):
+    """Returns how likely a text is, given its title and graph, or what it may go on with.
+
+    The LSTM reads [word, graph context, title context]; both contexts are multi-head attentions whose query is its
+    hidden state h, with h added. From out = [h, contexts] comes s = sigmoid(w out): with probability s a word of the
+    vocabulary is said, softmax(E tanh(W out)) with E the embeddings, else an entity is copied, softmax over entities j
+    of (W_c out) . v_j with v_j its node's state. `model.encoder.blocks.*.attention` are the graph's attentions.
+
+    Args:
+        vocabulary_size: Number of word ids V; 0 is padding. V + j says entity j of the graph.
+        kinds: As in `GraphEncoder`.
+        width: Width d, even.
+        layers: Blocks of the graph encoder.
+        heads: Attention heads H of the blocks and of the decoder's attentions.
+        dropout: Dropout of words, in the blocks and before words are said, in [0, 1).
+        departures: What is done as in the released code.
+        blind: Whether all nodes are zero when they are read: the model then knows nothing of the graph but its size.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        kinds: int,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float,
+        departures: Departures = CORRECT,
+        blind: bool = False,
+    ) -> None:
+        super().__init__()
+        self.departures, self.blind = departures, blind
+        self.embedding = WordVectors(vocabulary_size, width)
+        self.titles = PhraseEncoder(width, dropout)
+        self.phrases = PhraseEncoder(width, dropout)
+        self.encoder = GraphEncoder(
+            kinds, width=width, layers=layers, heads=heads, dropout=dropout, departures=departures
+        )
+        self.graph_attention = ContextAttention(width, heads)
+        self.title_attention = ContextAttention(width, heads)
+        self.cell = nn.LSTMCell(3 * width, width)
+        self.said = nn.Linear(3 * width, width)
+        self.bias = WordBias(vocabulary_size)
+        self.copied = nn.Linear(3 * width, width)
+        self.switch = nn.Linear(3 * width, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        title: Tensor,
+        entities: Tensor,
+        nodes: Tensor,
+        neighbours: Tensor,
+        types: Tensor,
+        inputs: Tensor,
+        labels: Tensor,
+    ) -> dict[str, Tensor]:
+        """Return {"loss": mean of -log p over all words, "losses": their sum of each text, [B]}.
+
+        Arguments are those of `tasks.graph_data.collate`.
+
+        Raises:
+            ShapeError: Batch sizes differ.
+        """
+        batch = {len(one) for one in (title, nodes, neighbours, types, inputs, labels)}
+        if len(batch) != 1:
+            raise ShapeError(f"title, nodes, neighbours, types, inputs and labels have {sorted(batch)} rows.")
+        memory = self.read(title, entities, nodes, neighbours, types)
+        state = self.start(memory)
+        if self.departures.late_context and self.training:
+            state = dataclasses.replace(state, graph=0 * state.graph, title=0 * state.title)
+        found = []
+        for vectors in self._vectors(inputs).unbind(1):
+            state = self.step(memory, state, vectors)
+            found.append(state.features)
+        losses = self._losses(memory, torch.stack(found, dim=1), labels)
+        return {"loss": losses.sum() / (labels != IGNORED).sum(), "losses": losses}
+
+    def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbours: Tensor, types: Tensor) -> Memory:
+        """Return what the decoder reads of titles and graphs."""
+        title_states, _ = self.titles(title, self._vectors)
+        phrases = self.entity_vectors(entities)
+        states = self.encoder(phrases, nodes, neighbours)
+        there = nodes[:, 1 : 1 + types.shape[1]] < 0
+        copies = states[:, 1 : 1 + types.shape[1]]
+        if self.departures.bare_copies:
+            rows = torch.where(there, -1 - nodes[:, 1 : 1 + types.shape[1]], 0)
+            copies = phrases[rows] * there.unsqueeze(-1)
+        if self.blind:
+            states, copies = torch.zeros_like(states), torch.zeros_like(copies)
+        return Memory(
+            graph=self.graph_attention.project(states),
+            nodes=self._visible(nodes != 0),
+            title=self.title_attention.project(title_states),
+            words=self._visible(title != 0),
+            copies=copies,
+            entities=there,
+            types=types,
+            root=states[:, 0],
+        )
+
+    def entity_vectors(self, entities: Tensor) -> Tensor:
+        """Return the vectors of entities' words, [E, d], which the graph encoder begins with."""
+        return self.phrases(entities, self._vectors)[1]
+
+    def start(self, memory: Memory) -> State:
+        """Return the state before the first word: the root's, and what it attends to."""
+        cell = memory.root.detach() if self.departures.detached else memory.root
+        return self._attended(memory, memory.root, cell)
+
+    def step(self, memory: Memory, state: State, vectors: Tensor) -> State:
+        """Return the state after reading a word, whose vectors are [B, d]."""
+        read = torch.cat([vectors, state.graph, state.title], dim=-1)
+        return self._attended(memory, *self.cell(read, (state.hidden, state.cell)))
+
+    def heard(self, memory: Memory, words: Tensor) -> Tensor:
+        """Return the vectors [B, d] of words said, [B]: of an entity, that of its type."""
+        size = self.embedding.num_embeddings
+        types = memory.types.gather(1, (words - size).clamp_min(0).unsqueeze(1)).squeeze(1)
+        return self.embedding(torch.where(words < size, words, types))
+
+    def log_probabilities(self, memory: Memory, state: State) -> Tensor:
+        """Return log p of what is said next, [B, V + E]; -inf for an entity that is not there."""
+        features = state.features
+        word, copy = self._switch(features)
+        copies = self._copies(memory, features.unsqueeze(1)).squeeze(1)
+        return torch.cat([word + self._words(features).log_softmax(-1), copy + copies.log_softmax(-1)], dim=-1)
+
+    def _vectors(self, words: Tensor) -> Tensor:
+        return self.dropout(self.embedding(words))
+
+    def _attended(self, memory: Memory, hidden: Tensor, cell: Tensor) -> State:
+        graph = self.graph_attention(hidden, *memory.graph, memory.nodes)
+        title = self.title_attention(hidden, *memory.title, memory.words)
+        return State(hidden, cell, hidden + graph, hidden + title)
+
+    def _losses(self, memory: Memory, features: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of -log p of the labels [B, T] of each text, [B]."""
+        size = self.embedding.num_embeddings
+        features = self.dropout(features)
+        word, copy = (part.squeeze(-1) for part in self._switch(features))
+        copying = labels >= size
+        saying = (labels >= 0) & ~copying
+        copies = self._copies(memory, features).log_softmax(-1)
+        entity = copies.gather(2, (labels - size).clamp_min(0).unsqueeze(2)).squeeze(2)
+        found = torch.where(copying, copy + entity, 0.0)
+        # words are many: only where one is said are all of them weighed
+        said = -F.cross_entropy(self._words(features[saying]), labels[saying], reduction="none")
+        return -(found.sum(dim=1) + torch.zeros_like(found).masked_scatter(saying, said + word[saying]).sum(dim=1))
+
+    def _switch(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        logit = self.switch(features)
+        return F.logsigmoid(logit), F.logsigmoid(-logit)
+
+    def _words(self, features: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.said(features)), self.embedding.weight, self.bias.bias)
+
+    def _copies(self, memory: Memory, features: Tensor) -> Tensor:
+        scores = self.copied(features) @ memory.copies.mT
+        return scores.masked_fill(~memory.entities.unsqueeze(1), -torch.inf)
+
+    def _visible(self, real: Tensor) -> Tensor:
+        if not self.departures.loose_masks:
+            return real
+        return torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], dim=1)

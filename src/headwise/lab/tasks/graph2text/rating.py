@@ -1,0 +1,189 @@
+"""Texts of two runs side by side: as a page to read, and as a form for raters who do not know which is which.
+
+Owns what is on both pages, which side each text stands on, and the key that tells. What raters saved is read in
+`ratings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import DataError, require_integer
+from headwise.lab.data.arrays import digest, numbered_lines
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.seeding import key
+from headwise.lab.results.results import REFERENCES
+from headwise.lab.tasks.graph2text.data import test_graphs
+from headwise.lab.tasks.graph2text.files import Graph
+from headwise.report.html import Page
+
+__all__ = ["CRITERIA", "FORM", "KEY", "Item", "outputs_page", "read_items", "write_rating"]
+
+# An et al. 2020, Table 5.
+CRITERIA: tuple[tuple[str, str], ...] = (
+    ("structure", "Structure: which is built better, without repeating itself?"),
+    ("informativeness", "Informativeness: which says more of the knowledge?"),
+    ("grammar", "Grammar: which is written more correctly?"),
+    ("overall", "Overall: which is better?"),
+)
+FORM, KEY = "rating.html", "rating-key.json"
+SIDES = ("A", "B")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A test graph and what two runs wrote about it.
+
+    Attributes:
+        number: Its place in the test split.
+        title: Its title.
+        triples: Its triples, each as a line.
+        entities: Its entities, each as a line.
+        reference: The text of its authors.
+        texts: The text of either run.
+    """
+
+    number: int
+    title: str
+    triples: tuple[str, ...]
+    entities: tuple[str, ...]
+    reference: str
+    texts: tuple[str, str]
+
+
+def read_items(one: Path, other: Path, data: Path) -> list[Item]:
+    """Return every test graph with the texts of two finished runs of one comparison or of two on the same data.
+
+    Args:
+        one: Folder of a run.
+        other: Folder of another.
+        data: The data they were tested on.
+
+    Raises:
+        DataError: A run is not finished, or was tested on other graphs than those of `data`.
+    """
+    pair = [_texts(folder) for folder in (one, other)]
+    graphs = test_graphs(data)[: len(pair[0])]
+    for folder, texts in zip((one, other), pair, strict=True):
+        references = [line for _, line in numbered_lines(_references(folder))]
+        if len(texts) != len(graphs) or references != [graph.reference for graph in graphs]:
+            raise DataError(
+                f"{folder} was tested on other graphs than the first {len(graphs):,} of {data}'s test split."
+            )
+    return [
+        _item(number, graph, one, other) for number, (graph, one, other) in enumerate(zip(graphs, *pair, strict=True))
+    ]
+
+
+def outputs_page(items: Sequence[Item], names: tuple[str, str], *, title: str) -> Page:
+    """Return a page of what two runs wrote about graphs, beside the graph and the authors' text."""
+    page = Page(title)
+    page.paragraph(f"What {names[0]} and {names[1]} wrote about {len(items)} graphs of the test split.", kind="lead")
+    for item in items:
+        page.heading(f"{item.number + 1}: {item.title}")
+        page.table(("", "text"), [(name, text) for name, text in rows(item, names)], align="ll")
+    return page
+
+
+def rows(item: Item, names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return an item as rows of a name and a text, as Figure 9 of An et al. 2020 has it."""
+    return (
+        ("Title", item.title),
+        ("Knowledge", "; ".join(item.triples) or "no triples"),
+        *zip(names, item.texts, strict=True),
+        ("Gold", item.reference),
+    )
+
+
+def write_rating(
+    place: Path, items: Sequence[Item], runs_: tuple[Path, Path], names: tuple[str, str], *, count: int, seed: int
+) -> tuple[Path, Path]:
+    """Write the form for raters and its key into a folder, and return both files.
+
+    Which items are shown, in which order, and which run stands on which side is drawn from `seed`,
+    with either run on either side as often.
+    The form holds neither names nor anything else that tells the runs apart; the key does, and stays with whoever asks.
+
+    Args:
+        place: The folder.
+        items: All items.
+        runs_: Folders of the runs.
+        names: What the runs are called.
+        count: Items on the form; all where there are fewer.
+        seed: Seed of the draws.
+
+    Raises:
+        DataError: The folder holds the form of other texts, whose ratings would be lost.
+    """
+    require_integer("items", count, low=1)
+    chosen = sorted(items, key=lambda item: key(seed, "rated", item.number))[:count]
+    # each run stands on either side as often
+    drawn = sorted(chosen, key=lambda item: key(seed, "side", item.number))
+    flipped = {item.number: place < len(chosen) // 2 for place, item in enumerate(drawn)}
+    shown = [_shown(item, flipped[item.number]) for item in chosen]
+    named = digest(repr([sorted(item.items(), key=str) for item in shown]))
+    path = place / KEY
+    if path.exists() and run_folder.read_json(path).get("set") != named:
+        raise DataError(f"{path} belongs to other texts, perhaps already rated; choose another folder, or remove it.")
+    sides = {str(number): "BA" if flip else "AB" for number, flip in flipped.items()}
+    page = Page("Which text is better?")
+    page.paragraph(
+        "Two programs wrote an abstract from a title and a list of facts. For each pair say which text is better in "
+        "four respects, or that there is no difference. Which program stands on which side changes from pair to pair.",
+        kind="lead",
+    )
+    page.view(
+        "rating",
+        {"set": named, "criteria": [list(one) for one in CRITERIA], "items": shown},
+        script=_beside("rating_view.js"),
+        style=_beside("rating_view.css"),
+    )
+    page.write(place / FORM)
+    folders = [str(folder.resolve()) for folder in runs_]
+    run_folder.write_json(path, {"set": named, "names": list(names), "runs": folders, "sides": sides})
+    return place / FORM, path
+
+
+def _shown(item: Item, flipped: bool) -> dict[str, Any]:
+    texts = item.texts[::-1] if flipped else item.texts
+    return {
+        "id": item.number,
+        "title": item.title,
+        "triples": list(item.triples) or ["no triples"],
+        "entities": list(item.entities),
+        "reference": item.reference,
+        **dict(zip(SIDES, texts, strict=True)),
+    }
+
+
+def _item(number: int, graph: Graph, one: str, other: str) -> Item:
+    entities = [" ".join(entity) for entity in graph.entities]
+    return Item(
+        number,
+        " ".join(graph.title),
+        tuple(f"({entities[head]}, {relation}, {entities[tail]})" for head, relation, tail in graph.triples),
+        tuple(f"{entity} ({kind})" for entity, kind in zip(entities, graph.types, strict=True)),
+        graph.reference,
+        (one, other),
+    )
+
+
+def _texts(folder: Path) -> list[str]:
+    if not run_folder.is_finished(folder) or not (folder / run_folder.TEXT).exists():
+        raise DataError(f"{folder} holds no finished run of graph2text; expected OUT/ARM/seed-N of a comparison.")
+    return [line for _, line in numbered_lines(folder / run_folder.TEXT)]
+
+
+def _references(folder: Path) -> Path:
+    path = folder.resolve().parent.parent / REFERENCES
+    if not path.exists():
+        raise DataError(f"{path} does not exist; expected {folder} to be OUT/ARM/seed-N of a comparison.")
+    return path
+
+
+def _beside(name: str) -> str:
+    return resources.files("headwise.lab.tasks.graph2text").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,217 @@
+"""The graph-to-text task: GraphWriter writes an abstract from a title and a knowledge graph.
+
+Owns what the laboratory asks of the task: model, batches, answers and baselines. The data is `graph_data`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import sacrebleu
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import stable_key
+from headwise.lab.data.token_batches import TokenBatches, token_sorted
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.metrics import Bleu, Measure
+from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.text_scores import bleu_statistics
+from headwise.lab.tasks.graph2text.baseline import nearest_texts
+from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
+from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
+from headwise.lab.tasks.graph2text.decoding import written
+from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED
+from headwise.lab.tasks.graph2text.files import FORM, read_graphs, spelled
+from headwise.lab.tasks.graph2text.model import GraphWriter
+from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
+from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
+
+__all__ = ["VOCABULARY", "Graph2TextTask", "graph_writer", "texts_of"]
+
+PROBED, PROBED_TOKENS = 64, 4_096
+# The last number of triples of each bin of test items; the last bin takes what has more.
+BINS = (2, 5, 10, 20)
+VOCABULARY = "vocabulary.json"
+BLIND = "no-graph"
+
+
+class Graph2TextTask:
+    """Text from knowledge graphs (Koncel-Kedziorski et al. 2019; An et al. 2020, section 5.4); see `task.Task`."""
+
+    name: str = "graph2text"
+    metric: str = Bleu().name
+    primary: str = "BLEU (sacreBLEU, 13a, lower case) of the texts of the test graphs"
+    difficulty: str = "triples, up to"
+    scales: Mapping[str, Any] = GRAPH_SCALES
+    baselines: tuple[str, ...] = ("nearest",)
+    models: tuple[str, ...] = (BLIND,)
+    shown: tuple[Measure, ...] = SHOWN
+
+    def load(
+        self,
+        folder: Path | None,
+        scale: GraphScale,
+        cache: Path | None,  # noqa: ARG002  the files are read at once
+        *,
+        progress: bool = False,  # noqa: ARG002  as above
+    ) -> GraphData:
+        """Return the data; see `load_graphs`."""
+        if folder is None:
+            raise DataError(f"graph2text needs --data: AGENDA's folder, or a file with {FORM}.")
+        return load_graphs(folder, scale)
+
+    def find(self, folder: Path, scale: GraphScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without graphs and texts."""
+        read_graphs(folder)
+
+    def model(self, data: GraphData, scale: GraphScale) -> GraphWriter:
+        """Return GraphWriter."""
+        return graph_writer(data.coder, scale)
+
+    def other_model(self, name: str, data: GraphData, scale: GraphScale) -> GraphWriter:  # noqa: ARG002  there is one
+        """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
+        return graph_writer(data.coder, scale, blind=True)
+
+    def studied(self, model: GraphWriter) -> nn.Module:
+        """Return the graph encoder: its blocks are what the arms act on."""
+        return model.encoder
+
+    def batches(self, data: GraphData, scale: GraphScale, seed: int) -> TokenBatches:
+        """Return batches of texts of like length, by words."""
+        return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
+
+    def collate(self, examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
+        """Return a padded batch."""
+        return collate(examples)
+
+    def on_dev(self, model: GraphWriter, data: GraphData) -> dict[str, Any]:
+        """Return the BLEU of greedy texts on dev."""
+        found = _texts(model, data.dev, data, greedy=True)
+        score = sacrebleu.BLEU(force=True).corpus_score(found, [_references(data.dev)]).score
+        return {"pooled": score / 100}
+
+    def on_test(self, model: GraphWriter, data: GraphData) -> Answers:
+        """Return the texts of beam search and their scores, and how much greedy texts repeat that are free to."""
+        began = time.monotonic()
+        found = _texts(model, data.test, data)
+        seconds = time.monotonic() - began
+        sums, counts = self.losses(model, data).sum(axis=0)
+        free = texts_of(model, data.test, dataclasses.replace(data.scale, no_repeat=0), beams=1)
+        measures = {
+            "NLL": float(sums / counts),
+            "decoding_seconds": seconds,
+            "free_repeated": 100 * fmean(map(repeated_clauses, free)),
+        }
+        return _answers(found, data.test, measures)
+
+    def greedy(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
+        """Return the statistics of BLEU of each greedy text of a test graph."""
+        return bleu_statistics(_texts(model, data.test, data, greedy=True), _references(data.test))
+
+    @torch.no_grad()
+    def losses(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
+        """Return the negative log likelihood of each test text, and its words."""
+        found = np.zeros((len(data.test), 2))
+        for batch, made in _batches(model, data.test):
+            found[batch, 0] = model(**made)["losses"].double().cpu().numpy()
+            found[batch, 1] = data.test.lengths[batch]
+        return found
+
+    def difficulties(self, data: GraphData) -> NDArray[np.int64]:
+        """Return the number of triples of each test graph, rounded up to the end of its bin."""
+        ends = np.array(BINS)
+        triples = [len(graph.triples) for graph in data.test.graphs]
+        return ends[np.minimum(np.searchsorted(ends, triples), len(ends) - 1)]
+
+    def references(self, data: GraphData) -> list[str]:
+        """Return the text of each test graph."""
+        return _references(data.test)
+
+    def probe(self, model: GraphWriter, data: GraphData) -> Iterator[None]:
+        """Run the graph encoder on dev graphs, a batch each time it is asked."""
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for _, made in _batches(model, data.dev, chosen):
+            model.read(*(made[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+            yield
+
+    def baseline(self, name: str, data: GraphData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
+        """Return the text of the nearest training graph, filled in."""
+        return _answers(nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
+
+    def keepsakes(self, data: GraphData) -> dict[str, str]:
+        """Return what has an id, without which no one can ask the model anything."""
+        return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
+
+
+def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
+    """Return the text that a model writes about each graph as one line, mentions spelled out.
+
+    Args:
+        model: The model, in evaluation mode.
+        graphs: The graphs.
+        scale: Its scale, which says how texts are searched for.
+        beams: Beams of the search; None for the scale's.
+    """
+    coder = graphs.coder
+    ids = written(
+        model,
+        [coder.encode(graph) for graph in graphs.graphs],
+        beams=scale.beams if beams is None else beams,
+        longest=scale.longest,
+        length_penalty=scale.length_penalty,
+        unwritten=coder.unwritten,
+        no_repeat=scale.no_repeat,
+    )
+    return [spelled(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
+
+
+def graph_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+    """Return the model of a scale for what has an id; `blind` as in `GraphWriter`."""
+    return GraphWriter(
+        len(coder.vocabulary),
+        coder.nodes,
+        width=scale.width,
+        layers=scale.layers,
+        heads=scale.heads,
+        dropout=scale.dropout,
+        departures=RELEASED if scale.released else CORRECT,
+        blind=blind,
+    )
+
+
+def _texts(model: GraphWriter, split: Graphs, data: GraphData, *, greedy: bool = False) -> list[str]:
+    return texts_of(model, split, data.scale, beams=1 if greedy else None)
+
+
+def _batches(
+    model: GraphWriter, split: Graphs, chosen: NDArray[np.int64] | None = None
+) -> Iterator[tuple[NDArray[np.int64], dict[str, Tensor]]]:
+    """Yield the places of a split, or of what is chosen of it, in batches of like length, with the batch made."""
+    device = next(model.parameters()).device
+    places = np.arange(len(split)) if chosen is None else chosen
+    lengths = split.lengths[places]
+    for batch in token_sorted(lengths, tokens=max(PROBED_TOKENS, int(lengths.max()))):
+        made = collate([split[int(index)] for index in places[batch]])
+        yield places[batch], {name: one.to(device) for name, one in made.items()}
+
+
+def _references(split: Graphs) -> list[str]:
+    return [graph.reference for graph in split.graphs]
+
+
+def _answers(found: Sequence[str], split: Graphs, measures: Mapping[str, float]) -> Answers:
+    references = _references(split)
+    entities = [[" ".join(entity) for entity in graph.entities] for graph in split.graphs]
+    told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
+    every = {**scores(found, references, entities), **measures}
+    return Answers(bleu_statistics(found, references), told_apart, every, found, signatures(found, references))

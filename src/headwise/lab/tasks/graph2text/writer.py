@@ -1,0 +1,168 @@
+"""A finished run of the graph-to-text task as something that writes, and a stream of graphs through it.
+
+Owns what of a run is needed for that, its weights and what has an id, and how large a graph may be. The form of a line
+is `graph_files`', the stream `line_streams`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from headwise.errors import DataError
+from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
+from headwise.lab.tasks.graph2text.data import Graphs
+from headwise.lab.tasks.graph2text.files import ASKED, UNTYPED, Graph, parse_triples
+from headwise.lab.tasks.graph2text.model import GraphWriter
+from headwise.lab.tasks.graph2text.scales import GraphScale
+from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, graph_writer, texts_of
+from headwise.lab.training.finished import finished_record, kept_file, scale_record
+from headwise.lab.training.trained import read_arm, revived
+
+__all__ = ["Writer", "open_writer", "read_asked", "write_lines"]
+
+TASK = "graph2text"
+# A graph of AGENDA has at most some 100 nodes. Time and memory grow with the square of the one and with the other.
+MOST_NODES, MOST_WORDS = 1_000, 100
+# Names of strange types and relations that are told, each once; a stream may hold any number.
+STRANGERS_TOLD = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """A trained model with what has an id.
+
+    Attributes:
+        model: The model, in evaluation mode.
+        coder: Words, types and relations to ids and back.
+        scale: The run's scale, which says how texts are searched for.
+    """
+
+    model: GraphWriter
+    coder: GraphCoder
+    scale: GraphScale
+
+    def write(self, graphs: Sequence[Graph]) -> list[str]:
+        """Return the text about each graph as one line, in their order."""
+        return texts_of(self.model, Graphs(tuple(graphs), self.coder), self.scale)
+
+    def strange(self, graph: Graph) -> list[str]:
+        """Return what of a graph the run knows nothing of: types and relations that its training graphs lack."""
+        relations = dict.fromkeys(relation for _, relation, _ in graph.triples)
+        types = dict.fromkeys(kind for kind in graph.types if kind != UNTYPED)
+        return [
+            *(f"relation {one!r}" for one in relations if one not in self.coder.relations),
+            *(f"type <{one}>" for one in types if one not in self.coder.known_types),
+        ]
+
+
+def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float | None = None) -> Writer:
+    """Return what a finished run of the graph-to-text task learned.
+
+    Args:
+        folder: The run's folder, such as `runs/graph2text-demo/plain/seed-0`.
+        beams: Beams of the search; None for those the run was tested with.
+        length_penalty: p in the score log P / length^p; None likewise.
+
+    Raises:
+        DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
+        SettingError: A setting is outside its range.
+    """
+    record = finished_record(folder, TASK)
+    scale, arm = scale_record(folder, record, GraphScale), read_arm(folder, record)
+    asked = {"beams": beams, "length_penalty": length_penalty}
+    scale = dataclasses.replace(scale, **{name: value for name, value in asked.items() if value is not None})
+    kept_file(folder, run_folder.WEIGHTS)
+    coder = _kept_coder(kept_file(folder, VOCABULARY))
+    model = graph_writer(coder, scale, blind=arm.model == BLIND)
+    revived(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
+    return Writer(model, coder, scale)
+
+
+def read_asked(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None]:
+    """Yield the graph of each line, None for a blank one.
+
+    Args:
+        lines: Lines of a title and triples, as `parse_triples` reads them; a text behind them is not used.
+        name: What messages call the stream.
+
+    Raises:
+        DataError: A line does not fit, or its graph is too large to be written about; the message names it.
+    """
+    for line in lines:
+        where = f"{name}, line {line.number}"
+        if line.cut:
+            raise DataError(f"{where}: over {LONGEST_LINE:,} bytes; expected {ASKED}.")
+        if not line.text.strip():
+            yield None
+            continue
+        graph = parse_triples(line.text, name, line.number, needs_text=False)
+        nodes = 1 + len(graph.entities) + 2 * len(graph.triples)
+        if nodes > MOST_NODES:
+            raise DataError(
+                f"{where}: a graph of {nodes:,} nodes, {len(graph.entities):,} entities and {len(graph.triples):,} "
+                f"triples; expected at most {MOST_NODES:,}: give it in parts."
+            )
+        longest = max(map(len, (graph.title, *graph.entities)))
+        if longest > MOST_WORDS:
+            raise DataError(f"{where}: a title or entity of {longest:,} words; expected at most {MOST_WORDS}.")
+        yield graph
+
+
+def write_lines(
+    writer: Writer,
+    graphs: Iterable[Graph | None],
+    output: IO[bytes],
+    *,
+    window: int,
+    warn: Callable[[str], None] = lambda _sentence: None,
+    done: Callable[[int], None] = lambda _lines: None,
+) -> None:
+    """Write one line for each graph, in their order: the text about it, or nothing where there is none.
+
+    Args:
+        writer: What writes.
+        graphs: From `read_asked`.
+        output: As `line_streams.answer_lines` takes it.
+        window: Likewise.
+        warn: Told, in a sentence, of types and relations that the run knows nothing of, the first of each name.
+        done: As `line_streams.answer_lines` takes it.
+
+    Raises:
+        SettingError: `window` is below 1.
+        DataError: A line cannot be read.
+    """
+    told: set[str] = set()
+
+    def texts(held: list[Graph | None]) -> list[str]:
+        asked = [(place, graph) for place, graph in enumerate(held) if graph is not None]
+        for _, graph in asked:
+            for stranger in writer.strange(graph):
+                if len(told) < STRANGERS_TOLD and stranger not in told:
+                    told.add(stranger)
+                    warn(f"line {graph.line}: {stranger} was in no training graph; the run knows nothing of it.")
+        found = [""] * len(held)
+        for (place, _), text in zip(asked, writer.write([graph for _, graph in asked]), strict=True):
+            found[place] = text
+        return found
+
+    answer_lines(graphs, texts, output, window=window, done=done)
+
+
+def _kept_coder(path: Path) -> GraphCoder:
+    kept: Any = run_folder.read_json(path)
+    try:
+        vocabulary, types, relations = kept["vocabulary"], kept["types"], kept["relations"]
+        words = (*vocabulary, *relations)
+        sound = all(isinstance(word, str) for word in words) and tuple(vocabulary[: len(SPECIAL)]) == SPECIAL
+        if not sound or not 0 <= int(types) <= len(vocabulary) - len(SPECIAL):
+            raise ValueError("its words are no vocabulary")
+        return GraphCoder(tuple(vocabulary), int(types), tuple(relations))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} does not hold what has an id ({error}); train this run again.") from error

@@ -1,0 +1,62 @@
+"""What a model of the logical inference task has to beat: token counts and the most frequent label.
+
+Owns the two baseline rows of every table of the task. Each returns one predicted label a test item, in test order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.ensemble import HistGradientBoostingClassifier
+from threadpoolctl import threadpool_limits
+
+from headwise.errors import require_integer
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.tasks.logic.data import LogicSplit
+
+__all__ = ["counts", "majority", "token_counts"]
+
+
+def majority(train: LogicSplit, test: LogicSplit) -> NDArray[np.int64]:
+    """Return the most frequent training label for every test item, [N]; of equals, the one that comes first."""
+    return np.full(len(test), np.bincount(train.labels).argmax(), dtype=np.int64)
+
+
+def counts(train: LogicSplit, test: LogicSplit, vocabulary_size: int, *, seed: int) -> NDArray[np.int64]:
+    """Return the labels gradient boosting predicts from how often each token occurs on each side, [N].
+
+    It sees no order and no brackets' places: what it reaches can be had without understanding a formula. It is
+    fit on the same training split as the models, with scikit-learn's own settings, on one thread.
+
+    Args:
+        train: Pairs to fit on.
+        test: Pairs to predict.
+        vocabulary_size: Number of token ids.
+        seed: Seed of the fit.
+
+    Raises:
+        SettingError: The seed is negative or the vocabulary empty.
+    """
+    require_integer("seed", seed)
+    require_integer("vocabulary_size", vocabulary_size, low=1)
+    model = HistGradientBoostingClassifier(random_state=seed)
+    # thousands of short parallel regions: threads that wait for each other on a busy machine take minutes
+    with threadpool_limits(1):
+        model.fit(_features(train, vocabulary_size), train.labels)
+        return model.predict(_features(test, vocabulary_size)).astype(np.int64)
+
+
+def token_counts(sequences: Ragged, vocabulary_size: int) -> NDArray[np.float32]:
+    """Return how often each token occurs in each sequence, [N, T].
+
+    >>> token_counts(Ragged.of([[1, 2, 1], []]), 3).tolist()
+    [[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    rows = np.repeat(np.arange(len(sequences)), sequences.lengths)
+    cells = rows * vocabulary_size + sequences.values
+    flat = np.bincount(cells, minlength=len(sequences) * vocabulary_size)
+    return flat.reshape(len(sequences), vocabulary_size).astype(np.float32)
+
+
+def _features(split: LogicSplit, vocabulary_size: int) -> NDArray[np.float32]:
+    return np.hstack([token_counts(side, vocabulary_size) for side in (split.premises, split.hypotheses)])

@@ -1,0 +1,233 @@
+"""The data of the logical inference task: pairs of propositional formulas and the relation between them.
+
+Owns the splits, the token ids and how a batch is made. The data is generated here, or read from the
+published files (Bowman et al. 2015); either way training sees formulas of few operators and the test set asks
+about longer ones too, in bins by number of operators (Tran et al. 2018).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import Ragged, cached_arrays, digest, require_files, stable_key
+from headwise.lab.tasks.logic.files import read_pairs
+from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
+from headwise.lab.tasks.logic.generator import generate
+from headwise.lab.tasks.logic.scales import Scale
+
+__all__ = ["Example", "LogicData", "LogicSplit", "collate", "find_files", "load_logic"]
+
+PADDING, UNKNOWN = "<pad>", "<unk>"
+GENERATOR_SEED = 0
+ENCODING = "logic-1"  # changes with anything below that changes the arrays
+
+
+class Example(TypedDict):
+    """One pair as token ids, and its relation as an index into the labels."""
+
+    premise: list[int]
+    hypothesis: list[int]
+    label: int
+
+
+@dataclass(frozen=True, eq=False)
+class LogicSplit(Dataset[Example]):
+    """The pairs of one split, encoded; `split[i]` is an `Example`.
+
+    Attributes:
+        premises: Token ids of the first formulas.
+        hypotheses: Token ids of the second.
+        labels: Index of the relation, uint8 [N].
+        bins: Number of operators, uint8 [N].
+    """
+
+    premises: Ragged
+    hypotheses: Ragged
+    labels: NDArray[np.uint8]
+    bins: NDArray[np.uint8]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of the longer side of each pair, [N]: what a batch is padded to."""
+        return np.maximum(self.premises.lengths, self.hypotheses.lengths)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(premise=self.premises[index], hypothesis=self.hypotheses[index], label=int(self.labels[index]))
+
+
+@dataclass(frozen=True, eq=False)
+class LogicData:
+    """The task's data.
+
+    Attributes:
+        train: Pairs of at most `Scale.train_operators` operators.
+        dev: Pairs of the test bins, cut from the training side.
+        test: Pairs of the test bins.
+        vocabulary: The token of each id; 0 is padding, 1 a token training does not have.
+        labels: The relation of each label.
+        fingerprint: 16 hexadecimal digits of everything the data follows from.
+    """
+
+    train: LogicSplit
+    dev: LogicSplit
+    test: LogicSplit
+    vocabulary: tuple[str, ...]
+    labels: tuple[str, ...]
+    fingerprint: str
+
+    def summary(self) -> str:
+        """Return the number of pairs of each split, in one line."""
+        sizes = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
+        return "pairs: " + ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+
+
+def find_files(folder: Path, scale: Scale) -> dict[str, Path]:
+    """Return the published files that a scale reads, by name.
+
+    Raises:
+        DataError: The folder or a file is missing, or one is there in two forms.
+    """
+    most = max(scale.train_operators, *scale.test_bins)
+    return require_files(folder, [*(f"train{k}" for k in range(most + 1)), *(f"test{k}" for k in scale.test_bins)])
+
+
+def load_logic(folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
+    """Return the data of a scale, from published files or else from the generator.
+
+    Which split a pair belongs to follows from a keyed hash of its text. Generated: 80 / 10 / 10. Files: test is the
+    test files, dev about a tenth of the training files; test never serves as dev.
+
+    Args:
+        folder: Folder with `train0` ... and `testK` for each test bin, plain or `.gz`; None generates.
+        scale: What to keep.
+        cache: Folder for the encoded arrays, under a name that changes with their origin; None keeps nothing.
+        progress: Whether generating shows a bar on stderr.
+
+    Raises:
+        DataError: A file is missing or malformed, the cache cannot be written, or a split comes out empty.
+    """
+    most = max(scale.train_operators, *scale.test_bins)
+    kept = f"{scale.train_operators} {scale.test_bins} {scale.train_examples} {scale.dev_examples}"
+    if folder is None:
+        source = f"generated {scale.generated_draws} {GENERATOR_SEED}"
+        fingerprint = digest(f"{ENCODING} {source} {kept}")
+        pairs = _generated(scale, most, progress)
+    else:
+        files = find_files(folder, scale)
+        fingerprint = digest(f"{ENCODING} files {kept}", files.values())
+        pairs = _read(files, scale, most)
+    stored = cached_arrays(cache, f"logic-{fingerprint}", lambda: _encode(pairs, scale))
+    return _decode(stored, fingerprint)
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Return a batch: "premise" [B, L] and "hypothesis" [B, L'] padded with 0, "labels" [B], all int64.
+
+    Raises:
+        DataError: There are no examples, or a side has no tokens.
+
+    Example:
+        >>> batch = collate([Example(premise=[4], hypothesis=[5, 6], label=2)])
+        >>> batch["hypothesis"].tolist(), batch["labels"].tolist()
+        ([[5, 6]], [2])
+    """
+    if not examples:
+        raise DataError("collate was given no examples; expected at least one.")
+    return {
+        "premise": _padded([example["premise"] for example in examples], "premise"),
+        "hypothesis": _padded([example["hypothesis"] for example in examples], "hypothesis"),
+        "labels": torch.tensor([example["label"] for example in examples]),
+    }
+
+
+class _Assigned(NamedTuple):
+    split: str
+    order: int
+    pair: Pair
+
+
+def _generated(scale: Scale, most: int, progress: bool) -> Iterator[_Assigned]:
+    for pair in generate(scale.generated_draws, seed=GENERATOR_SEED, max_operators=most, progress=progress):
+        order, tenth = divmod(stable_key("split", pair.premise, pair.hypothesis), 10)
+        yield _Assigned({0: "test", 1: "dev"}.get(tenth, "train"), order, pair)
+
+
+def _read(files: Mapping[str, Path], scale: Scale, most: int) -> Iterator[_Assigned]:
+    for bin_ in range(most + 1):
+        for pair in read_pairs(files[f"train{bin_}"], bin_):
+            order, tenth = divmod(stable_key("split", pair.premise, pair.hypothesis), 10)
+            yield _Assigned("dev" if tenth == 0 else "train", order, pair)
+    for bin_ in scale.test_bins:
+        for number, pair in enumerate(read_pairs(files[f"test{bin_}"], bin_)):
+            yield _Assigned("test", number, pair)
+
+
+def _encode(assigned: Iterable[_Assigned], scale: Scale) -> dict[str, NDArray]:
+    """Return all arrays of the data under the names they are stored by."""
+    splits: dict[str, list[_Assigned]] = {"train": [], "dev": [], "test": []}
+    for item in assigned:
+        wanted = (
+            item.pair.operators <= scale.train_operators
+            if item.split == "train"
+            else item.pair.operators in scale.test_bins
+        )
+        if wanted:
+            splits[item.split].append(item)
+    for name, cap in (("train", scale.train_examples), ("dev", scale.dev_examples)):
+        if cap is not None:
+            splits[name] = sorted(splits[name], key=lambda item: item.order)[:cap]
+    vocabulary = [PADDING, UNKNOWN, *sorted({token for item in splits["train"] for token in _tokens(item.pair)})]
+    known = defaultdict(lambda: vocabulary.index(UNKNOWN), {token: i for i, token in enumerate(vocabulary)})
+    arrays: dict[str, NDArray] = {"vocabulary": np.array(vocabulary)}
+    for name, items in splits.items():
+        if not items:
+            raise DataError(f"the {name} split of scale {scale.name} holds no pair; add data or ask for more bins.")
+        for side in ("premise", "hypothesis"):
+            packed = Ragged.of([[known[token] for token in getattr(item.pair, side).split()] for item in items])
+            arrays[f"{name}.{side}.values"], arrays[f"{name}.{side}.offsets"] = packed.values, packed.offsets
+        arrays[f"{name}.labels"] = np.array([RELATIONS.index(item.pair.relation) for item in items], dtype=np.uint8)
+        arrays[f"{name}.bins"] = np.array([item.pair.operators for item in items], dtype=np.uint8)
+    return arrays
+
+
+def _tokens(pair: Pair) -> set[str]:
+    return {*pair.premise.split(), *pair.hypothesis.split()}
+
+
+def _decode(stored: Mapping[str, NDArray], fingerprint: str) -> LogicData:
+    def split(name: str) -> LogicSplit:
+        premises, hypotheses = (
+            Ragged(stored[f"{name}.{side}.values"], stored[f"{name}.{side}.offsets"])
+            for side in ("premise", "hypothesis")
+        )
+        return LogicSplit(premises, hypotheses, stored[f"{name}.labels"], stored[f"{name}.bins"])
+
+    vocabulary = tuple(str(token) for token in stored["vocabulary"])
+    return LogicData(split("train"), split("dev"), split("test"), vocabulary, RELATIONS, fingerprint)
+
+
+def _padded(sequences: Sequence[Sequence[int]], name: str) -> Tensor:
+    lengths = [len(sequence) for sequence in sequences]
+    if min(lengths) == 0:
+        raise DataError(f"{name} {lengths.index(0)} of the batch has no tokens; expected at least one.")
+    padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(padded)

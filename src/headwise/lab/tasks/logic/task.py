@@ -1,0 +1,123 @@
+"""The logical inference task: which of seven relations holds between two propositional formulas.
+
+Owns what the laboratory asks of the task: model, batches, answers and baselines. The data is `logic_data`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
+from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
+from headwise.lab.experiment.metrics import Accuracy, Measure
+from headwise.lab.experiment.task import Answers
+from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
+from headwise.lab.tasks.logic.model import PairClassifier
+from headwise.lab.tasks.logic.scales import SCALES, Scale
+
+__all__ = ["LogicTask", "predict"]
+
+PROBED = 512
+
+
+class LogicTask:
+    """Logical inference (Bowman et al. 2015; Tran et al. 2018); see `task.Task` for the methods."""
+
+    name: str = "logic"
+    metric: str = Accuracy().name
+    primary: str = "accuracy pooled over all test bins"
+    difficulty: str = "number of operators"
+    scales: Mapping[str, Any] = SCALES
+    baselines: tuple[str, ...] = ("majority", "counts")
+    shown: tuple[Measure, ...] = ()
+
+    def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
+        """Return the data; see `load_logic`."""
+        return load_logic(folder, scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: Scale) -> None:
+        """Refuse a place without the published files."""
+        find_files(folder, scale)
+
+    def model(self, data: LogicData, scale: Scale) -> PairClassifier:
+        """Return a pair classifier."""
+        return PairClassifier(len(data.vocabulary), len(data.labels), scale)
+
+    def studied(self, model: PairClassifier) -> nn.Module:
+        """Return the encoder; the pooling's attention is apart."""
+        return model.encoder
+
+    def batches(self, data: LogicData, scale: Scale, seed: int) -> LengthBatches:
+        """Return batches of pairs of like length."""
+        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return a padded batch."""
+        return collate(examples)
+
+    def on_dev(self, model: PairClassifier, data: LogicData) -> dict[str, Any]:
+        """Return the accuracy on dev, pooled and in each bin."""
+        return scores_by_bin(Accuracy(), predict(model, data.dev) == data.dev.labels, data.dev.bins)
+
+    def on_test(self, model: PairClassifier, data: LogicData) -> Answers:
+        """Return the predicted labels and whether they are right."""
+        predicted = predict(model, data.test)
+        return Answers(predicted == data.test.labels, predicted)
+
+    def greedy(self, model: PairClassifier, data: LogicData) -> NDArray[np.bool_]:
+        """Return whether each test pair is answered correctly."""
+        return predict(model, data.test) == data.test.labels
+
+    def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
+        """Return the cross entropy of each test pair, and 1."""
+        split = data.test
+        return cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
+
+    def difficulties(self, data: LogicData) -> NDArray[np.integer]:
+        """Return the number of operators of each test pair."""
+        return data.test.bins
+
+    def references(self, data: LogicData) -> None:
+        """Return None: answers are labels."""
+
+    def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
+        """Run the model on dev pairs, a batch each time it is asked."""
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+            _logits(model, data.dev, chosen[batch])
+            yield
+
+    def baseline(self, name: str, data: LogicData, seed: int) -> Answers:
+        """Return the answers of the most frequent label, or of gradient boosting on token counts."""
+        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        from headwise.lab.tasks.logic import baselines
+
+        if name == "counts":
+            predicted = baselines.counts(data.train, data.test, len(data.vocabulary), seed=seed)
+        else:
+            predicted = baselines.majority(data.train, data.test)
+        return Answers(predicted == data.test.labels, predicted)
+
+    def keepsakes(self, data: LogicData) -> dict[str, str]:
+        """Return the vocabulary and the labels."""
+        kept = {"vocabulary": data.vocabulary, "labels": data.labels}
+        return {"vocabulary.json": json.dumps(kept, indent=1) + "\n"}
+
+
+def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:
+    """Return the predicted label of each pair of a split, [N], in the split's order."""
+    return predicted_classes(lambda places: _logits(model, split, places), split.lengths)
+
+
+def _logits(model: PairClassifier, split: LogicSplit, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    device = next(model.parameters()).device
+    sides = collate([split[int(index)] for index in batch])
+    return model(sides["premise"].to(device), sides["hypothesis"].to(device))["logits"]

@@ -1,0 +1,108 @@
+"""From the ids of documents to rows of one length, and from rows to masked examples.
+
+Owns how a row is packed, which of its positions are masked, and the segment of each token. Must not know files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import SettingError
+from headwise.lab.data.arrays import stable_key
+
+__all__ = ["Packer", "masked_positions", "segments"]
+
+# Share of rows that are one segment (Clark et al. 2020, released code).
+ONE_SEGMENT = 0.1
+DRAWS = 1 << 64
+
+
+class Packer:
+    """Packs ids into rows [CLS] a ... [SEP], none of them with padding; what is left over waits for more.
+
+    Documents follow one another with [SEP] between them. A row inside one document is cut into two segments by a [SEP]
+    in the middle, but for one of ten, which a hash of its number chooses: fine-tuning meets both.
+
+    Args:
+        length: Tokens of a row, specials included.
+        start: Id of [CLS].
+        end: Id of [SEP].
+
+    Attributes:
+        held: Ids that no row has yet.
+        rows: Rows made so far.
+
+    Example:
+        >>> packer = Packer(6, start=1, end=2)
+        >>> packer.add([7, 7, 7, 7, 8, 8], ends=True).tolist()
+        [[1, 7, 2, 7, 7, 2]]
+        >>> packer.held
+        [7, 8, 8, 2]
+    """
+
+    def __init__(self, length: int, start: int, end: int) -> None:
+        if length < 5:
+            raise SettingError(f"length is {length}; expected room for two tokens beside the special ones, at least 5.")
+        self.length, self.start, self.end = length, start, end
+        self.held: list[int] = []
+        self.rows = 0
+
+    def add(self, ids: list[int], *, ends: bool) -> NDArray[np.int64]:
+        """Return the rows that are full now, [R, length].
+
+        Args:
+            ids: Tokens that come next.
+            ends: Whether their document ends with them.
+        """
+        self.held.extend(ids)
+        if ends:
+            self.held.append(self.end)
+        room, at, made = self.length - 2, 0, []
+        while len(self.held) - at >= room + 1:
+            if self.held[at] == self.end:
+                at += 1
+                continue
+            body = self.held[at : at + room]
+            at += room
+            if self.end not in body and self._in_two():
+                half = (room - 1) // 2
+                body = [*body[:half], self.end, *body[half:-1]]
+                at -= 1
+            made.append([self.start, *body, self.end])
+            self.rows += 1
+        del self.held[:at]
+        return np.array(made, dtype=np.int64).reshape(len(made), self.length)
+
+    def _in_two(self) -> bool:
+        return stable_key("segments", str(self.rows)) / DRAWS >= ONE_SEGMENT
+
+
+def segments(rows: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+    """Return the segment of each token: 0 up to the first [SEP] of its row, 1 after it, [B, T].
+
+    >>> segments(np.array([[1, 7, 2, 8, 2]]), end=2).tolist()
+    [[0, 0, 0, 1, 1]]
+    """
+    ended = np.cumsum(rows == end, axis=1)
+    return np.minimum(ended - (rows == end), 1)
+
+
+def masked_positions(
+    row: NDArray[np.int64], special: tuple[int, ...], count: int, *, draw: int, number: int
+) -> NDArray[np.int64]:
+    """Return `count` positions of a row that are masked, in order; special tokens are not while there are others.
+
+    Args:
+        row: The ids, [T].
+        special: Ids that are not masked.
+        count: How many.
+        draw: Which draw this is; each pass over the text has its own.
+        number: Number of the row.
+
+    >>> masked_positions(np.array([1, 7, 8, 9, 2]), (1, 2), 2, draw=5, number=0).tolist()
+    [2, 3]
+    """
+    order = np.random.default_rng([draw, number]).random(len(row))
+    order[np.isin(row, special)] += 1.0
+    return np.sort(np.argsort(order, kind="stable")[:count])

@@ -1,0 +1,90 @@
+"""What a pre-trained discriminator answers on a split: which tokens were replaced, by its own generator.
+
+Owns the walk over a split, whose masks and replacements are the same each time, and the numbers made of the answers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwise.lab.experiment.metrics import Measure
+from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.task import Answers
+from headwise.lab.tasks.pretraining.data import MaskedRow, Rows
+
+__all__ = ["SHOWN", "judged", "judged_batches", "row_losses", "statistics_of"]
+
+# Rows judged at once.
+BATCH = 64
+SHOWN = (
+    Measure("discriminator_loss", "discriminator loss", "nats", better="lower", digits=4),
+    Measure("generator_loss", "generator loss", "nats", better="lower", digits=3),
+    Measure("generator_accuracy", "gaps filled", "%"),
+    Measure("replaced", "tokens replaced", "%", better="lower"),
+)
+
+
+def judged_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
+    """Yield the model's outputs on the rows of a split, a batch at a time, in order."""
+    device = next(model.parameters()).device
+    for first in range(0, len(rows), BATCH):
+        batch = MaskedRow.batch([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
+        tensors = {name: tensor.to(device) for name, tensor in batch.items()}
+        # the same noise for every model: an arm differs by its generator's probabilities
+        yield model(**tensors, sampling_seed=key("replacements", first))
+
+
+def judged(model: Any, rows: Rows) -> Answers:
+    """Return what a model answers on a split, with the statistics of `metric.Auc`."""
+    found = [{name: _array(out[name]) for name in NEEDED} for out in judged_batches(model, rows)]
+    outputs = {name: np.concatenate([one[name] for one in found]) for name in NEEDED}
+    scores, replaced = outputs["logits"], outputs["replaced"]
+    # one number a row that tells answers apart
+    predicted = np.array([zlib.crc32(np.round(1e3 * row).astype(np.int32).tobytes()) for row in scores], dtype=np.int64)
+    measures = {
+        "discriminator_loss": float(outputs["losses"].mean()),
+        "generator_loss": float(outputs["generator_losses"].mean()),
+        "generator_accuracy": 100 * float(outputs["filled"].mean()),
+        "replaced": 100 * float(replaced.mean()),
+    }
+    return Answers(statistics_of(scores, replaced), predicted, measures)
+
+
+def statistics_of(scores: NDArray[np.floating], replaced: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [placements of replaced, replaced, placements of original, original] of each row, [N, 4].
+
+    Args:
+        scores: How sure the discriminator is that a token was replaced, [N, T].
+        replaced: Whether it was, [N, T].
+
+    >>> statistics_of(np.array([[2.0, 1.0, 3.0]]), np.array([[True, False, False]])).tolist()
+    [[0.5, 1.0, 1.0, 2.0]]
+    """
+    placed = np.zeros(scores.shape)
+    for kind, side in ((replaced, 1.0), (~replaced, -1.0)):
+        others = np.sort(side * scores[~kind])
+        own = side * scores[kind]
+        below = np.searchsorted(others, own, side="left") + np.searchsorted(others, own, side="right")
+        placed[kind] = below / (2 * max(1, len(others)))
+    columns = (placed * replaced, replaced, placed * ~replaced, ~replaced)
+    return np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64)
+
+
+def row_losses(model: Any, rows: Rows) -> NDArray[np.float64]:
+    """Return for each row the sum of the discriminator's losses and how many there are, [N, 2]."""
+    sums = np.concatenate([_array(out["losses"].double().sum(dim=1)) for out in judged_batches(model, rows)])
+    return np.stack([sums, np.full(len(sums), float(rows.length))], axis=1)
+
+
+NEEDED = ("logits", "replaced", "losses", "generator_losses", "filled")
+
+
+def _array(tensor: Tensor) -> NDArray:
+    return tensor.detach().to(torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype).cpu().numpy()

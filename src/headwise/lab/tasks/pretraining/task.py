@@ -1,0 +1,186 @@
+"""The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3).
+
+Owns what the laboratory asks of the task. The model is `models.electra`'s, the data `pretraining_data`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.metrics import Auc, Measure
+from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.experiment.task import Answers
+from headwise.lab.models.electra import ElectraPretraining
+from headwise.lab.models.quiet import quietly
+from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
+from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, fingerprint_of, prepare_text
+from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES, PretrainingScale
+from headwise.lab.tasks.pretraining.scores import SHOWN, judged, row_losses, statistics_of
+from headwise.lab.tasks.pretraining.text import FORMS, text_files
+from headwise.lab.training.start import DISCRIMINATOR
+
+__all__ = ["PretrainingTask"]
+
+PROBED, PROBED_TOGETHER = 64, 32
+# Test rows are binned by how many of their tokens continue a word, in tens.
+BIN = 10
+
+
+class PretrainingTask:
+    """Replaced token detection with a generator trained beside it; see `task.Task`."""
+
+    name: str = "pretraining"
+    metric: str = Auc().name
+    primary: str = "AUC of replaced token detection on the test rows, each model with its own generator"
+    difficulty: str = "continuing word pieces, up to"
+    scales: Mapping[str, Any] = PRETRAINING_SCALES
+    baselines: tuple[str, ...] = ("original",)
+    shown: tuple[Measure, ...] = SHOWN
+
+    def load(
+        self, folder: Path | None, scale: PretrainingScale, cache: Path | None, *, progress: bool = False
+    ) -> PretrainingData:
+        """Return the data of a place of text, or of a folder that was prepared before.
+
+        Raises:
+            DataError: No place was named, it holds no text, or the folder was prepared with other sizes.
+        """
+        if folder is None:
+            raise DataError(f"pretraining needs --data: {FORMS}.")
+        if (folder / RECORD).exists():
+            data = open_text(folder, scale.masked, scale.dev_rows, scale.test_rows)
+            _require_sizes(data, scale)
+            return data
+        if cache is None:
+            raise DataError("pretraining prepares its data in a cache folder, and none was given.")
+        return load_text(
+            folder, scale.preparation, cache, scale.masked, scale.dev_rows, scale.test_rows, progress=progress
+        )
+
+    def find(self, folder: Path, scale: PretrainingScale) -> None:
+        """Refuse a place without text."""
+        if (folder / RECORD).exists():
+            _require_sizes(open_text(folder, scale.masked, scale.dev_rows, scale.test_rows), scale)
+        else:
+            text_files(folder)
+
+    def prepare(
+        self, folder: Path, scale: PretrainingScale, place: Path, *, tokenizer: Path | None, progress: bool = False
+    ) -> PretrainingData:
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
+
+        Raises:
+            DataError: As `load`, or `place` holds something else.
+        """
+        if (folder / RECORD).exists():
+            raise DataError(f"{folder} is prepared already; give it to headwise compare pretraining --data.")
+        files, preparation = text_files(folder), dataclasses.replace(scale.preparation, tokenizer=tokenizer)
+        fingerprint = fingerprint_of(files, preparation)
+        if place.exists() and any(place.iterdir()):
+            held = open_text(place, scale.masked, None, None) if (place / RECORD).exists() else None
+            if held is None or held.fingerprint != fingerprint:
+                raise DataError(f"{place} holds something else; name another folder.")
+        else:
+            if place.exists():
+                place.rmdir()
+            prepare_text(files, preparation, fingerprint, place, progress=progress)
+        return open_text(place, scale.masked, scale.dev_rows, scale.test_rows)
+
+    def model(self, data: PretrainingData, scale: PretrainingScale) -> ElectraPretraining:
+        """Return a generator and a discriminator."""
+        return ElectraPretraining(scale.sizes(data.words.vocabulary_size), padding=data.words.padding)
+
+    def studied(self, model: ElectraPretraining) -> nn.Module:
+        """Return the discriminator."""
+        return model.discriminator
+
+    def rule_layers(self, scale: PretrainingScale) -> tuple[int, ...] | None:
+        """Return the first layer, as in the paper."""
+        return None if scale.all_layers else (0,)
+
+    def batches(self, data: PretrainingData, scale: PretrainingScale, seed: int) -> StreamBatches:
+        """Return the stream of batches, a round at a time."""
+        steps = scale.steps // scale.rounds
+        return StreamBatches(data.shards, batch_size=scale.batch_size, steps=steps, seed=seed)
+
+    def collate(self, examples: Sequence[MaskedRow]) -> dict[str, Tensor]:
+        """Return a batch."""
+        return MaskedRow.batch(examples)
+
+    def on_dev(self, model: Any, data: PretrainingData) -> dict[str, Any]:
+        """Return the AUC on dev, and what stands beside it in a table."""
+        answers = judged(model, data.dev)
+        return {"pooled": float(Auc().values(answers.statistics).mean()), **answers.measures}
+
+    def on_test(self, model: Any, data: PretrainingData) -> Answers:
+        """Return the answers on the test rows."""
+        return judged(model, data.test)
+
+    def greedy(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
+        """Return what `metric.Auc` needs of each test row."""
+        return judged(model, data.test).statistics
+
+    def losses(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
+        """Return the discriminator's loss of each test row, and its tokens."""
+        return row_losses(model, data.test)
+
+    def difficulties(self, data: PretrainingData) -> NDArray[np.int64]:
+        """Return how many tokens of each test row continue a word, rounded up to the next ten."""
+        continuing = data.words.continuing
+        counts = np.array([continuing[data.test.ids(number)].sum() for number in range(len(data.test))])
+        return np.maximum(BIN, -(-counts // BIN) * BIN)
+
+    def references(self, data: PretrainingData) -> None:
+        """Return None: answers are not text."""
+
+    def probe(self, model: Any, data: PretrainingData) -> Iterator[None]:
+        """Run the model on rows of dev, a batch each time it is asked."""
+        device = next(model.parameters()).device
+        chosen = spread_evenly(len(data.dev), PROBED).tolist()
+        for first in range(0, len(chosen), PROBED_TOGETHER):
+            batch = self.collate([data.dev[number] for number in chosen[first : first + PROBED_TOGETHER]])
+            model(**{name: tensor.to(device) for name, tensor in batch.items()}, sampling_seed=first)
+            yield
+
+    def baseline(self, name: str, data: PretrainingData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
+        """Return the same score for every token, were each masked token replaced."""
+        rows = data.test
+        replaced = np.zeros((len(rows), rows.length), dtype=bool)
+        for number in range(len(rows)):
+            replaced[number, rows[number].positions] = True
+        return Answers(statistics_of(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
+
+    def keepsakes(self, data: PretrainingData) -> dict[str, str]:
+        """Return the word pieces."""
+        return {TOKENIZER: data.words.to_json()}
+
+    def export(self, model: ElectraPretraining, data: PretrainingData, scale: PretrainingScale, folder: Path) -> None:  # noqa: ARG002  every scale's is exported
+        """Write the discriminator and its tokenizer: `from_pretrained` takes the folder.
+
+        With an aggregator in it only `headwise.load` does, and transformers refuses it.
+        """
+        with quietly(), whole_folder(folder / DISCRIMINATOR) as temporary:
+            exported: Any = model.discriminator
+            exported.save_pretrained(temporary)
+            for name, text in data.words.files().items():
+                write_text(temporary / name, text)
+
+
+def _require_sizes(data: PretrainingData, scale: PretrainingScale) -> None:
+    record = data.record
+    if record["length"] != scale.length or (
+        record["tokenizer"] == "learned" and record["vocabulary_size"] > scale.vocabulary_size
+    ):
+        raise DataError(
+            f"{data.folder} was prepared with rows of {record['length']} tokens and {record['vocabulary_size']} word "
+            f"pieces, and scale {scale.name} has {scale.length} and {scale.vocabulary_size}; prepare it for that scale."
+        )

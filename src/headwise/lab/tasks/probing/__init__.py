@@ -1,0 +1,1 @@
+"""The ten probing tasks of SentEval, trained end to end."""

@@ -1,0 +1,163 @@
+"""The reader of probing files: SentEval's, and those of others in its form (Conneau et al. 2018; X-Probe).
+
+Owns the ten tasks and their names, the line format `partition<TAB>label<TAB>...<TAB>sentence`, the refusal of every
+line that does not fit, and which sentences are left out. Must not know words or token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.labelled_texts import LabelledText, Layout
+
+__all__ = ["CATEGORIES", "PROBES", "Distinct", "Probe", "distinct", "layout_of", "probing_file", "read_probing"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One of the ten tasks: the name of its file, what Li et al. 2021 call it, and of which kind it is."""
+
+    file: str
+    title: str
+    category: str
+
+
+PROBES: Mapping[str, Probe] = {
+    probe.file: probe
+    for probe in (
+        Probe("sentence_length", "SeLen", "Surface"),
+        Probe("word_content", "WC", "Surface"),
+        Probe("tree_depth", "TrDep", "Syntactic"),
+        Probe("top_constituents", "ToCo", "Syntactic"),
+        Probe("bigram_shift", "BShif", "Syntactic"),
+        Probe("past_present", "Tense", "Semantic"),
+        Probe("subj_number", "SubNm", "Semantic"),
+        Probe("obj_number", "ObjNm", "Semantic"),
+        Probe("odd_man_out", "SOMO", "Semantic"),
+        Probe("coordination_inversion", "CoIn", "Semantic"),
+    )
+}
+CATEGORIES: Mapping[str, tuple[str, ...]] = {
+    category: tuple(probe.title for probe in PROBES.values() if probe.category == category)
+    for category in ("Surface", "Syntactic", "Semantic")
+}
+TRAIN, DEV, TEST = "tr", "va", "te"
+PARTITIONS = (TRAIN, DEV, TEST)
+FORMS = ("", ".txt", ".txt.gz")
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The lines of a file without those that say nothing, or one thing twice.
+
+    Attributes:
+        lines: What is left of each partition.
+        repeated: Lines left out because their text stands in a later partition, or in their own one, too.
+        contradicted: Lines left out because their text stands there with two labels.
+    """
+
+    lines: Mapping[str, list[LabelledText]]
+    repeated: int
+    contradicted: int
+
+
+def probing_file(place: Path) -> Path:
+    """Return the file of a task: the place itself, or with `.txt` or `.txt.gz` behind it.
+
+    Raises:
+        DataError: There is no such file, there are two, or the place is a folder.
+    """
+    if place.is_dir():
+        found = [name for name in PROBES if any((place / f"{name}{form}").is_file() for form in FORMS)]
+        files = f"name one of its files, as {place / found[0]}" if found else "expected files as past_present.txt in it"
+        raise DataError(f"{place} is a folder; probing takes the file of one task: {files}.")
+    found = [path for path in (place.with_name(place.name + form) for form in FORMS) if path.is_file()]
+    if len(found) > 1:
+        raise DataError(f"there are {' and '.join(str(path) for path in found)}; take one away or name one in full.")
+    if not found:
+        raise DataError(f"{place} does not exist; expected the file of a probing task, plain or with .txt or .txt.gz.")
+    return found[0]
+
+
+def read_probing(path: Path) -> dict[str, list[LabelledText]]:
+    """Return the lines of each partition that a file has, "tr", "va" and "te" in this order.
+
+    A line is `partition<TAB>label<TAB>...<TAB>sentence`: what stands between label and sentence is passed over.
+
+    Raises:
+        DataError: A line has fewer than three fields, another partition, or an empty label or sentence, or there is one
+            label alone. The message names the file and the line.
+    """
+    found: dict[str, list[LabelledText]] = {name: [] for name in PARTITIONS}
+    for number, line in numbered_lines(path):
+        fields = line.split("\t")
+        if fields == [""]:
+            continue
+        if len(fields) < 3:
+            raise DataError(
+                f"{path}, line {number}: {len(fields)} field{'s' * (len(fields) != 1)}; expected at least 3: "
+                "partition (tr, va or te), label and, last, the sentence, separated by tabs."
+            )
+        partition, label, text = fields[0].strip(), fields[1].strip(), " ".join(fields[-1].split())
+        if partition not in found:
+            raise DataError(f"{path}, line {number}: the partition is {partition!r}; expected tr, va or te.")
+        for name, field in (("label", label), ("sentence", text)):
+            if not field:
+                raise DataError(f"{path}, line {number}: the {name} is empty; fill it in or drop the line.")
+        found[partition].append(LabelledText(label, text, number))
+    labels = {one.label for lines in found.values() for one in lines}
+    if len(labels) < 2:
+        raise DataError(f"{path} has {len(labels)} labels in its lines; expected at least two different ones.")
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def layout_of(partitions: Sequence[str]) -> Layout:
+    """Return which partition is which split; what is missing is cut as `classification_data.data_of` says.
+
+    Without `tr`, `va` is what is trained on. Without `te`, and where there is one partition alone, all of them are one
+    pool, "all".
+
+    >>> layout_of(["va", "te"]), layout_of(["va"]).names
+    (Layout(train='va', dev=None, test='te'), ('all',))
+    """
+    if TEST not in partitions or len(partitions) == 1:
+        return Layout("all")
+    if TRAIN not in partitions:
+        return Layout(DEV, test=TEST)
+    return Layout(TRAIN, DEV if DEV in partitions else None, TEST)
+
+
+def distinct(read: Mapping[str, Sequence[LabelledText]]) -> Distinct:
+    """Return the lines without texts that stand there with two labels, and with every other text once.
+
+    Texts are equal that differ in capitals alone. One that stands in several partitions is kept in the last of them, so
+    that a test set stays as it was published but for repeats in itself.
+
+    >>> one, two = LabelledText("I", "a b", 1), LabelledText("I", "A b", 2)
+    >>> found = distinct({"tr": [one, LabelledText("O", "c", 3)], "te": [two, two]})
+    >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
+    (['c'], 1, 2)
+    """
+    labels: dict[str, set[str]] = {}
+    for lines in read.values():
+        for one in lines:
+            labels.setdefault(one.text.lower(), set()).add(one.label)
+    kept: dict[str, list[LabelledText]] = {}
+    seen: set[str] = set()
+    contradicted = 0
+    for name, lines in reversed(list(read.items())):
+        kept[name] = []
+        for one in lines:
+            text = one.text.lower()
+            if len(labels[text]) > 1:
+                contradicted += 1
+            elif text not in seen:
+                seen.add(text)
+                kept[name].append(one)
+    left = sum(map(len, kept.values()))
+    every = sum(len(lines) for lines in read.values())
+    return Distinct({name: kept[name] for name in read}, every - left - contradicted, contradicted)

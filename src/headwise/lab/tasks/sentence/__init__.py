@@ -1,0 +1,1 @@
+"""Self-attentive sentence embedding."""

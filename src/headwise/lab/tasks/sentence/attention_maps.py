@@ -1,0 +1,100 @@
+"""Where the heads of a trained classifier of texts attend: maps of a few texts, and how often heads agree on a word.
+
+Owns the choice of the texts and the two numbers. The figures are `headwise.plots`'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.batching import length_sorted
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.sentence.data import SentenceData
+from headwise.lab.tasks.sentence.model import SelfAttentive
+from headwise.lab.tasks.sentence.task import SentenceTask
+from headwise.lab.training.trained import load_trained
+
+__all__ = ["agreement", "chosen_texts", "measure_attention"]
+
+TEXTS = 3
+# Words of a text that is shown: as many as the paper's review has, about.
+SHORTEST, LONGEST = 20, 40
+COUNTED = 500
+BATCH = 128
+
+
+def measure_attention(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return the attention of each head over a few test texts, and what share of the heads has one favourite word.
+
+    "heads_on_one_word": the largest share of a text's heads whose greatest weight is on the same word, and
+    "different_words": how many words are some head's favourite, means over test texts.
+
+    Raises:
+        SettingError: The run is of another task, or its model has no attention over a text.
+    """
+    if settings.task != SentenceTask.name:
+        raise SettingError(f"attention maps are of task {SentenceTask.name}; the run is of {settings.task}.")
+    trained = load_trained(settings, folder)
+    model, data = trained.model, trained.data
+    assert isinstance(model, SelfAttentive)
+    counted = spread_evenly(len(data.test), COUNTED)
+    found = []
+    with torch.no_grad():
+        for batch in length_sorted(data.test.lengths[counted], BATCH):
+            found += [agreement(_weights(model, data, int(number))) for number in counted[batch].tolist()]
+        maps = [_map(model, data, number) for number in chosen_texts(data)]
+    shares, words = np.array(found, dtype=np.float64).mean(axis=0).tolist()
+    return {"numbers": {"heads_on_one_word": shares, "different_words": words}, "maps": maps}
+
+
+def agreement(weights: NDArray[np.float64]) -> tuple[float, int]:
+    """Return the largest share of heads with one favourite word, and the number of favourites, of weights [H, L].
+
+    >>> agreement(np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]]))
+    (0.75, 2)
+    """
+    counts = np.bincount(weights.argmax(axis=1))
+    return float(counts.max() / len(weights)), int((counts > 0).sum())
+
+
+def chosen_texts(data: SentenceData) -> list[int]:
+    """Return the places in test of the texts that are shown: the first of 20 to 40 words of the class next to the last.
+
+    Of five stars that is four, as in the paper; nothing else is looked at.
+
+    Raises:
+        DataError: No test text is that long.
+    """
+    lengths, wanted = data.test.texts[0].lengths, max(0, len(data.labels) - 2)
+    inside = np.flatnonzero((lengths >= SHORTEST) & (lengths <= LONGEST))
+    if not len(inside):
+        raise DataError(f"no test text has {SHORTEST} to {LONGEST} words; name other data.")
+    ordered = sorted(inside.tolist(), key=lambda place: (int(data.test.labels[place]) != wanted, place))
+    return ordered[:TEXTS]
+
+
+def _map(model: SelfAttentive, data: SentenceData, place: int) -> dict[str, Any]:
+    number = int(data.test.numbers[place])
+    logits = model.logits(_tokens(model, data, place, 0), _tokens(model, data, place, 1) if data.pairs else None)
+    return {
+        "words": data.words.words(number),
+        "weights": _weights(model, data, place).tolist(),
+        "label": data.labels[int(data.test.labels[place])],
+        "predicted": data.labels[int(logits.argmax())],
+    }
+
+
+def _weights(model: SelfAttentive, data: SentenceData, place: int) -> NDArray[np.float64]:
+    return model.attention_of(_tokens(model, data, place, 0))[1][0].double().cpu().numpy()
+
+
+def _tokens(model: SelfAttentive, data: SentenceData, place: int, text: int) -> torch.Tensor:
+    device = next(model.parameters()).device
+    return torch.tensor([data.test.texts[text][place]], device=device)

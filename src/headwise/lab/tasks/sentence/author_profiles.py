@@ -1,0 +1,100 @@
+"""The reader of PAN's author profiles: tweets of each author, and how old that author is.
+
+Owns the two formats of the corpora of 2013 to 2016: one XML file an author, with a document each tweet, and `truth.txt`
+with a line `author:::gender:::age` each. Must not know splits.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import numbered_lines
+
+__all__ = ["Profile", "Profiles", "read_profiles", "truth_of"]
+
+TRUTH = "truth.txt"
+BETWEEN = ":::"
+# What the corpora write where an author's age is not known.
+UNKNOWN = "xx-xx"
+# a tag, not what stands between two comparisons
+TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One tweet with its author and the author's age, as the corpus writes it; `number` counts an author's tweets."""
+
+    author: str
+    age: str
+    text: str
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The tweets of every author whose age is known, and how many authors were left out since theirs is not."""
+
+    tweets: tuple[Profile, ...]
+    ageless: int
+
+
+def truth_of(folder: Path) -> Path | None:
+    """Return the file of the authors' ages, or None where a folder holds no profiles."""
+    found = folder / TRUTH
+    return found if found.is_file() and any(folder.glob("*.xml")) else None
+
+
+def read_profiles(folder: Path) -> Profiles:
+    """Return every tweet of every author; markup is taken off, and tweets without a word are left out.
+
+    Authors whose age the corpus writes as XX-XX are left out with their tweets: that is no age to be told.
+
+    Raises:
+        DataError: A line of the truth does not fit, an author has no file or no age, or a file is no XML; the message
+            names it.
+    """
+    ages = _ages(folder / TRUTH)
+    found: list[Profile] = []
+    for path in sorted(folder.glob("*.xml")):
+        # later corpora write the author's language and more behind the name
+        author = next((name for name in (path.stem, path.stem.partition("_")[0]) if name in ages), None)
+        if author is None:
+            raise DataError(f"{path}: {folder / TRUTH} has no line for author {path.stem!r}; add it or take the file.")
+        found += _tweets(path, author, ages[author])
+    present = {profile.author for profile in found}
+    absent = next((author for author in ages if author not in present), None)
+    if absent is not None:
+        raise DataError(f"{folder / TRUTH} names author {absent!r}, of whom {folder} holds no tweet; add the file.")
+    tweets = tuple(profile for profile in found if profile.age != UNKNOWN)
+    if not tweets:
+        raise DataError(f"{folder / TRUTH} knows the age of no author; expected author{BETWEEN}gender{BETWEEN}age.")
+    return Profiles(tweets, sum(age == UNKNOWN for age in ages.values()))
+
+
+def _ages(path: Path) -> dict[str, str]:
+    ages: dict[str, str] = {}
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        fields = [field.strip() for field in line.split(BETWEEN)]
+        if len(fields) < 3 or not fields[0] or not fields[2]:
+            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected author{BETWEEN}gender{BETWEEN}age.")
+        if fields[0] in ages:
+            raise DataError(f"{path}, line {number}: author {fields[0]!r} stands here a second time; keep one line.")
+        ages[fields[0]] = fields[2].lower()
+    return ages
+
+
+def _tweets(path: Path, author: str, age: str) -> list[Profile]:
+    try:
+        root = ET.parse(path).getroot()
+    except (ET.ParseError, OSError) as error:
+        raise DataError(f"{path}: no XML ({error}); fetch the file again.") from None
+    texts = [" ".join(html.unescape(TAG.sub(" ", one.text or "")).split()) for one in root.iter("document")]
+    return [Profile(author, age, text, number, path) for number, text in enumerate(texts, start=1) if text]

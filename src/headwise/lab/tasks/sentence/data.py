@@ -1,0 +1,282 @@
+"""The data of the sentence task: splits of labelled texts or pairs as token ids, and how a batch is made.
+
+Owns the splits, the vocabulary and the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import Ragged, stable_key
+from headwise.lab.data.splits import cut, without
+from headwise.lab.tasks.sentence.scales import SentenceScale
+from headwise.lab.tasks.sentence.words import Words, load_words
+
+__all__ = ["SPECIAL", "UNKNOWN", "Encoded", "SentenceData", "Sentences", "collate", "encode", "load_sentences"]
+
+SPECIAL = ("<pad>", "<unk>")
+PADDING, UNKNOWN = range(len(SPECIAL))
+# The label that `SentenceScale.positive` is about.
+POSITIVE = "1"
+
+
+class Encoded(TypedDict):
+    """One example as token ids, those of its second text where it is a pair, and its class."""
+
+    tokens: list[int]
+    label: int
+    second: NotRequired[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Sentences(Dataset[Encoded]):
+    """The examples of one split, encoded; `split[i]` is an `Encoded`.
+
+    Attributes:
+        texts: Token ids of each example's text, and of its second text where examples are pairs.
+        labels: Class of each example, int64 [N].
+        numbers: Place of each example among all of the set, int64 [N].
+    """
+
+    texts: tuple[Ragged, ...]
+    labels: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example, both texts of a pair together, [N]."""
+        return sum((text.lengths for text in self.texts[1:]), start=self.texts[0].lengths)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Encoded:
+        found = Encoded(tokens=self.texts[0][index], label=int(self.labels[index]))
+        if len(self.texts) > 1:
+            found["second"] = self.texts[1][index]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceData:
+    """The task's data.
+
+    Attributes:
+        train: Examples to train on.
+        dev: Examples to choose settings by.
+        test: Examples to answer once at the end.
+        vocabulary: The token of each id; 0 is padding, 1 an unknown word.
+        words: All examples of the set as words.
+        dropped: Training and dev examples left out because they stand in a later split too.
+        thinned: Examples left out for the share of label 1 that was asked for.
+    """
+
+    train: Sentences
+    dev: Sentences
+    test: Sentences
+    vocabulary: tuple[str, ...]
+    words: Words
+    dropped: int
+    thinned: int
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label of each class."""
+        return self.words.labels
+
+    @property
+    def pairs(self) -> bool:
+        """Whether examples are pairs of texts."""
+        return len(self.words.texts) > 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the words follow from; how they are cut is part of the scale's record."""
+        return self.words.fingerprint
+
+    def summary(self) -> str:
+        """Return what the set is, the sizes of its splits, what was done to it and its labels."""
+        counts = self.counts()
+        sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "dev", "test"))
+        done = [
+            f"{counts[name]:,} {said}"
+            for name, said in (
+                ("without_words", "without a word left out"),
+                ("in_a_later_split_too", "left out of training or dev as a later split has them"),
+                ("thinned", f"with label {POSITIVE} left out for the share asked for"),
+                ("cut_to_the_longest", "texts cut to the longest length"),
+            )
+            if counts[name]
+        ]
+        shares = np.bincount(self.test.labels, minlength=len(self.labels)) / max(1, len(self.test))
+        labels = ", ".join(f"{name} {share:.0%}" for name, share in zip(self.labels, shares, strict=True))
+        known = f", {len(self.words.vectors):,} words of the set with a vector" if self.words.vectors else ""
+        return (
+            f"{self.words.said}: {'; '.join([sizes, *done])}; labels of test {labels}; "
+            f"{len(self.vocabulary):,} token ids{known}"
+        )
+
+    def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
+        known = [
+            (index, self.words.vectors[word])
+            for index, word in enumerate(self.vocabulary)
+            if word in self.words.vectors
+        ]
+        ids = np.array([index for index, _ in known], dtype=np.int64)
+        return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many examples there are and what was done to them, by name."""
+        return {
+            **{name: len(getattr(self, name)) for name in ("train", "dev", "test")},
+            "without_words": self.words.left_out,
+            "in_a_later_split_too": self.dropped,
+            "thinned": self.thinned,
+            "cut_to_the_longest": self.words.cut,
+            "test_words": int(self.test.lengths.sum()),
+            "test_words_unknown": int(sum((text.values == UNKNOWN).sum() for text in self.test.texts)),
+        }
+
+
+def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, progress: bool = False) -> SentenceData:
+    """Return the data of a scale.
+
+    Where a set has splits of its own, training examples that stand in dev or test too are left out, and dev is cut from
+    training where it has none; a set without splits is cut into tenths by a hash of the text, the premise or the
+    author, so that these are in one split alone.
+
+    Args:
+        place: Folder with the set's files, or one file.
+        scale: What to keep.
+        cache: Folder for the words; None keeps nothing.
+        progress: Whether a bar is shown while texts are cut into words.
+
+    Raises:
+        DataError: A file is missing or malformed, a split comes out empty, or the share of label 1 cannot be had.
+        HeadwiseError: spaCy is not installed.
+    """
+    words = load_words(place, scale, cache, progress=progress)
+    splits, dropped = _splits(words)
+    thinned = 0
+    if scale.positive is not None:
+        before = sum(map(len, splits.values()))
+        splits = {name: _thinned(words, numbers, scale.positive, place) for name, numbers in splits.items()}
+        thinned = before - sum(map(len, splits.values()))
+    if scale.train_examples is not None:
+        splits["train"] = np.sort(_by_key(words, splits["train"], "cap")[: scale.train_examples])
+    for name, numbers in splits.items():
+        if not len(numbers):
+            raise DataError(f"{place}: the {name} split holds no example; add data.")
+    missing = sorted({*range(len(words.labels))} - {*words.classes[splits["train"]].tolist()})
+    if missing:
+        raise DataError(f"{place}: no training example has label {words.labels[missing[0]]!r}; add data or drop it.")
+    vocabulary = _vocabulary(words, splits["train"], scale.min_count)
+    ids = encode(words.types, vocabulary)
+    encoded = {
+        name: Sentences(
+            tuple(
+                Ragged.of([[ids[word] for word in text[number]] for number in numbers.tolist()]) for text in words.texts
+            ),
+            words.classes[numbers],
+            numbers,
+        )
+        for name, numbers in splits.items()
+    }
+    return SentenceData(**encoded, vocabulary=vocabulary, words=words, dropped=dropped, thinned=thinned)
+
+
+def encode(words: Sequence[str], vocabulary: Sequence[str]) -> list[int]:
+    """Return the id of each word; 1 where the vocabulary does not have it.
+
+    >>> encode(["a", "<pad>", "b"], ("<pad>", "<unk>", "b"))
+    [1, 1, 2]
+    """
+    ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
+    return [ids.get(word, UNKNOWN) for word in words]
+
+
+def collate(examples: Sequence[Encoded]) -> dict[str, Tensor]:
+    """Return a batch: "tokens" [B, L] padded with 0, "labels" [B] and, of pairs, "second" [B, L2], all int64.
+
+    Raises:
+        DataError: There are no examples.
+
+    Example:
+        >>> batch = collate([Encoded(tokens=[5, 3], label=1, second=[4]), Encoded(tokens=[2], label=0, second=[6])])
+        >>> batch["tokens"].tolist(), batch["second"].tolist(), batch["labels"].tolist()
+        ([[5, 3], [2, 0]], [[4], [6]], [1, 0])
+    """
+    if not examples:
+        raise DataError("collate was given no examples; expected at least one.")
+    batch = {"tokens": _padded([one["tokens"] for one in examples])}
+    batch["labels"] = torch.tensor([one["label"] for one in examples])
+    seconds = [one["second"] for one in examples if "second" in one]
+    if seconds:
+        batch["second"] = _padded(seconds)
+    return batch
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    tokens = np.full((len(rows), max(map(len, rows))), PADDING, dtype=np.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return torch.from_numpy(tokens)
+
+
+def _splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:
+    """Return the numbers of the examples of each split, and how many were left out because a later split has them."""
+    numbers = {name: np.arange(*ends) for name, ends in words.splits.items()}
+    if "all" in numbers:
+        places = cut([str(group) for group in words.groups.tolist()])
+        return {name: numbers["all"][found] for name, found in places.items()}, 0
+    if "dev" not in numbers:
+        # dev is cut before what stands in test is dropped, so that it does not depend on test
+        train = numbers["train"]
+        places = cut([str(group) for group in words.groups[train].tolist()])
+        numbers["train"] = np.sort(train[np.concatenate([places["train"], places["test"]])])
+        numbers["dev"] = train[places["dev"]]
+    whole = {name: numbers[name] for name in ("train", "dev", "test")}
+    kept = without({name: [str(key) for key in words.keys[found].tolist()] for name, found in whole.items()})
+    found = {name: numbers[kept[name]] for name, numbers in whole.items()}
+    return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
+
+
+def _thinned(words: Words, numbers: NDArray[np.int64], share: float, place: Path) -> NDArray[np.int64]:
+    """Return the examples of a split without so many of label 1 that they are the share of what is left."""
+    if sorted(words.labels) != ["0", POSITIVE]:
+        raise DataError(f"{place} has labels {', '.join(words.labels[:4])}; a share of label 1 needs labels 0 and 1.")
+    positive = words.classes[numbers] == words.labels.index(POSITIVE)
+    wanted = round(share / (1 - share) * int((~positive).sum()))
+    if wanted > int(positive.sum()):
+        raise DataError(f"{place}: {positive.mean():.1%} of a split have label 1, less than {share:.1%}; ask for less.")
+    chosen = _by_key(words, numbers[positive], "thin")[:wanted]
+    return np.sort(np.concatenate([numbers[~positive], chosen]))
+
+
+def _by_key(words: Words, numbers: NDArray[np.int64], purpose: str) -> NDArray[np.int64]:
+    """Return examples in an order that follows from their texts alone."""
+    ordered = sorted(numbers.tolist(), key=lambda number: (stable_key(purpose, str(words.keys[number])), number))
+    return np.array(ordered, dtype=np.int64)
+
+
+def _vocabulary(words: Words, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
+    found: Counter[int] = Counter()
+    for text in words.texts:
+        for number in train.tolist():
+            found.update(text[number])
+    kept = (
+        words.types[word] for word, count in found.items() if count >= min_count or words.types[word] in words.vectors
+    )
+    return (*SPECIAL, *sorted(word for word in kept if word not in SPECIAL))

@@ -1,0 +1,179 @@
+"""The sentence task: classes of texts and of pairs, by heads that each sum up a text in their own way.
+
+Owns what the laboratory asks of the task: models, batches, answers and baselines. The data is `sentence_data`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.metrics import Accuracy, Measure
+from headwise.lab.experiment.task import Answers
+from headwise.lab.models.text_classifiers import (
+    SentenceClassifier,
+    SentenceCNN,
+    SentenceLSTM,
+    TextClassifier,
+    WordVectors,
+)
+from headwise.lab.tasks.sentence.data import Encoded, SentenceData, Sentences, collate, load_sentences
+from headwise.lab.tasks.sentence.files import read_set
+from headwise.lab.tasks.sentence.model import SelfAttentive
+from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
+
+__all__ = ["SentenceTask", "probabilities"]
+
+BATCH = 128
+PROBED = 256
+# The last word count of each bin of test items; the last bin takes what is longer.
+BINS = (10, 20, 40, 80, 160)
+MODELS: Mapping[str, type[SentenceClassifier]] = {"cnn": SentenceCNN, "bilstm": SentenceLSTM}
+# Of a pair's words, which text they are of: one word occurring in both is two features.
+SIDES = ("", "2:")
+
+
+class SentenceTask:
+    """Self-attentive sentence classification (Lin et al. 2017; An et al. 2020, section 5.1); see `task.Task`."""
+
+    name: str = "sentence"
+    metric: str = Accuracy().name
+    primary: str = "accuracy on the test texts"
+    difficulty: str = "words, up to"
+    scales: Mapping[str, Any] = SENTENCE_SCALES
+    baselines: tuple[str, ...] = ("majority", "nb-lr")
+    models: tuple[str, ...] = tuple(MODELS)
+    shown: tuple[Measure, ...] = SHOWN
+
+    def load(
+        self, folder: Path | None, scale: SentenceScale, cache: Path | None, *, progress: bool = False
+    ) -> SentenceData:
+        """Return the data; see `load_sentences`."""
+        if folder is None:
+            raise DataError(
+                "sentence needs --data: a set's folder (Yelp, SNLI or SICK, PAN's author profiles; or train.tsv, "
+                "test.tsv and perhaps dev.tsv), or a file of your own with a label and one text, or two, in each line."
+            )
+        return load_sentences(folder, scale, cache, progress=progress)
+
+    def find(self, folder: Path, scale: SentenceScale) -> None:  # noqa: ARG002  any scale reads the same files
+        """Refuse a place without a set of texts or pairs."""
+        read_set(folder)
+
+    def model(self, data: SentenceData, scale: SentenceScale) -> SelfAttentive:
+        """Return a bidirectional LSTM with additive attention."""
+        return SelfAttentive(_word_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
+
+    def other_model(self, name: str, data: SentenceData, scale: SentenceScale) -> SentenceClassifier:
+        """Return a temporal CNN, or a bidirectional LSTM with the mean of its states."""
+        return MODELS[name](_word_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
+
+    def studied(self, model: SelfAttentive) -> nn.Module:
+        """Return the whole model: it has one attention."""
+        return model
+
+    def batches(self, data: SentenceData, scale: SentenceScale, seed: int) -> LengthBatches:
+        """Return batches of examples of like length."""
+        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
+        """Return a padded batch."""
+        return collate(examples)
+
+    def on_dev(self, model: TextClassifier, data: SentenceData) -> dict[str, Any]:
+        """Return the accuracy on dev."""
+        return {"pooled": float((probabilities(model, data.dev).argmax(axis=1) == data.dev.labels).mean())}
+
+    def on_test(self, model: TextClassifier, data: SentenceData) -> Answers:
+        """Return the predicted classes, whether they are right, and `sentence_scores.scores`."""
+        return _answers(probabilities(model, data.test), data.test)
+
+    def greedy(self, model: TextClassifier, data: SentenceData) -> NDArray[np.bool_]:
+        """Return whether each test example is classified correctly."""
+        return probabilities(model, data.test).argmax(axis=1) == data.test.labels
+
+    def losses(self, model: TextClassifier, data: SentenceData) -> NDArray[np.float64]:
+        """Return the cross entropy of each test example, and 1."""
+        found = probabilities(model, data.test)[np.arange(len(data.test)), data.test.labels]
+        return np.stack([-np.log(np.maximum(found, LEAST)), np.ones(len(found))], axis=1)
+
+    def difficulties(self, data: SentenceData) -> NDArray[np.int64]:
+        """Return the number of words of each test example, rounded up to the end of its bin."""
+        ends = np.array(BINS)
+        return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
+
+    def references(self, data: SentenceData) -> None:
+        """Return None: answers are labels."""
+
+    def probe(self, model: TextClassifier, data: SentenceData) -> Iterator[None]:
+        """Run the model on dev examples, a batch each time it is asked."""
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+            _logits(model, data.dev, chosen[batch])
+            yield
+
+    def baseline(self, name: str, data: SentenceData, seed: int) -> Answers:
+        """Return the answers of the most frequent class, or of a regression on naive Bayes log-count ratios."""
+        if name == "majority":
+            shares = np.bincount(data.train.labels, minlength=len(data.labels)) / len(data.train)
+            return _answers(np.tile(shares, (len(data.test), 1)), data.test)
+        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
+
+        train, test = _words(data, data.train), _words(data, data.test)
+        return _answers(naive_bayes_regression(train, test, data.train.labels, seed=seed), data.test)
+
+    def keepsakes(self, data: SentenceData) -> dict[str, str]:
+        """Return the vocabulary, the labels, and how many examples there were."""
+        kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
+        return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+
+
+def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64]:
+    """Return the probability of each class, [N, C], of each example of a split, in the split's order."""
+    found = None
+    for batch in length_sorted(split.lengths, BATCH):
+        answered = torch.softmax(_logits(model, split, batch).double(), dim=-1).cpu().numpy()
+        found = np.zeros((len(split), answered.shape[1])) if found is None else found
+        found[batch] = answered
+    assert found is not None  # no split is empty
+    return found
+
+
+def _answers(found: NDArray[np.float64], split: Sentences) -> Answers:
+    predicted = found.argmax(axis=1)
+    return Answers(predicted == split.labels, predicted, scores(found, split.labels))
+
+
+def _logits(model: TextClassifier, split: Sentences, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    device = next(model.parameters()).device
+    made = collate([split[int(index)] for index in batch])
+    return model(**{name: ids.to(device) for name, ids in made.items() if name != "labels"})["logits"]
+
+
+def _word_vectors(data: SentenceData, scale: SentenceScale) -> WordVectors:
+    ids, known = data.vectors(scale.width)
+    return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known)
+
+
+def _words(data: SentenceData, split: Sentences) -> list[list[str]]:
+    """Return the words of each example of a split; those of a pair's second text are marked."""
+    return [
+        [
+            side + word
+            for text, side in zip(range(len(split.texts)), SIDES, strict=False)
+            for word in data.words.words(number, text)
+        ]
+        for number in split.numbers.tolist()
+    ]

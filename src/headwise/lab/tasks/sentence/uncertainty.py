@@ -1,0 +1,108 @@
+"""How far a trained classifier of texts can be trusted: its reliability, and how sure it is of texts of another kind.
+
+Owns the two analyses of An et al. 2020, appendices C.4 and C.5. Their equations are `headwise.metrics`', the
+figures `headwise.plots`'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.arrays import Ragged, digest
+from headwise.lab.data.labelled_texts import read_texts
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.models.text_classifiers import TextClassifier
+from headwise.lab.tasks.sentence.data import UNKNOWN, SentenceData, Sentences, encode
+from headwise.lab.tasks.sentence.scales import SentenceScale
+from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
+from headwise.lab.tasks.sentence.words import tokenized
+from headwise.lab.training.trained import load_trained
+from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
+
+__all__ = ["measure_entropy", "measure_reliability", "read_reliability", "texts_of"]
+
+# Other texts that a model is asked about, at most.
+ASKED = 2_000
+
+
+def measure_reliability(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return ECE and OE on the test set, and the bins they follow from."""
+    model, data = _sentence(settings, folder)
+    test = data.test
+    with torch.no_grad():
+        found = torch.from_numpy(probabilities(model, test))
+    sure = reliability_of(found, torch.from_numpy(test.labels))
+    bins = {"counts": sure.counts, "right": sure.right, "confidences": sure.confidences}
+    return {"numbers": {"test_ECE": sure.ece, "test_OE": sure.oe}, "bins": bins}
+
+
+def read_reliability(analysis: dict[str, Any]) -> Reliability:
+    """Return the reliability in a record of `measure_reliability`."""
+    return Reliability(**{name: tuple(values) for name, values in analysis["bins"].items()})
+
+
+def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return the entropy of what a model predicts of texts of another kind, none of whose classes it was trained on.
+
+    The texts are those of `SentenceScale.out_of_domain`, a text a line or with labels that are not looked at, cut and
+    encoded like the model's own.
+
+    Raises:
+        SettingError: The scale names no such file.
+        DataError: It cannot be read.
+    """
+    model, data = _sentence(settings, folder)
+    scale = settings.scale
+    assert isinstance(scale, SentenceScale)
+    about = texts_of(scale)
+    assert scale.out_of_domain is not None
+    if data.pairs:
+        raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
+    others = read_texts(scale.out_of_domain)
+    chosen = [others[number] for number in spread_evenly(len(others), ASKED)]
+    texts = Ragged.of([encode(words[: scale.max_words], data.vocabulary) for words in tokenized(chosen) if words])
+    asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), np.arange(len(texts)))
+    with torch.no_grad():
+        entropies = predictive_entropy(torch.from_numpy(probabilities(model, asked)))
+    classes = len(data.labels)
+    return {
+        "numbers": {
+            "other_entropy": float(entropies.mean()),
+            "other_words_unknown": float((texts.values == UNKNOWN).mean()),
+        },
+        "text": f"{len(texts):,} of {scale.out_of_domain.name}",
+        "about": about,
+        "classes": classes,
+        "entropies": entropies.tolist(),
+    }
+
+
+def texts_of(scale: Any) -> str:
+    """Return what tells the texts that `measure_entropy` is about from others: a digest of their file.
+
+    Args:
+        scale: The scale of a run.
+
+    Raises:
+        SettingError: The scale names no such file.
+        DataError: It cannot be read, or holds no texts.
+    """
+    place = getattr(scale, "out_of_domain", None)
+    if place is None:
+        raise SettingError("the entropy of predictions is of other texts than the model's; name them: --out-of-domain.")
+    read_texts(place)
+    return digest("out of domain", [place])
+
+
+def _sentence(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:
+    if settings.task != SentenceTask.name:
+        raise SettingError(f"this analysis is of task {SentenceTask.name}; the run is of {settings.task}.")
+    trained = load_trained(settings, folder)
+    assert isinstance(trained.model, TextClassifier)
+    return trained.model, trained.data

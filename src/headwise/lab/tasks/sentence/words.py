@@ -1,0 +1,225 @@
+"""The texts of the sentence task as words, cut by spaCy's English tokenizer and kept on disk.
+
+Owns the tokenizer and the packing of words, labels and groups into small arrays. Splits and token ids follow from it
+and are `sentence_data`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DataError, HeadwiseError
+from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
+from headwise.lab.data.word_vectors import read_word_vectors
+from headwise.lab.tasks.sentence.files import Example, read_set
+from headwise.lab.tasks.sentence.scales import SentenceScale
+
+if TYPE_CHECKING:
+    from spacy.tokenizer import Tokenizer
+
+__all__ = ["Words", "load_words", "tokenized", "words_in_place"]
+
+ENCODING = "sentence-1"  # changes with anything below that changes the arrays
+TOKENIZER = "en"
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """All examples of a set, split by split.
+
+    Attributes:
+        said: What the set is, for people.
+        splits: First and last example, exclusive, of each split there is, by name; "all" where none are.
+        labels: The label of each class, in order.
+        classes: Class of each example, int64 [N].
+        keys: What tells examples apart: a hash of their words, int64 [N].
+        groups: What may not stand in two splits: a hash of the text, the premise or the author, int64 [N].
+        types: The different words, in lower case.
+        texts: Words of each example's text, places in `types`, and of its second text where examples are pairs.
+        vectors: Vectors of words, where a file of them was named.
+        left_out: Examples without a word, which are left out.
+        cut: Texts longer than the scale allows, which are cut.
+        fingerprint: 16 hexadecimal digits of everything the words follow from.
+    """
+
+    said: str
+    splits: Mapping[str, tuple[int, int]]
+    labels: tuple[str, ...]
+    classes: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    types: tuple[str, ...]
+    texts: tuple[Ragged, ...]
+    vectors: Mapping[str, NDArray[np.float32]]
+    left_out: int
+    cut: int
+    fingerprint: str
+
+    def words(self, number: int, text: int = 0) -> list[str]:
+        """Return the words of an example's text."""
+        return [self.types[word] for word in self.texts[text][number]]
+
+
+def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progress: bool = False) -> Words:
+    """Return the examples of a file or a folder as words in lower case.
+
+    Args:
+        place: See `read_set`.
+        scale: Where to cut, and which word vectors to use.
+        cache: Folder for the arrays; None keeps nothing.
+        progress: Whether a bar is shown while texts are cut into words.
+
+    Raises:
+        DataError: See `read_set`; or an example of dev or test has a label that training does not.
+        HeadwiseError: spaCy is not installed.
+    """
+    found = read_set(place)
+    splits = {name: found.splits[name] for name in ("all", "train", "dev", "test") if name in found.splits}
+    labels = _labels(splits, place)
+    described = f"{ENCODING} {scale.max_words} {found.said} {[*splits]} {_tokenizer_version()}"
+    extra = [] if scale.embeddings is None else [scale.embeddings]
+    described += f" vectors {scale.width}" if extra else ""
+    fingerprint = digest(described, [*found.paths, *extra])
+    stored = cached_arrays(cache, f"sentence-{fingerprint}", lambda: _encode(splits, labels, scale, progress=progress))
+    return _decode(stored, found.said, tuple(splits), labels, fingerprint)
+
+
+def tokenized(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[str]]:
+    """Yield the words of each text in lower case, as spaCy's blank English tokenizer cuts them; white space is none.
+
+    Raises:
+        HeadwiseError: spaCy is not installed.
+
+    >>> list(tokenized(["Didn't like  it."]))
+    [['did', "n't", 'like', 'it', '.']]
+    """
+    for words in words_in_place(texts, progress=progress):
+        yield [word for word, _ in words]
+
+
+def words_in_place(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[tuple[str, tuple[int, int]]]]:
+    """Yield the words of each text as `tokenized` does, each with its first character and the one after its last.
+
+    Raises:
+        HeadwiseError: spaCy is not installed.
+
+    >>> list(words_in_place(["No  way!"]))
+    [[('no', (0, 2)), ('way', (4, 7)), ('!', (7, 8))]]
+    """
+    from tqdm.auto import tqdm
+
+    tokenizer = _tokenizer()
+    for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
+        yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
+
+
+# a tenth of a second to make, and asked for anew for each line that is read
+@cache
+def _tokenizer() -> Tokenizer:
+    _tokenizer_version()
+    # spaCy takes seconds to import, and is an extra
+    import spacy
+
+    return spacy.blank(TOKENIZER).tokenizer
+
+
+def _tokenizer_version() -> str:
+    try:
+        return version("spacy")
+    except PackageNotFoundError:
+        raise HeadwiseError(
+            "texts are cut into words by spaCy's tokenizer, and spaCy is not installed; install headwise[spacy]."
+        ) from None
+
+
+def _labels(splits: Mapping[str, Sequence[Example]], place: Path) -> tuple[str, ...]:
+    train = splits.get("all") or splits["train"]
+    labels = tuple(sorted({one.label for one in train}))
+    if len(labels) < 2:
+        raise DataError(f"{place} has one label in {len(train)} training examples; expected at least two.")
+    for name, examples in splits.items():
+        strange = next((one for one in examples if one.label not in labels), None)
+        if strange is not None:
+            raise DataError(
+                f"{place}, {name}, line {strange.line}: label {strange.label!r} does not occur in training; expected "
+                f"one of {', '.join(labels[:8])}."
+            )
+    return labels
+
+
+def _encode(
+    splits: Mapping[str, Sequence[Example]], labels: Sequence[str], scale: SentenceScale, *, progress: bool
+) -> dict[str, NDArray]:
+    every = [(name, one) for name, examples in splits.items() for one in examples]
+    pairs = len(every[0][1].texts)
+    flat = tokenized([text for _, one in every for text in one.texts], progress=progress)
+    words = [[next(flat) for _ in range(pairs)] for _ in every]
+    kept = [(name, one, texts) for (name, one), texts in zip(every, words, strict=True) if all(texts)]
+    types = sorted({word for _, _, texts in kept for text in texts for word in text[: scale.max_words]})
+    place = {word: index for index, word in enumerate(types)}
+    counts = [sum(name == split for name, _, _ in kept) for split in splits]
+    arrays: dict[str, NDArray] = {
+        "splits": np.cumsum(counts),
+        "classes": np.array([labels.index(one.label) for _, one, _ in kept], dtype=np.int64),
+        "keys": np.array(
+            [stable_key("example", *(" ".join(text) for text in texts)) >> 1 for _, _, texts in kept], dtype=np.int64
+        ),
+        "groups": np.array([stable_key("group", one.group) >> 1 for _, one, _ in kept], dtype=np.int64),
+        "types": _lines(types),
+        "cut": np.array(sum(len(text) > scale.max_words for _, _, texts in kept for text in texts)),
+        "left_out": np.array(len(every) - len(kept)),
+    }
+    for text in range(pairs):
+        ragged = Ragged.of([[place[word] for word in texts[text][: scale.max_words]] for _, _, texts in kept])
+        arrays |= {f"text{text}.values": ragged.values, f"text{text}.offsets": ragged.offsets}
+    if scale.embeddings is not None:
+        found = read_word_vectors(scale.embeddings, set(types), scale.width)
+        if not found:
+            raise DataError(f"{scale.embeddings} has a vector for none of the {len(types)} words; name another file.")
+        arrays["vector_words"], arrays["vectors"] = _lines([*found]), np.stack([*found.values()])
+    return arrays
+
+
+def _decode(
+    stored: Mapping[str, NDArray], said: str, names: tuple[str, ...], labels: tuple[str, ...], fingerprint: str
+) -> Words:
+    ends = stored["splits"].tolist()
+    texts = tuple(
+        Ragged(stored[f"text{text}.values"], stored[f"text{text}.offsets"])
+        for text in range(2)
+        if f"text{text}.values" in stored
+    )
+    vectors = {}
+    if "vectors" in stored:
+        vectors = dict(zip(_types(stored["vector_words"]), stored["vectors"], strict=True))
+    return Words(
+        said=said,
+        splits=dict(zip(names, zip([0, *ends], ends, strict=False), strict=True)),
+        labels=labels,
+        classes=stored["classes"],
+        keys=stored["keys"],
+        groups=stored["groups"],
+        types=_types(stored["types"]),
+        texts=texts,
+        vectors=vectors,
+        left_out=int(stored["left_out"]),
+        cut=int(stored["cut"]),
+        fingerprint=fingerprint,
+    )
+
+
+def _lines(words: Sequence[str]) -> NDArray[np.uint8]:
+    # an array of strings would give each the room of the longest
+    return np.frombuffer("\n".join(words).encode(), dtype=np.uint8)
+
+
+def _types(lines: NDArray[np.uint8]) -> tuple[str, ...]:
+    return tuple(lines.tobytes().decode().split("\n"))

@@ -1,0 +1,105 @@
+"""From token ids of sources to lines of translation: batches by tokens, beam search, text.
+
+Owns how a source is decoded, in a test split and in a user's stream alike. Must not know files or scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.data.subwords import END, Subwords
+from headwise.lab.data.token_batches import token_sorted
+from headwise.lab.tasks.translation.data import collate
+from headwise.lab.tasks.translation.model import PADDING, START
+
+__all__ = ["decoded", "longest_source"]
+
+# A target may be this many times as long as its source, and this many tokens longer.
+LONGER, EXTRA = 2, 10
+# Tokens of sources decoded at once, times the beams.
+DECODED_TOKENS = 4_096
+# A model without a table of positions has no longest source; memory has: attention grows with the square.
+LONGEST = 1_024
+
+
+def longest_source(model: Any) -> int:
+    """Return how many tokens a source may have, its end included: the model's positions, or 1,024 without a table."""
+    return min(getattr(model.config, "max_position_embeddings", LONGEST), LONGEST)
+
+
+@torch.no_grad()
+def decoded(
+    model: Any,
+    sources: Sequence[list[int]] | Ragged,
+    subwords: Subwords,
+    *,
+    beams: int,
+    length_penalty: float,
+    examples: int | None = None,
+) -> list[str]:
+    """Return the translation of each source as one line of text, in their order.
+
+    Sources of like length are decoded together, which changes no search: a translation has to end once it is twice as
+    long as its own source and ten tokens more, and the search for it once as many translations as beams are complete.
+    A source longer than `longest_source` is cut. Padding and start are never generated.
+
+    Args:
+        model: A model with Hugging Face's generate(), in evaluation mode.
+        sources: Token ids of each source, its end included.
+        subwords: Makes text of ids.
+        beams: Beams of the search; 1 is greedy.
+        length_penalty: p in the score log P / length^p.
+        examples: Most sources decoded together; None for as many as tokens allow.
+    """
+    if len(sources) == 0:
+        return []
+    device, longest = next(model.parameters()).device, longest_source(model)
+    positions = getattr(model.config, "max_position_embeddings", LONGER * LONGEST + EXTRA)
+    lengths = [min(len(sources[index]), longest) for index in range(len(sources))]
+    found = [""] * len(sources)
+    for batch in token_sorted(lengths, tokens=max(*lengths, DECODED_TOKENS // beams), examples=examples):
+        rows = [{"source": _fitted(sources[index], longest), "target": [START]} for index in batch]
+        ids = collate(rows)["input_ids"].to(device)  # pyright: ignore[reportArgumentType]
+        limits = torch.tensor([min(LONGER * lengths[index] + EXTRA, positions) for index in batch], device=device)
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=(ids != PADDING).long(),
+            num_beams=beams,
+            do_sample=False,
+            **({"length_penalty": length_penalty, "early_stopping": True} if beams > 1 else {}),
+            max_new_tokens=int(limits.max()),
+            suppress_tokens=[PADDING, START],
+            logits_processor=LogitsProcessorList([_EndInTime(limits.repeat_interleave(beams))]),
+        )
+        for index, row in zip(batch, generated.tolist(), strict=True):
+            found[index] = _line(subwords.decode(row))
+    return found
+
+
+class _EndInTime(LogitsProcessor):
+    """Leaves each row nothing but the end at its own limit, so that no row depends on the longest beside it."""
+
+    def __init__(self, limits: Tensor) -> None:
+        self.limits = limits
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        others = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
+        others[END] = False
+        # the start stands before what was generated
+        late = input_ids.shape[1] >= self.limits
+        return scores.masked_fill(late[:, None] & others, -torch.inf)
+
+
+def _fitted(source: list[int], longest: int) -> list[int]:
+    return source if len(source) <= longest else [*source[: longest - 1], END]
+
+
+def _line(text: str) -> str:
+    # a vocabulary of bytes can spell the ends of lines
+    return text.replace("\r", " ").replace("\n", " ")

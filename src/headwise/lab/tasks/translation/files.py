@@ -1,0 +1,113 @@
+"""Readers of parallel text: two files of which line n of one translates line n of the other.
+
+Owns the three formats: plain lines; the tagged lines of the IWSLT training files (`train.tags.*`); and the segments
+`<seg id="1"> text </seg>` of the official dev and test sets (`.sgm`, `.xml`). Each may be gzipped. Must not know
+corpora or splits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import numbered_lines
+
+__all__ = ["Line", "TextPair", "read_pairs", "read_side"]
+
+SEGMENT = re.compile(r"<seg\b[^>]*\bid=\"([^\"]*)\"[^>]*>(.*)</seg>", re.IGNORECASE)
+# what stands in an IWSLT training file beside the talk itself; title and description are text in both languages
+NOT_SPOKEN = re.compile(r"</?(?:url|talkid|keywords|speaker|reviewer|translator|doc)\b", re.IGNORECASE)
+TITLE = re.compile(r"</?(?:title|description)>", re.IGNORECASE)
+ENTITY = re.compile(r"&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
+NAMED = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
+
+
+class Line(NamedTuple):
+    """A line of one side: its number in the file, its text, and the segment's id where the file has them."""
+
+    number: int
+    text: str
+    segment: str = ""
+
+
+class TextPair(NamedTuple):
+    """A line and its translation."""
+
+    source: Line
+    target: Line
+
+
+def read_pairs(source: Path, target: Path) -> Iterator[TextPair]:
+    """Yield the pairs of two files, in order.
+
+    Raises:
+        DataError: The files have different numbers of lines or other segments, a line is malformed or not UTF-8, or a
+            file cannot be read. The message names file and line.
+    """
+    sides = read_side(source), read_side(target)
+    for pairs, (first, second) in enumerate(zip_longest(*sides)):
+        if first is None or second is None:
+            left, right = (
+                pairs + (line is not None) + sum(1 for _ in rest)
+                for line, rest in zip((first, second), sides, strict=True)
+            )
+            raise DataError(
+                f"{source} has {left:,} lines of text and {target} has {right:,}; expected as many: line n of one "
+                "translates line n of the other."
+            )
+        if first.segment != second.segment and first.segment and second.segment:
+            raise DataError(
+                f"{source}, line {first.number} is segment {first.segment!r} but {target}, line {second.number} is "
+                f"segment {second.segment!r}; expected the same segments in the same order."
+            )
+        yield TextPair(first, second)
+
+
+def read_side(path: Path) -> Iterator[Line]:
+    """Yield the lines of text of one file, without the blanks around them.
+
+    Raises:
+        DataError: A line is malformed or not UTF-8, or the file cannot be read.
+    """
+    name = path.name.removesuffix(".gz")
+    if name.endswith((".sgm", ".sgml", ".xml")):
+        return _segments(path)
+    if name.startswith("train.tags."):
+        return _talks(path)
+    return _plain(path)
+
+
+def _plain(path: Path) -> Iterator[Line]:
+    for number, line in numbered_lines(path):
+        # some editors begin a UTF-8 file with a mark that is no text
+        yield Line(number, (line.removeprefix("\ufeff") if number == 1 else line).strip())
+
+
+def _talks(path: Path) -> Iterator[Line]:
+    for number, line in numbered_lines(path):
+        text = line.strip()
+        if NOT_SPOKEN.match(text) is None:
+            yield Line(number, TITLE.sub("", text).strip())
+
+
+def _segments(path: Path) -> Iterator[Line]:
+    for number, line in numbered_lines(path):
+        # not an XML parser: official files hold bare ampersands and documents without a root
+        found = SEGMENT.search(line)
+        if found is not None:
+            yield Line(number, ENTITY.sub(_character, found[2]).strip(), found[1])
+        elif "<seg" in line.lower():
+            raise DataError(f'{path}, line {number}: expected <seg id="..."> text </seg> on one line.')
+
+
+def _character(entity: re.Match[str]) -> str:
+    name = entity[0]
+    if name in NAMED:
+        return NAMED[name]
+    code = int(name[3:-1], 16) if name[2] in "xX" else int(name[2:-1])
+    # what is no character stays as it is written
+    return chr(code) if code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF else name

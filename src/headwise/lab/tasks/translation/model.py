@@ -1,0 +1,344 @@
+"""The Transformer of the translation task, pre- or post-norm, with tied embeddings.
+
+Owns `Seq2Seq`, its layers and its configuration. It is a Hugging Face model, so that generate() decodes it: greedy,
+sampling or beam search with a cache. Its attention is headwise's, so that every method of the library reaches it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from headwise.errors import SettingError, require_integer, require_range
+from headwise.lab.models.encoder import sinusoids
+from headwise.lab.tasks.translation.attention import CachedAttention
+
+__all__ = ["Seq2Seq", "Seq2SeqConfig"]
+
+PADDING, START, END = 0, 1, 2
+IGNORED = -100
+
+
+class Seq2SeqConfig(PreTrainedConfig):
+    """Sizes of a `Seq2Seq`.
+
+    Args:
+        vocab_size: Number of token ids; 0 is padding, 1 starts a target, 2 ends a sequence.
+        width: Model width d, even.
+        hidden: Hidden units of the feed-forward layers.
+        encoder_layers: Layers of the encoder.
+        decoder_layers: Layers of the decoder.
+        heads: Attention heads H of each layer; must divide `width`.
+        norm_first: Whether layers are pre-norm; else post-norm, as in Vaswani et al. 2017.
+        dropout: Dropout of embeddings and of each sublayer's output, in [0, 1).
+        label_smoothing: Share of the target's probability spread over the vocabulary, in [0, 1).
+
+    Raises:
+        SettingError: A size is below 1, the width odd or no multiple of `heads`, or a share outside its range.
+    """
+
+    model_type = "headwise-seq2seq"
+
+    def __init__(
+        self,
+        vocab_size: int = 8,
+        width: int = 8,
+        hidden: int = 16,
+        encoder_layers: int = 1,
+        decoder_layers: int = 1,
+        heads: int = 2,
+        norm_first: bool = True,
+        dropout: float = 0.0,
+        label_smoothing: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        sizes = {"vocab_size": vocab_size, "width": width, "hidden": hidden, "heads": heads}
+        sizes |= {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
+        for name, size in sizes.items():
+            require_integer(name, size, low=1)
+        require_range("dropout", dropout, low=0.0, high=0.999)
+        require_range("label_smoothing", label_smoothing, low=0.0, high=0.999)
+        if width % 2 or width % heads:
+            raise SettingError(
+                f"width is {width} with {heads} heads; expected an even multiple of the number of heads."
+            )
+        self.vocab_size, self.width, self.hidden, self.heads = vocab_size, width, hidden, heads
+        self.encoder_layers, self.decoder_layers = encoder_layers, decoder_layers
+        # generate() makes one entry of the cache for each of these
+        self.num_hidden_layers = decoder_layers
+        self.norm_first, self.dropout, self.label_smoothing = norm_first, dropout, label_smoothing
+        ids = {"pad_token_id": PADDING, "decoder_start_token_id": START, "eos_token_id": END}
+        super().__init__(**{"is_encoder_decoder": True, **ids, **kwargs})
+
+
+class Seq2Seq(PreTrainedModel, GenerationMixin):
+    """Encoder-decoder Transformer (Vaswani et al. 2017) with one embedding for source, target and output.
+
+    Embeddings are drawn from N(0, 1/d) and multiplied by sqrt(d); sinusoidal positions. Pre-norm stacks end in a layer
+    normalization. `model.encoder.layers.*.attention`, `model.decoder.layers.*.attention` and
+    `model.decoder.layers.*.cross_attention` are the sites `find_heads` finds, of kinds self, decoder and cross.
+
+    Example:
+        >>> model = Seq2Seq(Seq2SeqConfig(vocab_size=9)).eval()
+        >>> source = torch.tensor([[4, 5, 2], [6, 2, 0]])
+        >>> model(source, labels=torch.tensor([[5, 2], [7, 2]])).logits.shape
+        torch.Size([2, 2, 9])
+        >>> model.generate(source, num_beams=3, max_new_tokens=4).shape[0]
+        2
+    """
+
+    config_class = Seq2SeqConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _tied_weights_keys = {  # noqa: RUF012  transformers reads it from the class
+        "encoder.embedding.weight": "embedding.weight",
+        "decoder.embedding.weight": "embedding.weight",
+    }
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__(config)
+        self.embedding = ScaledEmbedding(config.vocab_size, config.width)
+        self.encoder = Encoder(config, self.embedding)
+        self.decoder = Decoder(config, self.embedding)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the one embedding."""
+        return self.embedding
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        use_cache: bool | None = None,
+        **_unused: Any,
+    ) -> Seq2SeqLMOutput:
+        """Return the logits [B, T, V], and the loss where labels are given.
+
+        loss = mean over target tokens of (1 - s) (-log p(y)) + s mean_v (-log p(v)), with s the label smoothing.
+
+        Args:
+            input_ids: Source ids, int64 [B, S], padded with 0 on the right.
+            attention_mask: 1 where a source id is real, [B, S]; read from the ids when None.
+            decoder_input_ids: Target ids, int64 [B, T]; the labels shifted right when None.
+            labels: Ids to predict, int64 [B, T]; -100 where there is none.
+            encoder_outputs: States of the encoder, to run it once for many steps.
+            past_key_values: Projected keys and values of earlier steps.
+            use_cache: Whether to return `past_key_values` for the next step.
+            **_unused: What generate() hands to every model and this one has no use for.
+
+        Raises:
+            SettingError: Neither target ids nor labels, or neither source ids nor states were given.
+        """
+        if decoder_input_ids is None:
+            if labels is None:
+                raise SettingError("Seq2Seq was given neither labels nor decoder_input_ids; expected one of them.")
+            decoder_input_ids = shifted_right(labels)
+        if encoder_outputs is None and input_ids is None:
+            raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
+        encoded: Any = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
+        memory: Tensor = encoded[0]
+        if attention_mask is None:
+            attention_mask = torch.ones(memory.shape[:2], device=memory.device) if input_ids is None else input_ids != 0
+        padding = _padding(attention_mask)
+        states = self.decoder(decoder_input_ids, memory, padding, past_key_values if use_cache else None)
+        logits = F.linear(states, self.embedding.weight)
+        loss = None
+        if labels is not None:
+            smoothing = self.config.label_smoothing
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
+            )
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            encoder_last_hidden_state=memory,
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave every module as it drew itself."""
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embedding drawn from N(0, 1/d) and multiplied by sqrt(d), so that it also serves as output projection."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__(vocab_size, width, padding_idx=PADDING)
+
+    def reset_parameters(self) -> None:
+        """Draw the embeddings anew; that of padding is zero."""
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+        self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Return the scaled embeddings [B, L, d] of ids [B, L]."""
+        return super().forward(input) * self.embedding_dim**0.5
+
+
+class Encoder(nn.Module):
+    """Returns the states of the source."""
+
+    # generate() asks the encoder what it is called with
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Seq2SeqConfig, embedding: ScaledEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.norm = nn.LayerNorm(config.width) if config.norm_first else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_unused: Any) -> BaseModelOutput:
+        """Return the states [B, S, d] of source ids [B, S]."""
+        padding = _padding(input_ids != PADDING if attention_mask is None else attention_mask)
+        states = self.dropout(_placed(self.embedding(input_ids), 0))
+        for layer in self.layers:
+            states = layer(states, padding)
+        return BaseModelOutput(last_hidden_state=self.norm(states))
+
+
+class Decoder(nn.Module):
+    """Returns the states of the target."""
+
+    def __init__(self, config: Seq2SeqConfig, embedding: ScaledEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.norm = nn.LayerNorm(config.width) if config.norm_first else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, ids: Tensor, memory: Tensor, padding: Tensor, cache: EncoderDecoderCache | None) -> Tensor:
+        """Return the states [B, T, d] of target ids [B, T], given the source's states and padding."""
+        past = 0 if cache is None else int(cache.get_seq_length())
+        states = self.dropout(_placed(self.embedding(ids), past))
+        own_padding = _padding(ids != PADDING)
+        for index, layer in enumerate(self.layers):
+            states = layer(states, own_padding, memory, padding, None if cache is None else (cache, index))
+        return self.norm(states)
+
+
+class Sublayers(nn.Module):
+    """The parts a layer of encoder and decoder share: norm, residual and feed-forward."""
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention = CachedAttention(config.width, config.heads, dropout=config.dropout)
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(config.width, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.width)
+        )
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+
+class EncoderLayer(Sublayers):
+    """Self-attention and feed-forward; post-norm LN(x + f(x)) or pre-norm x + f(LN(x))."""
+
+    def forward(self, states: Tensor, padding: Tensor) -> Tensor:
+        """Return the new states [B, S, d]; `padding` is True at pads, bool [B, S]."""
+
+        def attended(x: Tensor) -> Tensor:
+            return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+        states = _sublayer(self, self.attention_norm, states, attended)
+        return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
+
+
+class DecoderLayer(Sublayers):
+    """Causal self-attention, attention to the source, feed-forward."""
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__(config)
+        self.cross_attention = CachedAttention(config.width, config.heads, dropout=config.dropout)
+        self.cross_attention_norm = nn.LayerNorm(config.width)
+
+    def forward(
+        self,
+        states: Tensor,
+        own_padding: Tensor,
+        memory: Tensor,
+        padding: Tensor,
+        cached: tuple[EncoderDecoderCache, int] | None = None,
+    ) -> Tensor:
+        """Return the new states [B, T, d].
+
+        Args:
+            states: [B, T, d]; with a cache only those of the tokens after the ones it holds.
+            own_padding: True at pads of the target, bool [B, T]; with a cache there are none.
+            memory: States of the source, [B, S, d].
+            padding: True at pads of the source, bool [B, S].
+            cached: The cache of projected keys and values, and this layer's place in it.
+        """
+
+        def attended(x: Tensor) -> Tensor:
+            if cached is not None:
+                return _stepped(self.attention, x, *cached)
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            return self.attention(x, x, x, key_padding_mask=own_padding, attn_mask=future, need_weights=False)[0]
+
+        def crossed(x: Tensor) -> Tensor:
+            if cached is not None:
+                keys, values = _once(self.cross_attention, memory, *cached)
+                return self.cross_attention.attend(x, keys, values, ~padding[:, None, None])
+            return self.cross_attention(x, memory, memory, key_padding_mask=padding, need_weights=False)[0]
+
+        states = _sublayer(self, self.attention_norm, states, attended)
+        states = _sublayer(self, self.cross_attention_norm, states, crossed)
+        return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
+
+
+def shifted_right(labels: Tensor) -> Tensor:
+    """Return the target that is read while `labels` [B, T] are predicted: the start, then all but the last.
+
+    >>> shifted_right(torch.tensor([[5, 2, -100]])).tolist()
+    [[1, 5, 2]]
+    """
+    shifted = F.pad(labels[:, :-1], (1, 0), value=START)
+    return shifted.masked_fill(shifted == IGNORED, PADDING)
+
+
+def _sublayer(layer: Sublayers, norm: nn.Module, states: Tensor, function: Any) -> Tensor:
+    if layer.norm_first:
+        return states + layer.dropout(function(norm(states)))
+    return norm(states + layer.dropout(function(states)))
+
+
+def _stepped(attention: CachedAttention, states: Tensor, cache: EncoderDecoderCache, index: int) -> Tensor:
+    """Return the causal self-attention of the next tokens, whose keys and values join the cache."""
+    past = int(cache.self_attention_cache.get_seq_length(index))
+    keys, values = cache.self_attention_cache.update(*attention.project(states), index)
+    positions = torch.arange(keys.shape[2], device=states.device)
+    return attention.attend(states, keys, values, positions <= past + positions[: states.shape[1], None])
+
+
+def _once(attention: CachedAttention, memory: Tensor, cache: EncoderDecoderCache, index: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the source, projected at the first step and kept for the others."""
+    if cache.is_updated.get(index):
+        layer: Any = cache.cross_attention_cache.layers[index]
+        return layer.keys, layer.values
+    keys, values = cache.cross_attention_cache.update(*attention.project(memory), index)
+    cache.is_updated[index] = True
+    return keys, values
+
+
+def _placed(embedded: Tensor, past: int) -> Tensor:
+    length = past + embedded.shape[1]
+    return embedded + sinusoids(length, embedded.shape[2], like=embedded, longest=10_000.0)[past:]
+
+
+def _padding(attention_mask: Tensor) -> Tensor:
+    padding = ~attention_mask.bool()
+    # a row of pads alone keeps its first position: a softmax over nothing is NaN
+    return torch.cat([torch.zeros_like(padding[:, :1]), padding[:, 1:]], dim=1)

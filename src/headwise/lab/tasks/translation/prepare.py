@@ -1,0 +1,217 @@
+"""From parallel text to a folder that training reads: subwords, token arrays, the raw dev and test lines, a record.
+
+Owns what a prepared folder holds and how it comes to be: in one stream over the text, in memory that does not grow
+with it, under a temporary name until it is whole. Must not know batches or models.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import digest, stable_key
+from headwise.lab.data.ragged_files import RaggedWriter
+from headwise.lab.data.subwords import END, Subwords, learn_subwords, read_subwords
+from headwise.lab.experiment.run_folder import as_record, write_json
+from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
+from headwise.lab.tasks.translation.corpora import Corpus, Files, Layout
+from headwise.lab.tasks.translation.files import TextPair, read_pairs
+
+__all__ = ["RECORD", "TOKENIZER", "Preparation", "fingerprint_of", "prepare"]
+
+FORMAT = "translation-1"  # changes with anything below that changes what is written
+RECORD, TOKENIZER = "record.json", "tokenizer.json"
+SIDES = "source", "target"
+BATCH = 4096
+CUT_SHARE, CUT_PAIRS = 0.05, 2000
+DRAWS = 1 << 64
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How text becomes token ids.
+
+    Attributes:
+        vocabulary_size: Size of the joint vocabulary to learn.
+        tokenizer: A `tokenizer.json` to use instead; None learns.
+        cleaning: What training pairs have to meet.
+        learned_from: Most training pairs the subwords are learned from, evenly spaced: memory and time of learning
+            grow with the number of different words.
+    """
+
+    vocabulary_size: int = 10_000
+    tokenizer: Path | None = None
+    cleaning: Cleaning = field(default_factory=Cleaning)
+    learned_from: int = 1_000_000
+
+
+def fingerprint_of(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:
+    """Return 16 hexadecimal digits of everything a prepared folder follows from.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    flat = [path for pairs in files.values() for pair in pairs for path in pair]
+    counts = {split: len(pairs) for split, pairs in files.items()}
+    how = (
+        ("tokenizer", digest("", [preparation.tokenizer]))
+        if preparation.tokenizer
+        else ("learned", preparation.vocabulary_size, preparation.learned_from)
+    )
+    languages = corpus.source_language, corpus.target_language
+    # the endings choose the reader
+    endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in flat]
+    described = f"{FORMAT} {languages} {counts} {endings} {layout.dev_every} {how} {preparation.cleaning}"
+    return digest(described, flat)
+
+
+def prepare(
+    corpus: Corpus,
+    layout: Layout,
+    files: Files,
+    preparation: Preparation,
+    fingerprint: str,
+    place: Path,
+    *,
+    progress: bool = False,
+) -> None:
+    """Write the prepared folder `place`; it appears when it is whole.
+
+    Raises:
+        DataError: The text is bad, a split comes out empty, or the folder cannot be written.
+    """
+    partial: Path | None = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        with _bars(progress) as bars:
+            record = _write(_Text(layout, files, bars), preparation, partial, progress)
+        record |= {"fingerprint": fingerprint, "corpus": corpus.name}
+        record |= {"source_language": corpus.source_language, "target_language": corpus.target_language}
+        record |= {"layout": layout.name, "files": _names(files)}
+        write_json(partial / RECORD, record)
+        partial.chmod(0o755)
+        # whoever was first has written the same
+        if not place.exists():
+            partial.rename(place)
+    except OSError as error:
+        raise DataError(f"{place} cannot be written ({error}); name another folder.") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Text:
+    """The pairs of each split, in order, with a bar for each reading."""
+
+    def __init__(self, layout: Layout, files: Files, bars: Progress) -> None:
+        self.files, self.bars = files, bars
+        self.cut = [split for split in ("dev", "test") if split not in files]
+        self.dev_every = layout.dev_every if "dev" in self.cut else 0
+        self.splits = ["train", "dev", "test", *(split for split in files if split not in ("train", "dev", "test"))]
+        # everything is read once before anything is made: bad text is refused within seconds
+        self.read = {split: sum(1 for _ in self._all(split, f"checking {split}")) for split in files}
+
+    def pairs(self, split: str, title: str) -> Iterator[TextPair]:
+        """Yield the pairs of a split."""
+        if split in self.files and not (split == "train" and self.cut):
+            yield from self._all(split, title)
+            return
+        for number, pair in enumerate(self._all("train", title), start=1):
+            if self._split_of(number, pair) == split:
+                yield pair
+
+    def _split_of(self, number: int, pair: TextPair) -> str:
+        if "dev" in self.cut and self.dev_every:
+            return "dev" if number % self.dev_every == 0 else "train"
+        # by the source line alone: a line that occurs twice stays on one side of the cut
+        draw = stable_key("cut", pair.source.text) / DRAWS / min(CUT_SHARE, CUT_PAIRS / self.read["train"])
+        return self.cut[int(draw)] if draw < len(self.cut) else "train"
+
+    def _all(self, split: str, title: str) -> Iterator[TextPair]:
+        known = getattr(self, "read", {})
+        task = self.bars.add_task(title, total=known.get(split))
+        for source, target in self.files[split]:
+            pairs = read_pairs(source, target)
+            while batch := list(islice(pairs, BATCH)):
+                if split != "train":
+                    _require_text(batch, source, target)
+                yield from batch
+                self.bars.advance(task, len(batch))
+        self.bars.remove_task(task)
+
+
+def _write(text: _Text, preparation: Preparation, folder: Path, progress: bool) -> dict[str, Any]:
+    if preparation.tokenizer is None:
+        every = -(-text.read["train"] // preparation.learned_from)
+        kept = islice(text.pairs("train", "reading for subwords"), 0, None, every)
+        lines = chain.from_iterable((pair.source.text, pair.target.text) for pair in kept)
+        subwords = learn_subwords(lines, preparation.vocabulary_size, progress=progress)
+    else:
+        subwords = read_subwords(preparation.tokenizer)
+    (folder / TOKENIZER).write_text(subwords.to_json(), encoding="utf-8")
+    splits = {}
+    for split in text.splits:
+        sieve = Sieve(preparation.cleaning) if split == "train" else None
+        splits[split] = _write_split(text, split, subwords, sieve, folder)
+    return {
+        "format": FORMAT,
+        "preparation": as_record(preparation) | {"tokenizer": "given" if preparation.tokenizer else "learned"},
+        "vocabulary_size": subwords.vocabulary_size,
+        "splits": splits,
+    }
+
+
+def _write_split(text: _Text, split: str, subwords: Subwords, sieve: Sieve | None, folder: Path) -> dict[str, Any]:
+    pairs = text.pairs(split, f"encoding {split}")
+    source, target = (RaggedWriter(folder, f"{split}.{side}", subwords.dtype) for side in SIDES)
+    lines = [(folder / f"{split}.{side}.txt").open("wb") for side in SIDES] if sieve is None else []
+    with source, target:
+        while batch := list(islice(pairs, BATCH)):
+            texts = [[pair[side].text for pair in batch] for side in (0, 1)]
+            encoded = [subwords.encode_batch(side) for side in texts]
+            if sieve is not None:
+                rows = zip(*texts, *encoded, strict=True)
+                kept = [sieve.keeps(first, second, len(a), len(b)) for first, second, a, b in rows]
+                encoded = [[ids for ids, keep in zip(side, kept, strict=True) if keep] for side in encoded]
+            for stream, side in zip(lines, texts, strict=False):
+                stream.write("".join(f"{line}\n" for line in side).encode())
+            for writer, side in zip((source, target), encoded, strict=True):
+                writer.write([[*ids, END] for ids in side])
+    for stream in lines:
+        stream.close()
+    if source.sequences == 0:
+        reasons = f" ({dict(sieve.dropped)} dropped)" if sieve is not None and sieve.dropped else ""
+        cut = f", cut from {text.read['train']:,} training pairs," if split in text.cut else ""
+        raise DataError(f"the {split} split{cut} holds no pair{reasons}; expected at least one.")
+    counts: dict[str, Any] = {"pairs": source.sequences, "source_tokens": source.tokens, "target_tokens": target.tokens}
+    return counts | ({} if sieve is None else {"read": sieve.read, "dropped": dict(sorted(sieve.dropped.items()))})
+
+
+def _require_text(batch: list[TextPair], source: Path, target: Path) -> None:
+    for pair in batch:
+        for line, path in zip(pair, (source, target), strict=True):
+            if not line.text:
+                raise DataError(
+                    f"{path}, line {line.number}: blank; a dev or test pair needs text on both sides: take the line "
+                    "out of both files."
+                )
+
+
+def _names(files: Files) -> dict[str, list[list[str]]]:
+    return {split: [[source.name, target.name] for source, target in pairs] for split, pairs in files.items()}
+
+
+def _bars(progress: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal))

@@ -1,0 +1,214 @@
+"""Role masks of the source side of a translation: from the ids an encoder reads back to words, and to their subwords.
+
+Owns the words of each source, which subwords stand for them, and what a run keeps so that sources in no data have
+masks too. Masks themselves are made by `sentence_masks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import Ragged, stable_key
+from headwise.lab.data.encoded import Pieces, pieces
+from headwise.lab.data.subwords import Subwords
+from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.seeding import key
+from headwise.lab.role_masks.sentences import Donors, RoleMasks
+from headwise.lab.role_masks.stored import kept_roles
+from headwise.masks.head_mask import HeadMask
+from headwise.roles.idf import IDF, idf
+from headwise.roles.word_table import WordTable
+
+__all__ = ["PARSED_BY", "SourceMasks", "Sources", "kept_masks", "learned_masks", "parser"]
+
+Parse = Callable[[Sequence[str]], list[WordTable]]
+# Stands in the digest of data between that of the corpus and that of the pipeline.
+PARSED_BY = "+"
+UNREADABLE = "\ufffd"
+
+
+class Sources:
+    """Sources by a number that follows from their ids alone, with their words.
+
+    Args:
+        subwords: Ids to text.
+        parse: Texts to word tables.
+    """
+
+    def __init__(self, subwords: Subwords, parse: Parse) -> None:
+        self.subwords, self.parse = subwords, parse
+        self._ids: dict[int, tuple[int, ...]] = {}
+        self._tables: dict[int, WordTable] = {}
+
+    def numbers(self, sources: Iterable[Sequence[int]]) -> list[int]:
+        """Return the number of each source, and take in those that are new; all of them are parsed at once."""
+        found, new = [], []
+        for source in sources:
+            ids = tuple(source)
+            number = stable_key("source", *map(str, ids)) >> 1
+            found.append(number)
+            if number not in self._ids:
+                self._ids[number] = ids
+                new.append(number)
+        # what is cut inside a character ends in a sign for it, which would be a word of its own
+        texts = [self.subwords.decode(self._ids[number]).rstrip(UNREADABLE) for number in new]
+        self._tables.update(zip(new, self.parse(texts), strict=True))
+        return found
+
+    def table(self, number: int) -> WordTable:
+        """Return the words of a source."""
+        return self._tables[number]
+
+    def pieces(self, number: int) -> Pieces:
+        """Return the tokens of a source; one that was cut may end inside a word, whose last subwords are then others.
+
+        Raises:
+            DataError: Its ids do not come back from their text, so their characters are not known.
+        """
+        (*ids, _end), table = self._ids[number], self._tables[number]
+        text = table.text or ""
+        encoding = self.subwords.tokenizer.encode(text, add_special_tokens=False)
+        again = [self.subwords.shift + id_ for id_ in encoding.ids]
+        offsets = list(encoding.offsets)
+        if again != ids:
+            both = zip(again, ids, strict=False)
+            same = next((place for place, (a, b) in enumerate(both) if a != b), min(len(again), len(ids)))
+            known = offsets[same - 1][1] if same else 0
+            last = table.spans[-1][0] if table.spans else 0
+            if text[known:last].strip():
+                raise DataError(
+                    f"the subwords of {text[:60]!r} do not come back from their text; role masks need a tokenizer that "
+                    "gives a text back as it was, as one that is learned here."
+                )
+            offsets = [*offsets[:same], *[(last, len(text))] * (len(ids) - same)]
+        # END is in no word
+        return pieces([*offsets, None])
+
+    def forget(self) -> None:
+        """Drop every source; its number stays the same."""
+        self._ids.clear()
+        self._tables.clear()
+
+
+class SourceMasks:
+    """Makes the mask of a batch of sources.
+
+    Args:
+        guided: The roles and what replaces them.
+        sources: The sources.
+        rarity: How rare a word is.
+        donors: The words of a source with another parse, by its number.
+        num_heads: Heads of a layer of the encoder.
+        seed: Seed of the run.
+        pipeline: What parses the sources, to be remembered; None for no parses.
+    """
+
+    def __init__(
+        self,
+        guided: Guided,
+        sources: Sources,
+        rarity: IDF,
+        donors: Callable[[int], WordTable],
+        *,
+        num_heads: int,
+        seed: int,
+        pipeline: Path | None = None,
+    ) -> None:
+        self.sources = sources
+        self.masks = RoleMasks(
+            guided,
+            sources.table,
+            donors,
+            rarity,
+            num_heads=num_heads,
+            seed=seed,
+            encoding=sources.pieces,
+            pipeline=pipeline,
+        )
+
+    def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
+        """Return the mask of "input_ids" [B, S], of which "attention_mask" [B, S] says which are real."""
+        ids, real = batch["input_ids"], batch["attention_mask"].bool()
+        rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+        return self.masks({"tokens": ids.masked_fill(~real, 0), "numbers": torch.tensor(self.sources.numbers(rows))})
+
+    def keep(self, folder: Path) -> None:
+        """Write what `kept_masks` reads into a run's folder."""
+        self.masks.keep(folder)
+
+    def forget(self) -> None:
+        """Drop the sources and their masks; they are made again, the same, when they come again."""
+        self.sources.forget()
+        self.masks.forget()
+
+
+def learned_masks(
+    guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int, pipeline: Path | None = None
+) -> SourceMasks:
+    """Return what makes masks where the rarity of words, and other parses, are those of training sources.
+
+    Args:
+        guided: The roles and what replaces them.
+        sources: The sources, which take in those of training.
+        train: Ids of the training sources.
+        num_heads: Heads of a layer of the encoder.
+        seed: Seed of the run.
+        pipeline: What parses the sources; None for no parses.
+    """
+    pool = sources.numbers(train[index] for index in range(len(train)))
+    lengths = {number: len(sources.table(number)) for number in pool}
+    donors = Donors(sources.table, lengths, pool, key(seed, "shuffled parse"))
+    rarity = idf([sources.table(number).words for number in pool])
+    return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=pipeline)
+
+
+def kept_masks(
+    folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int
+) -> SourceMasks:
+    """Return what makes the masks of sources in no data, from what a finished run keeps.
+
+    Args:
+        folder: The run's folder.
+        guided: Its roles.
+        subwords: Its subwords.
+        pipeline: As `kept_roles` takes it.
+        num_heads: Heads of a layer of its encoder.
+        seed: Its seed.
+
+    Raises:
+        DataError: As `kept_roles` says.
+    """
+    rarity, found = kept_roles(folder, guided, pipeline)
+    sources = Sources(subwords, parser(found, None))
+    # only a role from another sentence's parse asks for that
+    donors = sources.table
+    return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=found)
+
+
+def parser(pipeline: Path | None, cache: Path | None) -> Parse:
+    """Return what makes word tables of texts: a pipeline, or without one no parses.
+
+    Args:
+        pipeline: The pipeline.
+        cache: Folder where parses are kept; None keeps none, on disk or in memory.
+    """
+    if pipeline is None:
+        return lambda texts: [WordTable.split(text) for text in texts]
+    # spaCy takes seconds to import, and is needed only where a pipeline is named
+    from headwise.roles.spacy import Parser
+
+    parse = Parser(str(pipeline), cache=cache, progress=cache is not None)
+    if cache is not None:
+        return parse
+
+    def passing(texts: Sequence[str]) -> list[WordTable]:
+        tables = parse(texts)
+        parse.forget()
+        return tables
+
+    return passing

@@ -1,0 +1,272 @@
+"""The translation task: a parallel corpus, an encoder-decoder Transformer, beam search and BLEU.
+
+Owns what the laboratory asks of the task: model, batches, answers. The data is `translation_data`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sacrebleu
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.data.arrays import stable_key
+from headwise.lab.data.spacy_pipelines import pipeline_digest
+from headwise.lab.data.token_batches import TokenBatches, token_sorted
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.guided import Guided, require_parses
+from headwise.lab.experiment.metrics import Bleu, Measure
+from headwise.lab.experiment.task import Answers, MakesMasks
+from headwise.lab.experiment.text_scores import bleu_statistics
+from headwise.lab.tasks.translation.corpora import find_files
+from headwise.lab.tasks.translation.data import (
+    TranslationData,
+    TranslationExample,
+    TranslationSplit,
+    collate,
+    load_translation,
+    open_prepared,
+    prepare_translation,
+)
+from headwise.lab.tasks.translation.decoding import decoded
+from headwise.lab.tasks.translation.loss import negative_log_likelihood, pair_losses
+from headwise.lab.tasks.translation.marian import Marian
+from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.translation.own_corpus import FORMS, corpus_at
+from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
+from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learned_masks, parser
+from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
+
+__all__ = ["TranslationTask", "translated", "translation_model"]
+
+PROBED, PROBED_TOKENS = 256, 4_096
+BIN = 10
+# Parses of the sources, inside the folder of the prepared data.
+PARSES = "parses"
+
+
+class TranslationTask:
+    """Translation (Vaswani et al. 2017); see `task.Task` for the methods."""
+
+    name: str = "translation"
+    metric: str = Bleu().name
+    primary: str = "BLEU (sacreBLEU, 13a, cased) on the test set"
+    difficulty: str = "source words, up to"
+    scales: Mapping[str, Any] = TRANSLATION_SCALES
+    baselines: tuple[str, ...] = ("copy",)
+    shown: tuple[Measure, ...] = (
+        Measure("chrF", "chrF"),
+        Measure("NLL", "NLL", "nats", better="lower", digits=3),
+        Measure("decoding_seconds", "decoding", "s", better="lower"),
+    )
+
+    def load(
+        self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
+    ) -> ScaledTranslation:
+        """Return the data of a place that `corpus_at` reads, or of a folder that was prepared before.
+
+        Raises:
+            DataError: No place was named, it holds no corpus that is known, or the folder was prepared with another
+                vocabulary than the scale's.
+        """
+        if folder is None:
+            raise DataError(f"translation needs --data: {FORMS}.")
+        if (folder / RECORD).exists():
+            data = ScaledTranslation(open_prepared(folder), scale)
+            _require_vocabulary(folder, data)
+            return data
+        if cache is None:
+            raise DataError("translation prepares its data in a cache folder, and none was given.")
+        corpus, files = corpus_at(folder)
+        data = load_translation(corpus, files, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
+        return ScaledTranslation(data, scale)
+
+    def find(self, folder: Path, scale: TranslationScale) -> None:
+        """Refuse a place without a corpus."""
+        if (folder / RECORD).exists():
+            _require_vocabulary(folder, ScaledTranslation(open_prepared(folder), scale))
+        else:
+            find_files(*corpus_at(folder))
+
+    def prepare(
+        self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
+    ) -> ScaledTranslation:
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
+
+        Raises:
+            DataError: As `load`, or `place` holds something else.
+        """
+        if (folder / RECORD).exists():
+            raise DataError(f"{folder} is prepared already; give it to headwise compare translation --data.")
+        corpus, files = corpus_at(folder)
+        size = scale.vocabulary_size
+        data = prepare_translation(corpus, files, place, vocabulary_size=size, tokenizer=tokenizer, progress=progress)
+        return ScaledTranslation(data, scale)
+
+    def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
+        """Return our Transformer or Marian."""
+        return translation_model(scale, data.whole.tokenizer.vocabulary_size)
+
+    def keepsakes(self, data: ScaledTranslation) -> dict[str, str]:
+        """Return the subwords, without which no one can ask the model anything."""
+        return {TOKENIZER: data.whole.tokenizer.to_json()}
+
+    def studied(self, model: nn.Module) -> nn.Module:
+        """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
+        return model
+
+    def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MakesMasks:
+        """Return what makes the masks of a batch of sources; the words' rarity is that of the training sources."""
+        require_parses(guided, scale.pipeline is not None)
+        parse = parser(scale.pipeline, data.whole.folder / PARSES)
+        sources = Sources(data.whole.tokenizer, parse)
+        return learned_masks(
+            guided, sources, data.train.sources, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline
+        )
+
+    def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
+        """Return batches of pairs of like length, by tokens."""
+        return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
+
+    def collate(self, examples: Sequence[TranslationExample]) -> dict[str, Tensor]:
+        """Return a padded batch with its mask."""
+        batch = collate(examples)
+        return {**batch, "attention_mask": (batch["input_ids"] != PADDING).long()}
+
+    def on_dev(self, model: Any, data: ScaledTranslation) -> dict[str, Any]:
+        """Return the BLEU of greedy decoding on dev."""
+        found = translated(model, data.dev, data.whole, beams=1, length_penalty=1.0)
+        score = sacrebleu.corpus_bleu(found, [data.references("dev")]).score
+        return {"pooled": score / 100}
+
+    def on_test(self, model: Any, data: ScaledTranslation) -> Answers:
+        """Return the translations of beam search, and their scores."""
+        began = time.monotonic()
+        scale = data.scale
+        found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
+        answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
+
+    def greedy(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the statistics of BLEU of each greedy translation of a test source."""
+        found = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+        return bleu_statistics(found, data.references("test"))
+
+    def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
+        """Return the negative log likelihood of each test target, and its tokens."""
+        return pair_losses(model, data.test)
+
+    def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
+        """Return the number of words of each test source, rounded up to the next ten."""
+        words = np.array([len(line.split()) for line in data.sources("test")])
+        return np.maximum(BIN, -(-words // BIN) * BIN)
+
+    def references(self, data: ScaledTranslation) -> list[str]:
+        """Return the target line of each test source."""
+        return data.references("test")
+
+    def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
+        """Run the model on dev pairs, a batch each time it is asked."""
+        device = next(model.parameters()).device
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in token_sorted(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
+            examples = [data.dev[int(index)] for index in chosen[batch]]
+            model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
+            yield
+
+    def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
+        """Return each source as its own translation."""
+        return _answers(data.sources("test"), data.references("test"))
+
+
+class ScaledTranslation:
+    """A corpus as a scale sees it: its splits cut to the scale's size.
+
+    Attributes:
+        whole: The data that was prepared.
+        scale: The scale.
+    """
+
+    def __init__(self, whole: TranslationData, scale: TranslationScale) -> None:
+        self.whole, self.scale = whole, scale
+        self.train = _first(whole.train, scale.train_examples)
+        self.dev, self.test = _first(whole.dev, scale.dev_examples), _first(whole.test, scale.test_examples)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what the data follows from; the caps are part of the scale's record."""
+        if self.scale.pipeline is None:
+            return self.whole.fingerprint
+        return f"{self.whole.fingerprint}{PARSED_BY}{pipeline_digest(self.scale.pipeline)}"
+
+    def summary(self) -> str:
+        """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
+        seen = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
+        whole = {name: len(split) for name, split in self.whole.splits.items()}
+        parts = [f"{size:,} of {name}" for name, size in seen.items() if size < whole[name]]
+        cut = f"\nscale {self.scale.name} takes the first {', '.join(parts)}" if parts else ""
+        return self.whole.summary() + cut
+
+    def sources(self, split: str) -> list[str]:
+        """Return the source lines of dev or test."""
+        return self.whole.sources(split)[: len(self.dev if split == "dev" else self.test)]
+
+    def references(self, split: str) -> list[str]:
+        """Return the target lines of dev or test."""
+        return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
+
+
+def translation_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
+    """Return a new model of a scale: our Transformer or Marian."""
+    config = Seq2SeqConfig(
+        vocab_size=vocabulary_size,
+        width=scale.width,
+        hidden=scale.hidden,
+        encoder_layers=scale.encoder_layers,
+        decoder_layers=scale.decoder_layers,
+        heads=scale.heads,
+        norm_first=scale.norm_first,
+        dropout=scale.dropout,
+        label_smoothing=scale.label_smoothing,
+    )
+    return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
+
+
+def translated(
+    model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
+) -> list[str]:
+    """Return the translation of each source of a split, in its order; see `decoded`."""
+    return decoded(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
+
+
+def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
+    preparation, scale = data.whole.record["preparation"], data.scale
+    size = preparation["vocabulary_size"]
+    if preparation["tokenizer"] == "learned" and size != scale.vocabulary_size:
+        raise DataError(
+            f"{folder} was prepared with {size:,} subwords but scale {scale.name} has {scale.vocabulary_size:,}; "
+            "prepare it for that scale."
+        )
+
+
+def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
+    told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
+    scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
+    measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
+    if seconds is not None:
+        measures["decoding_seconds"] = seconds
+    signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
+    return Answers(bleu_statistics(found, references), told_apart, measures, found, signatures)
+
+
+def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:
+    if most is None or most >= len(split):
+        return split
+    return TranslationSplit(split.sources.first(most), split.targets.first(most))

@@ -1,0 +1,141 @@
+"""A finished run of the translation task as something that translates.
+
+Owns what of a run is needed for that: its weights, its subwords, and what its roles are made from. Reading its
+settings is `finished`'s, building the model again `trained`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import require_integer, require_range
+from headwise.lab.data.subwords import END, Subwords, read_subwords
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.tasks.translation.decoding import decoded, longest_source
+from headwise.lab.tasks.translation.prepare import TOKENIZER
+from headwise.lab.tasks.translation.role_masks import SourceMasks, kept_masks
+from headwise.lab.tasks.translation.scales import TranslationScale
+from headwise.lab.tasks.translation.task import translation_model
+from headwise.lab.training.finished import finished_record, kept_file, scale_record
+from headwise.lab.training.trained import read_arm, revived
+
+__all__ = ["Decoding", "Translator", "open_translator"]
+
+TASK = "translation"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How translations are searched for.
+
+    Attributes:
+        beams: Beams of the search; 1 is greedy.
+        length_penalty: p in the score log P / length^p.
+        batch: Most lines decoded together.
+
+    Raises:
+        SettingError: `beams` or `batch` is below 1, or the length penalty is not finite.
+    """
+
+    beams: int
+    length_penalty: float
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        require_integer("beams", self.beams, low=1)
+        require_integer("batch", self.batch, low=1)
+        require_range("length_penalty", self.length_penalty)
+
+
+@dataclass(frozen=True, eq=False)
+class Translator:
+    """A trained model with its subwords.
+
+    Attributes:
+        model: The model, in evaluation mode.
+        subwords: Its text to ids and back.
+        decoding: How it searches.
+        masks: Makes the role masks of sources, where heads of the model have roles.
+    """
+
+    model: Any
+    subwords: Subwords
+    decoding: Decoding
+    masks: SourceMasks | None = None
+
+    @property
+    def parsed(self) -> bool:
+        """Whether its sources are parsed, for role masks."""
+        return self.masks is not None and self.masks.masks.pipeline is not None
+
+    @property
+    def longest(self) -> int:
+        """Subwords of a line that are translated; what stands behind them is not."""
+        return longest_source(self.model) - 1
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the subwords of each line, without an end."""
+        return self.subwords.encode_batch(lines)
+
+    def translate(self, sources: Sequence[list[int]]) -> list[str]:
+        """Return the translation of each encoded line, in their order; that of a line without subwords is empty."""
+        told = [index for index, ids in enumerate(sources) if ids]
+        found = decoded(
+            self.model,
+            [[*sources[index], END] for index in told],
+            self.subwords,
+            beams=self.decoding.beams,
+            length_penalty=self.decoding.length_penalty,
+            examples=self.decoding.batch,
+        )
+        if self.masks is not None:
+            # a stream may be longer than memory
+            self.masks.forget()
+        lines = [""] * len(sources)
+        for index, line in zip(told, found, strict=True):
+            lines[index] = line
+        return lines
+
+
+def open_translator(
+    folder: Path,
+    *,
+    beams: int | None = None,
+    length_penalty: float | None = None,
+    batch: int = 32,
+    pipeline: Path | None = None,
+) -> Translator:
+    """Return what a finished run of the translation task learned.
+
+    Args:
+        folder: The run's folder, such as `runs/translation-demo/plain/seed-0`.
+        beams: Beams of the search; None for those the run was tested with.
+        length_penalty: Likewise.
+        batch: As in `Decoding`.
+        pipeline: Where the spaCy pipeline lies that parsed the sources of a run with roles; None for the place where it
+            lay then. Where none parsed it does not count.
+
+    Raises:
+        DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
+        SettingError: A setting is outside its range.
+    """
+    record = finished_record(folder, TASK)
+    scale, arm = scale_record(folder, record, TranslationScale), read_arm(folder, record)
+    decoding = Decoding(
+        scale.beams if beams is None else beams,
+        scale.length_penalty if length_penalty is None else length_penalty,
+        batch,
+    )
+    for name in (run_folder.WEIGHTS, TOKENIZER):
+        kept_file(folder, name)
+    subwords = read_subwords(folder / TOKENIZER)
+    seed, masks = int(record["seed"]), None
+    if arm.guided is not None:
+        masks = kept_masks(folder, arm.guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
+    model = translation_model(scale, subwords.vocabulary_size)
+    revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
+    return Translator(model, subwords, decoding, masks)

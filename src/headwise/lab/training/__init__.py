@@ -1,0 +1,1 @@
+"""One run: model, method, optimizer and Trainer."""

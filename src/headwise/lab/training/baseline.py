@@ -1,0 +1,80 @@
+"""Baselines as runs: rows that no arm makes get folders like those of arms, so they stand in every table.
+
+Owns what such a folder holds. The answers are the task's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import require_choice
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.evaluation import scores_by_bin
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.settings import Whole
+from headwise.lab.experiment.task import Scale
+from headwise.lab.experiment.versions import versions
+from headwise.lab.results.results import MEASURES
+
+__all__ = ["BaselineSettings", "baseline_run"]
+
+
+@dataclass(frozen=True)
+class BaselineSettings:
+    """Everything a baseline's row is made from; as `RunSettings`, with a name in the place of the arm."""
+
+    task: str
+    scale: Scale
+    name: str
+    seed: int = 0
+    data: Path | None = None
+    cache: Path | None = None
+    fingerprint: str = ""
+    whole: Whole | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("name", self.name, named_task(self.task).baselines)
+
+    def record(self) -> dict[str, Any]:
+        """Return what determines the row's numbers, as JSON data."""
+        return {
+            "task": self.task,
+            "data": self.fingerprint,
+            "seed": self.seed,
+            "baseline": self.name,
+            "scale": run_folder.as_record(self.scale),
+        }
+
+
+def baseline_run(settings: BaselineSettings, folder: Path) -> None:
+    """Fit one baseline, ask it about the test split, and leave the folder of a finished run."""
+    run_folder.claim(folder, settings.record())
+    if run_folder.is_finished(folder):
+        return
+    began = time.monotonic()
+    task = named_task(settings.task)
+    data = task.load(settings.data, settings.scale, settings.cache)
+    answers = task.baseline(settings.name, data, settings.seed)
+    run_folder.write_answers(folder, answers.statistics, answers.predicted, answers.text)
+    result = {
+        "task": settings.task,
+        "scale": settings.scale.name,
+        "arm": settings.name,
+        "control": None,
+        "seed": settings.seed,
+        "settings": settings.record(),
+        "score": scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data)),
+        "dev_score": None,
+        "answers": dict(answers.measures),
+        "signatures": dict(answers.signatures),
+        "parameters": None,
+        "step_seconds": None,
+        "train_seconds": time.monotonic() - began,
+        **dict.fromkeys(MEASURES),
+        "versions": versions("numpy", "scikit-learn"),
+    }
+    run_folder.write_json(folder / run_folder.RESULT, result)

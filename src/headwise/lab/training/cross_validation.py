@@ -1,0 +1,105 @@
+"""Runs made of several trainings, as those of a cross-validation: one job a part, and the run they add up to.
+
+Owns the folders of parts and the making of one result from theirs. Must not know what the parts of a task are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.evaluation import scores_by_bin
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.settings import RunSettings, Whole
+from headwise.lab.experiment.task import Task, WithParts
+from headwise.lab.jobs.workers import Job
+from headwise.lab.results.results import MEASURES, TEST
+from headwise.lab.training.baseline import BaselineSettings
+
+__all__ = ["gather", "part_jobs", "run_of", "scales_of"]
+
+PART = "part-"
+
+
+def scales_of(task: Task, settings: RunSettings | BaselineSettings) -> Sequence[Any]:
+    """Return the scales of the trainings that a run is made of; its own scale alone where it is one training."""
+    if not isinstance(task, WithParts):
+        return (settings.scale,)
+    return task.parts(settings.data, settings.scale, settings.cache)
+
+
+def part_jobs(job: Job, scales: Sequence[Any]) -> list[Job]:
+    """Return the jobs of a run: itself, or one a part, in folders below its own."""
+    if len(scales) == 1:
+        return [job]
+    whole = Whole(job.settings.scale, len(scales))
+    return [
+        dataclasses.replace(
+            job,
+            name=f"{job.name} part {number}",
+            folder=job.folder / f"{PART}{number}",
+            settings=dataclasses.replace(job.settings, scale=scale, whole=whole),
+        )
+        for number, scale in enumerate(scales)
+    ]
+
+
+def run_of(job: Job) -> Path:
+    """Return the folder of the run that a job does, or does a part of."""
+    return job.folder if job.settings.whole is None else job.folder.parent
+
+
+def gather(settings: RunSettings | BaselineSettings, folder: Path) -> None:
+    """Make the result of a run of its parts', once all of them are finished.
+
+    Answers stand one part after another. The dev score, the measures of heads and what else is a number are means over
+    the parts; the time of training is their sum.
+
+    Args:
+        settings: Those of one of the parts; nothing is done for a run that has none.
+        folder: That part's folder.
+
+    Raises:
+        SettingError: The run's folder holds another one.
+        DataError: A file of a part is damaged.
+    """
+    if settings.whole is None:
+        return
+    run, whole = folder.parent, dataclasses.replace(settings, scale=settings.whole.scale, whole=None)
+    folders = [run / f"{PART}{number}" for number in range(settings.whole.parts)]
+    if run_folder.is_finished(run) or not all(run_folder.is_finished(part) for part in folders):
+        return
+    run_folder.claim(run, whole.record())
+    results = [run_folder.read_json(part / run_folder.RESULT) for part in folders]
+    answers = [_arrays(part / run_folder.PREDICTIONS) for part in folders]
+    found, predicted = (np.concatenate([part[name] for part in answers]) for name in ("statistics", "predicted"))
+    run_folder.write_answers(run, found, predicted, None)
+    metric = METRICS[named_task(settings.task).metric]
+    result = {
+        **results[0],
+        "settings": whole.record(),
+        "score": scores_by_bin(metric, found, _arrays(run.parents[1] / TEST)["bins"]),
+        "parts": [part["score"]["pooled"] for part in results],
+        "train_seconds": sum(part["train_seconds"] for part in results),
+        "answers": {name: _mean([part["answers"].get(name) for part in results]) for name in results[0]["answers"]},
+        **{name: _mean([part[name] for part in results]) for name in ("dev_score", "step_seconds", *MEASURES)},
+    }
+    run_folder.write_json(run / run_folder.RESULT, result)
+
+
+def _arrays(path: Path) -> dict[str, NDArray]:
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

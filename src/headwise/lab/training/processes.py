@@ -1,0 +1,138 @@
+"""The processes that train one run together, as torchrun and `accelerate launch` start them; usually there is one.
+
+Owns who they are and what they agree on. With one process every function here does nothing, and nothing of
+`torch.distributed` is started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+
+__all__ = ["agreed", "alone", "by_first", "count", "end", "group", "launched", "mean", "meet", "rank", "total", "wait"]
+
+# The others wait while the first one reads data, decodes the test set and writes the page.
+PATIENCE = timedelta(days=2)
+
+# Whether this process works on something that the others have no part in.
+_ALONE = ContextVar("alone", default=False)
+
+T = TypeVar("T")
+
+
+def launched() -> bool:
+    """Whether a launcher started several processes for this command."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def meet() -> None:
+    """Join the other processes, once; where there are none, nothing happens."""
+    if launched() and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # what is agreed on lies on the CPU, gradients where the model is
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+
+
+def end() -> None:
+    """Leave the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only one for a while: what it does then, it never waits for the others in.
+
+    >>> with alone():
+    ...     count()
+    1
+    """
+    before = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
+def count() -> int:
+    """Return how many processes work together; one where this one is `alone`."""
+    return dist.get_world_size() if dist.is_initialized() and not _ALONE.get() else 1
+
+
+def rank() -> int:
+    """Return which of them this is; the first one, 0, writes and speaks."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def group() -> Any:
+    """Return the group of the processes that train together; None where there is one."""
+    return dist.group.WORLD if count() > 1 else None
+
+
+def wait() -> None:
+    """Wait until all processes are here."""
+    if count() > 1:
+        agreed(0)
+
+
+def agreed(value: T) -> T:
+    """Return what the first process has, in every process; small values that pickle.
+
+    >>> agreed((True, 0.5))
+    (True, 0.5)
+    """
+    if count() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+    return held[0]
+
+
+def by_first(function: Callable[[], T]) -> T:
+    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them.
+
+    >>> by_first(lambda: 4)
+    4
+    """
+    if count() == 1:
+        return function()
+    answer: Any = (None, None)
+    if rank() == 0:
+        try:
+            with alone():
+                answer = (function(), None)
+        except HeadwiseError as error:
+            answer = (None, error)
+    value, refusal = agreed(answer)
+    if refusal is not None:
+        raise refusal
+    return value
+
+
+def total(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over the processes.
+
+    >>> total(torch.tensor(3.0))
+    tensor(3.)
+    """
+    if count() == 1:
+        return tensor
+    added = tensor.detach().clone()
+    dist.all_reduce(added)
+    return added
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Return the mean of a tensor over the processes."""
+    return total(tensor) / count() if count() > 1 else tensor

@@ -1,0 +1,309 @@
+"""One run: data, model, arm, training (or the rest of it), one look at the test split, result.
+
+Owns the one Trainer subclass and the order of a run. The methods are `methods`', the bookkeeping is `callback`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PrinterCallback, Trainer, TrainingArguments
+from typing_extensions import override
+
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.evaluation import diversity, scores_by_bin
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Data, Exporting, Task
+from headwise.lab.experiment.versions import versions
+from headwise.lab.jobs.workers import Heartbeat
+from headwise.lab.training import processes
+from headwise.lab.training.armed import armed, start_of
+from headwise.lab.training.averaging import drop_epoch_weights, load_averaged
+from headwise.lab.training.callback import RunCallback
+from headwise.lab.training.checkpoints import seal, verify
+from headwise.lab.training.methods import Methods
+from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.own_batches import OwnBatches, counted
+
+__all__ = ["HeadTrainer", "never", "train_run"]
+
+RUN = "run.pt"
+
+
+def never() -> bool:
+    """Return False: the heartbeat of a run that nobody stops."""
+    return False
+
+
+def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never) -> None:
+    """Do one run in its folder, or the rest of it: the folder then holds `result.json` unless it was stopped.
+
+    Args:
+        settings: What the run is made from.
+        folder: Its folder; made when missing. A finished run is left alone, an interrupted one goes on from its
+            checkpoint to the same bits.
+        heartbeat: Asked after each step; True saves a checkpoint and returns.
+
+    Raises:
+        SettingError: The folder holds a run with other settings.
+        DataError: The data or the checkpoint cannot be read.
+        HeadwiseError: The loss is no longer finite.
+    """
+    processes.by_first(lambda: run_folder.claim(folder, settings.record()))
+    if processes.agreed(run_folder.is_finished(folder)):
+        return
+    task, scale = named_task(settings.task), settings.scale
+    data = task.load(settings.data, scale, settings.cache)
+    model, methods = armed(task, settings.arm, data, scale, seed=settings.seed)
+    trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
+    checkpoint = processes.agreed(run_folder.latest_checkpoint(folder))
+    if checkpoint is not None:
+        processes.by_first(lambda: verify(checkpoint))
+    with warnings.catch_warnings():
+        # torch's scheduler is stepped by the Trainer before it knows of a resumed optimizer
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if not trainer.run.stopped:
+        processes.by_first(lambda: _finish(settings, folder, task, model, methods, data, trainer))
+
+
+class HeadTrainer(Trainer):
+    """Hugging Face's Trainer with an arm: penalty in the loss, repulsion before the clip, whole checkpoints.
+
+    Repulsion is applied at the end of the last `training_step` of an update, when all gradients are there: the
+    papers' order, in which clipping sees the repelled gradient. Weights are kept by safetensors' model functions,
+    which know tied parameters. A checkpoint gets its name once all of it is written.
+
+    Args:
+        model: The model; its forward returns "loss" among others.
+        args: The Trainer's arguments; checkpoints are written under `output_dir` and then moved to `folder`.
+        folder: The run's folder.
+        split: Training split.
+        batches: Its batches.
+        collate: Makes a batch of examples.
+        methods: The arm on the model.
+        run: The callback that counts, shows, saves and stops.
+        optimizer: The optimizer that the arm's rule is attached to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        folder: Path,
+        split: Dataset,
+        batches: Sampler[list[int]],
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        methods: Methods,
+        run: RunCallback,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        methods.repel(optimizer)
+        super().__init__(model=model, args=args, train_dataset=split, callbacks=[run], optimizers=(optimizer, None))
+        self.remove_callback(PrinterCallback)
+        self.trained, self.folder, self.split, self.batches, self.collate = model, folder, split, batches, collate
+        self.methods, self.run = methods, run
+
+    @override
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training split in the batches of the run."""
+        if processes.count() == 1:
+            return self.accelerator.prepare(_loader(self.split, self.batches, self.collate))
+        # accelerate would give whole batches to the processes in turn, a larger batch than that of one process
+        own = OwnBatches(self.batches, processes.rank(), processes.count())
+        loader = _loader(self.split, own, self.collate)
+        return prepare_data_loader(
+            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
+        )
+
+    @override
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss with the arm's penalty."""
+        outputs = model(**inputs)
+        loss = self.methods.penalized(counted(outputs["loss"], inputs))
+        return (loss, outputs) if return_outputs else loss
+
+    @override
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Return the loss after forward, backward and, on the last batch of an update, repulsion."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        force_ratio = self.methods.apply_repulsion() if self.accelerator.sync_gradients else None
+        self.run.add(loss, force_ratio)
+        return loss
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        state = {"run": self.run.state_dict(), "methods": self.methods.state_dict()}
+        # each process writes the state of its own random numbers
+        processes.wait()
+        processes.by_first(lambda: self._keep(state))
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        written = run_folder.latest_checkpoint(Path(str(self.args.output_dir)))
+        assert written is not None
+        torch.save(state, written / RUN)
+        seal(written)
+        run_folder.keep_checkpoint(written, self.folder)
+
+    @override
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        checkpoint = Path(str(output_dir or self.args.output_dir))
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        save_model(self.trained, str(checkpoint / run_folder.WEIGHTS))
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        load_model(self.trained if model is None else model, str(checkpoint / run_folder.WEIGHTS))
+        state = torch.load(checkpoint / RUN, weights_only=True)
+        self.run.load_state_dict(state["run"])
+        self.methods.load_state_dict(state["methods"])
+
+
+def _loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
+    return DataLoader(split, batch_sampler=batches, collate_fn=collate)
+
+
+def _trainer(
+    settings: RunSettings,
+    folder: Path,
+    task: Task,
+    model: nn.Module,
+    methods: Methods,
+    data: Data,
+    heartbeat: Heartbeat,
+) -> HeadTrainer:
+    recipe, seed = settings.scale.recipe, settings.seed
+    rate = settings.arm.learning_rate or recipe.learning_rate
+    batches: Any = task.batches(data, settings.scale, key(seed, "order"))
+    steps = math.ceil(len(batches) / recipe.accumulation)
+    staging = folder / run_folder.UNFINISHED
+    processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
+    args = TrainingArguments(
+        output_dir=str(staging),
+        num_train_epochs=recipe.epochs,
+        learning_rate=rate,
+        warmup_steps=recipe.warmup(recipe.epochs * steps),
+        lr_scheduler_type=recipe.schedule,
+        max_grad_norm=recipe.clip_norm,
+        gradient_accumulation_steps=recipe.accumulation,
+        bf16=recipe.bfloat16 and torch.cuda.is_available(),
+        seed=seed,
+        use_cpu=not torch.cuda.is_available(),
+        ddp_backend="gloo" if processes.count() > 1 and not torch.cuda.is_available() else None,
+        ddp_find_unused_parameters=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to="none",
+        log_level="error",
+        logging_strategy="no",
+        eval_strategy="no",
+        save_strategy="no",
+    )
+    run = RunCallback(
+        folder,
+        steps,
+        batches=batches,
+        dropout_seed=key(seed, "dropout"),
+        evaluate=lambda: _on_dev(task, model, methods, data),
+        heartbeat=heartbeat,
+        save_seconds=settings.save_seconds,
+        averaged=recipe.averaged,
+    )
+    return HeadTrainer(
+        model,
+        args,
+        folder=folder,
+        split=data.train,
+        batches=batches,
+        collate=task.collate,
+        methods=methods,
+        run=run,
+        optimizer=optimizer_of(model, rate, recipe),
+    )
+
+
+def _on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:
+    with methods.evaluating(model):
+        return {"dev": task.on_dev(model, data)}
+
+
+def _finish(
+    settings: RunSettings,
+    folder: Path,
+    task: Task,
+    model: nn.Module,
+    methods: Methods,
+    data: Data,
+    trainer: HeadTrainer,
+) -> None:
+    """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
+    run = trainer.run
+    score, answered, signatures = None, {}, {}
+    if settings.scale.recipe.averaged > 1:
+        load_averaged(model, folder)
+    with methods.evaluating(model):
+        if settings.test:
+            answers = task.on_test(model, data)
+            score = scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data))
+            run_folder.write_answers(folder, answers.statistics, answers.predicted, answers.text)
+            answered, signatures = dict(answers.measures), dict(answers.signatures)
+        measured = diversity(methods.heads, task.probe(model, data))
+    for name, text in task.keepsakes(data).items():
+        run_folder.write_text(folder / name, text)
+    if methods.masks is not None:
+        methods.masks.keep(folder)
+    temporary = folder / f".{run_folder.WEIGHTS}"
+    save_model(model, str(temporary))
+    temporary.replace(folder / run_folder.WEIGHTS)
+    if isinstance(task, Exporting):
+        task.export(model, data, settings.scale, folder)
+    result = {
+        "task": settings.task,
+        "scale": settings.scale.name,
+        "arm": settings.arm.name,
+        "control": settings.arm.control,
+        "seed": settings.seed,
+        "start": start_of(task, settings.arm, data, settings.scale, settings.seed),
+        "settings": settings.record(),
+        "score": score,
+        "dev_score": run.records[-1]["dev"]["pooled"],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "step_seconds": run.median_step_seconds,
+        "train_seconds": run.train_seconds,
+        **measured.means,
+        "sites": measured.sites,
+        "answers": answered,
+        "signatures": signatures,
+        "force_ratio": run.force_ratio,
+        "versions": versions("torch", "transformers", "accelerate", "numpy"),
+    }
+    run_folder.write_json(folder / run_folder.RESULT, result)
+    for path in folder.glob(f"{run_folder.CHECKPOINT}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    drop_epoch_weights(folder)
+    shutil.rmtree(folder / run_folder.UNFINISHED, ignore_errors=True)

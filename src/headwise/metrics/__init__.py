@@ -1,0 +1,58 @@
+"""How diverse heads are, and whether a classifier's confidence can be trusted."""
+
+from headwise.metrics.calibration import BINS, Reliability, predictive_entropy, reliability, reliability_of
+from headwise.metrics.heads import (
+    OutputMoments,
+    ParameterCosine,
+    attention_entropy,
+    attention_jensen_shannon,
+    generalized_jensen_shannon,
+    head_distance,
+    linear_cka,
+    output_cosine,
+    output_moments,
+    parameter_cosine,
+    particle_norms,
+)
+from headwise.metrics.intervals import Interval, mean_interval, student_quantile
+from headwise.metrics.pairs import (
+    PairSums,
+    attention_pairs,
+    cosine_pairs,
+    distance_pairs,
+    mean_over_others,
+    mean_over_pairs,
+    parameter_pairs,
+)
+from headwise.metrics.roles import RoleShares, role_shares
+
+__all__ = [
+    "BINS",
+    "Interval",
+    "OutputMoments",
+    "PairSums",
+    "ParameterCosine",
+    "Reliability",
+    "RoleShares",
+    "attention_entropy",
+    "attention_jensen_shannon",
+    "attention_pairs",
+    "cosine_pairs",
+    "distance_pairs",
+    "generalized_jensen_shannon",
+    "head_distance",
+    "linear_cka",
+    "mean_interval",
+    "mean_over_others",
+    "mean_over_pairs",
+    "output_cosine",
+    "output_moments",
+    "parameter_cosine",
+    "parameter_pairs",
+    "particle_norms",
+    "predictive_entropy",
+    "reliability",
+    "reliability_of",
+    "role_shares",
+    "student_quantile",
+]

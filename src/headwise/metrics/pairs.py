@@ -1,0 +1,182 @@
+"""Every two heads of one attention compared: matrices [H, H], summed over tokens so that batches add up.
+
+Owns the matrices whose means over pairs are the numbers of `metrics`. Must not know models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
+from headwise.errors import MaskError, ShapeError
+
+__all__ = [
+    "PairSums",
+    "attention_pairs",
+    "cosine_pairs",
+    "distance_pairs",
+    "mean_over_others",
+    "mean_over_pairs",
+    "parameter_pairs",
+]
+
+
+# Tokens whose vectors or rows are compared at once, so that what is made of them stays in a core's cache.
+TOGETHER = 256
+
+
+@dataclass(frozen=True, eq=False)
+class PairSums:
+    """Sums over tokens of a matrix of heads; `a + b` is that of both sets of tokens.
+
+    Attributes:
+        total: [H, H] float64.
+        count: Number of tokens.
+    """
+
+    total: Tensor
+    count: int
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(self.total + other.total, self.count + other.count)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over tokens, [H, H]."""
+        if not self.count:
+            raise MaskError("no valid token was seen; expected at least one.")
+        return self.total / self.count
+
+
+@torch.no_grad()
+def distance_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
+    """Return sums over tokens of |x_i - x_j|, whose mean over pairs is `metrics.head_distance`.
+
+    Args:
+        vectors: [..., H, e].
+        keep: [...], bool, True = valid; None keeps all.
+
+    Example:
+        >>> distance_pairs(torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
+        tensor(5., dtype=torch.float64)
+    """
+    items = _items(vectors, keep)
+    distances = torch.cdist(items, items, compute_mode="donot_use_mm_for_euclid_dist")
+    return PairSums(distances.double().sum(0), len(items))
+
+
+@torch.no_grad()
+def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
+    """Return sums over tokens of cos(x_i, x_j), whose mean over pairs is `metrics.output_cosine`.
+
+    Args:
+        vectors: [..., H, e]; the cosine of a zero vector is 0.
+        keep: [...], bool, True = valid; None keeps all.
+
+    Example:
+        >>> cosine_pairs(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
+        tensor(0.6000, dtype=torch.float64)
+    """
+    units = torch.nn.functional.normalize(_items(vectors, keep), dim=-1)
+    total = torch.zeros(units.shape[1], units.shape[1], dtype=torch.float64, device=units.device)
+    with autocast_off(units):
+        for part in units.split(TOGETHER):
+            rows = part.transpose(0, 1).flatten(1)
+            total += rows @ rows.mT
+    return PairSums(total, len(units))
+
+
+@torch.no_grad()
+def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSums, Tensor]:
+    """Return sums over queries of the Jensen-Shannon divergence of two heads' rows, and of each head's entropy [H].
+
+    Their means are `metrics.attention_jensen_shannon` (over pairs) and `metrics.attention_entropy`.
+
+    Args:
+        weights: [..., H, Q, K]; each row sums to one.
+        keep: [..., Q], bool, True = valid query; None keeps all.
+
+    Example:
+        >>> pairs, entropy = attention_pairs(torch.eye(2).reshape(1, 2, 1, 2))
+        >>> pairs.mean[0, 1], entropy
+        (tensor(0.6931, dtype=torch.float64), tensor([0., 0.], dtype=torch.float64))
+    """
+    require_floating("weights", weights, 3, "[..., H, Q, K]")
+    # heads first, and every row one after another: each pair is then one pass over memory
+    rows = _items(weights.movedim(-3, -2), keep).transpose(0, 1).contiguous()
+    heads = len(rows)
+    total = torch.zeros(heads, heads, dtype=torch.float64, device=rows.device)
+    entropies = torch.zeros(heads, dtype=torch.float64, device=rows.device)
+    for part in rows.split(TOGETHER, dim=1):
+        logarithms, middles = torch.empty_like(part), torch.empty_like(part[1:])
+        entropy = _entropy(part, logarithms)
+        entropies += entropy.sum(-1, dtype=torch.float64)
+        for first in range(heads - 1):
+            middle = torch.add(part[first], part[first + 1 :], out=middles[first:]).mul_(0.5)
+            divergence = _entropy(middle, logarithms[first + 1 :])
+            divergence -= (entropy[first] + entropy[first + 1 :]) / 2
+            total[first, first + 1 :] += divergence.clamp_min_(0).sum(-1, dtype=torch.float64)
+    return PairSums(total + total.mT, rows.shape[1]), entropies
+
+
+@torch.no_grad()
+def parameter_pairs(particles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and distance of the parameters of each two heads, both [M, M] float64.
+
+    Args:
+        particles: [M, D], one flattened head a row.
+
+    Example:
+        >>> cosine, distance = parameter_pairs(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+        >>> float(cosine[0, 1]), round(float(distance[0, 1]), 4)
+        (0.0, 2.2361)
+    """
+    require_floating("particles", particles, 2, "[M, D]")
+    values = particles.double()
+    units = torch.nn.functional.normalize(values, dim=-1)
+    return units @ units.mT, torch.cdist(values, values, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def mean_over_pairs(matrix: Tensor) -> float:
+    """Return the mean over pairs of two different heads of a symmetric matrix [H, H].
+
+    >>> mean_over_pairs(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    0.5
+
+    Raises:
+        ShapeError: There are fewer than two heads.
+    """
+    heads = matrix.shape[-1]
+    if heads < 2:
+        raise ShapeError(f"the matrix is of {heads} head; expected at least two, since the mean is over pairs.")
+    return float(matrix.double().triu(1).sum()) / (heads * (heads - 1) / 2)
+
+
+def mean_over_others(matrix: Tensor) -> Tensor:
+    """Return for each head the mean over the others of a symmetric matrix, [H, H] -> [H].
+
+    >>> mean_over_others(torch.tensor([[1.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 1.0]]))
+    tensor([0.3000, 0.4000, 0.2000], dtype=torch.float64)
+    """
+    heads = matrix.shape[-1]
+    return (matrix.double().sum(-1) - matrix.double().diagonal()) / (heads - 1)
+
+
+def _entropy(rows: Tensor, logarithms: Tensor) -> Tensor:
+    """Return -sum_k p_k log p_k of each row, with 0 log 0 = 0; `logarithms` is room as large as the rows."""
+    torch.clamp(rows, min=torch.finfo(rows.dtype).tiny, out=logarithms)
+    return logarithms.log_().mul_(rows).sum(-1).neg_()
+
+
+def _items(vectors: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the vectors of the valid tokens, [T, H, e]."""
+    require_floating("vectors", vectors, 2, "[..., H, e]")
+    if keep is not None:
+        require_keep(keep, vectors.shape[:-2])
+        vectors = vectors[keep]
+    elif vectors.dim() != 3:
+        vectors = vectors.reshape(-1, *vectors.shape[-2:])
+    return vectors.to(accumulation_dtype(vectors))

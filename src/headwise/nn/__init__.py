@@ -1,0 +1,7 @@
+"""Attention modules whose scores and output projection can be seen."""
+
+from headwise.nn.average_weights import mean_of, mean_weights
+from headwise.nn.multihead import AdditiveAttention, MultiheadAttention, adopt, valid_keys
+from headwise.nn.scores import ScoreCall
+
+__all__ = ["AdditiveAttention", "MultiheadAttention", "ScoreCall", "adopt", "mean_of", "mean_weights", "valid_keys"]

@@ -1,0 +1,104 @@
+"""Additive attention whose heads are learned queries: the attention of self-attentive sentence embeddings.
+
+Owns `AdditiveAttention`. Must not know about layouts, taps or methods.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError, require_integer
+from headwise.nn.checkpointing import asked
+from headwise.nn.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
+
+__all__ = ["AdditiveAttention"]
+
+
+class _GlorotLinear(nn.Linear):
+    """Linear with the draw of Lin et al.'s code (Glorot and Bengio 2010); torch's own starts attention out flat."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        nn.init.xavier_uniform_(self.weight)
+
+
+class AdditiveAttention(nn.Module):
+    """Multi-head additive attention over a sequence, one learned query a head.
+
+    A = softmax(W_2 tanh(W_1 H^T)), M = A H (Lin et al. 2017, Eq. 6 and 7), with H [L, d] the states of a sequence, W_1
+    [a, d] shared by all heads, and row h of W_2 [r, a] the query of head h: its particle under `repel`. Keys and values
+    are shared, so there is nothing else of a head to act on. Neither matrix has a bias: the paper's have none. Both are
+    drawn as in Glorot and Bengio 2010.
+
+    The heads, side by side, pass through the module `output`, which does nothing: there taps read them and `ablate`
+    removes them. Observers and biases of `headwise.nn.scores` are heard as in `headwise.nn.MultiheadAttention`.
+
+    Args:
+        embed_dim: Width d of the states, and of each head's output.
+        hidden_dim: Width a of the hidden layer.
+        num_heads: Number of heads r.
+
+    Raises:
+        SettingError: A size is below 1.
+
+    Example:
+        >>> attention = AdditiveAttention(6, 4, 3)
+        >>> padding = torch.tensor([[False, False, False], [False, False, True]])
+        >>> embedding, weights = attention(torch.randn(2, 3, 6), padding)
+        >>> embedding.shape, weights.shape, float(weights[1, :, 2].sum().detach())
+        (torch.Size([2, 18]), torch.Size([2, 3, 3]), 0.0)
+    """
+
+    observers: tuple[Observer, ...] = ()
+    biases: tuple[Bias, ...] = ()
+
+    def __init__(self, embed_dim: int, hidden_dim: int, num_heads: int) -> None:
+        super().__init__()
+        for name, size in (("embed_dim", embed_dim), ("hidden_dim", hidden_dim), ("num_heads", num_heads)):
+            require_integer(name, size, low=1)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.hidden = _GlorotLinear(embed_dim, hidden_dim, bias=False)
+        self.score = _GlorotLinear(hidden_dim, num_heads, bias=False)
+        self.output = nn.Identity()
+
+    def forward(self, states: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the outputs of all heads side by side, [B, r * d], and the attention weights, [B, r, L].
+
+        Args:
+            states: H, [B, L, d].
+            key_padding_mask: True where a state is padding, [B, L]; it gets no attention, and what it holds has no
+                influence unless it is not finite. A sequence of nothing but padding has outputs and weights 0.
+
+        Raises:
+            ShapeError: The shapes do not fit, or the mask is not bool.
+        """
+        if states.dim() != 3 or states.shape[-1] != self.embed_dim:
+            raise ShapeError(f"states has shape {tuple(states.shape)}; expected (B, L, {self.embed_dim}).")
+        keep = None
+        if key_padding_mask is not None:
+            if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != states.shape[:2]:
+                raise ShapeError(
+                    f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; expected "
+                    f"torch.bool of shape {tuple(states.shape[:2])}."
+                )
+            keep = ~key_padding_mask
+        scores = self.score(torch.tanh(self.hidden(states))).transpose(1, 2).unsqueeze(2)
+        batch, _, _, keys = scores.shape
+        call = ScoreCall(batch, self.num_heads, 1, keys, dtype=scores.dtype, device=scores.device)
+        extra, empty = asked(self, self.observers, self.biases, call), None
+        allowed = None if keep is None else keep[:, None, None, :]
+        if extra.biases or allowed is not None:
+            biases = extra.biases or (scores.new_zeros(()),)
+            mask, empty = without_empty_rows(added(allowed, False, biases, 1, keys, scores.dtype))
+            scores = scores + mask
+        weights = torch.softmax(scores, dim=-1)
+        weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+        for observer in self.observers:
+            observer.see(Attended(None, weights if observer.weights else None, keep))
+        heads = weights.squeeze(2) @ states
+        return self.output(heads.flatten(1).unsqueeze(1)).squeeze(1), weights.squeeze(2)
+
+    def __getstate__(self) -> dict:
+        # what listens to this module belongs to it: a copy or a pickle is nobody's
+        return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}

@@ -1,0 +1,150 @@
+"""The mean of attention weights over heads, one head at a time: [B, Q, K] without [B, H, Q, K].
+
+The position term of Li et al. 2021 needs no more than this mean. Fused attention gives no weights; here those of each
+head are made anew from its queries and keys, in the forward pass and again in the backward pass, and only queries, keys
+and the mask are kept between the two. No module here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, MaskError, ShapeError
+
+__all__ = ["mean_of", "mean_weights"]
+
+
+def mean_weights(
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """(1/H) sum_h A_h with A_h = softmax(scale * Q_h K_h^T + mask_h), in single precision at least.
+
+    A query that may attend to nothing has weights 0, as in torch's scaled dot product attention. Differentiable once,
+    in queries, keys and an additive mask.
+
+    Scores are made once more in the forward pass and twice more in the backward pass than with the weights at hand.
+
+    Args:
+        queries: [B, H, Q, e], floating.
+        keys: [B, G, K, e] with G dividing H: query head h belongs to key head h // (H / G).
+        mask: Broadcastable to [B, H, Q, K]: boolean, True = may attend, or additive. None for none.
+        scale: Multiplies the scores; 1/sqrt(e) when None.
+        causal: Whether query i sees keys 0 to i only; beside the mask.
+
+    Returns:
+        [B, Q, K].
+
+    Raises:
+        ShapeError: Queries and keys do not fit one another.
+        MaskError: The mask is neither boolean nor floating, or does not fit.
+
+    >>> queries, keys = torch.zeros(1, 8, 2, 4), torch.zeros(1, 2, 5, 4)
+    >>> mean_weights(queries, keys, causal=True)
+    tensor([[[1.0000, 0.0000, 0.0000, 0.0000, 0.0000],
+             [0.5000, 0.5000, 0.0000, 0.0000, 0.0000]]])
+    """
+    _require_fitting(queries, keys, mask)
+    device = queries.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # scores of an explicit attention would be products in this dtype
+        queries, keys = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (queries, keys))
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    mean: Tensor = _MeanWeights.apply(queries, keys, mask, scale, causal)
+    return mean
+
+
+def mean_of(weights: Tensor) -> Tensor:
+    """The same from the weights [B, H, Q, K] themselves, where they are at hand."""
+    return weights.mean(1, dtype=torch.promote_types(weights.dtype, torch.float32))
+
+
+class _MeanWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        ctx.save_for_backward(queries, keys, mask)
+        ctx.scale, ctx.causal = scale, causal
+        batch, heads, length, _ = queries.shape
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        mean = torch.zeros(batch, length, keys.shape[2], dtype=dtype, device=queries.device)
+        for head in range(heads):
+            mean += _weights(queries, keys, mask, scale, causal, head)
+        return mean.div_(heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise HeadwiseError(
+                "a gradient through the mean of attention weights was asked for with create_graph=True; it is "
+                "differentiable once. Take Position() without recompute."
+            )
+        # dS = A (G - sum_k A G), a head at a time, with G/H the gradient of each head's weights
+        queries, keys, mask = ctx.saved_tensors
+        heads, share = queries.shape[1], queries.shape[1] // keys.shape[1]
+        towards = grads[0] / heads
+        to_queries, to_keys = torch.empty_like(queries), torch.zeros_like(keys, dtype=grads[0].dtype)
+        to_mask = None
+        if mask is not None and ctx.needs_input_grad[2]:
+            to_mask = torch.zeros_like(mask, dtype=grads[0].dtype)
+        with torch.autocast(queries.device.type, enabled=False):
+            for head in range(heads):
+                weights = _weights(queries, keys, mask, ctx.scale, ctx.causal, head)
+                product = weights * towards
+                scores = product.sub_(weights * product.sum(-1, keepdim=True))
+                if to_mask is not None:
+                    own = _of_head(to_mask, head)
+                    own += scores.sum_to_size(own.shape)
+                scores = (scores * ctx.scale).to(queries.dtype)
+                to_queries[:, head] = scores @ keys[:, head // share]
+                to_keys[:, head // share] += scores.mT @ queries[:, head]
+        return to_queries, to_keys.to(keys.dtype), to_mask, None, None
+
+
+def _weights(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, head: int) -> Tensor:
+    """The weights of one head, [B, Q, K], in single precision at least; rows without a key are 0."""
+    key = keys[:, head // (queries.shape[1] // keys.shape[1])]
+    with torch.autocast(queries.device.type, enabled=False):
+        scores = (queries[:, head] * scale) @ key.mT
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        own = _of_head(mask, head)
+        scores = scores.masked_fill_(~own, -math.inf) if own.dtype == torch.bool else scores.add_(own)
+    if causal:
+        rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+        scores = scores.masked_fill_(columns > rows[:, None], -math.inf)
+    empty = None if mask is None else scores.amax(-1, keepdim=True) == -math.inf
+    weights = torch.softmax(scores, dim=-1)
+    return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def _of_head(mask: Tensor, head: int) -> Tensor:
+    """The view of a mask for one head, broadcastable to [B, Q, K]; a head axis of 1 is that of all."""
+    if mask.dim() < 3:
+        return mask
+    return mask.select(-3, head if mask.shape[-3] > 1 else 0)
+
+
+def _require_fitting(queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+    q, k = tuple(queries.shape), tuple(keys.shape)
+    if len(q) != 4 or len(k) != 4 or q[0] != k[0] or q[3] != k[3] or k[1] == 0 or q[1] % k[1] or q[1] == 0:
+        raise ShapeError(
+            f"queries and keys have shapes {q} and {k}; expected [B, H, Q, e] and [B, G, K, e] with G dividing H."
+        )
+    if not queries.is_floating_point() or queries.dtype != keys.dtype:
+        raise ShapeError(f"queries are {queries.dtype} and keys {keys.dtype}; expected one floating dtype.")
+    if mask is None:
+        return
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise MaskError(f"the mask is {mask.dtype}; expected bool, True = may attend, or an additive floating mask.")
+    full = (q[0], q[1], q[2], k[2])
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > 4 or any(size not in (1, whole) for size, whole in zip(sizes, full, strict=True)):
+        raise MaskError(f"the mask has shape {tuple(mask.shape)}; expected one that broadcasts to {full}.")

@@ -1,0 +1,160 @@
+"""What a checkpointed forward was asked, so that its recomputation in the backward pass is asked the same.
+
+By then the biases and observers of that forward may be gone, or others attached. Must not know heads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils.checkpoint import CheckpointFunction
+
+from headwise.errors import NotFired
+from headwise.nn.scores import Bias, Observer, ScoreCall
+
+__all__ = ["Asked", "asked", "in_checkpoint", "outside_graphs", "recomputing"]
+
+# torch.compiler.disable, without the second that importing the compiler takes before anybody compiles
+outside_graphs = _disable_dynamo
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one call of an attention module is asked to do beside attending.
+
+    Attributes:
+        biases: Added to its scores, each broadcastable to [B, H, Q, K].
+        weights: Whether the attention weights are computed explicitly.
+        mean_weights: Whether their mean over heads is computed.
+        beside: Whether the weights are computed beside the attention and not in its course.
+    """
+
+    biases: tuple[Tensor, ...] = ()
+    weights: bool = False
+    mean_weights: bool = False
+    beside: bool = False
+
+
+class _Forward:
+    """What the calls of each module were asked inside one checkpointed forward."""
+
+    def __init__(self) -> None:
+        self.calls: dict[nn.Module, list[Asked]] = {}
+        self._served: dict[tuple[int, int], int] = {}
+
+    def next(self, module: nn.Module) -> Asked:
+        """Return what the module's next call was asked, in the recomputation that is running now."""
+        calls = self.calls.get(module)
+        if calls is None:
+            return Asked()
+        key = (torch._C._current_graph_task_id(), id(module))
+        index = self._served.get(key, 0)
+        self._served[key] = index + 1
+        return calls[min(index, len(calls) - 1)]
+
+
+_forwards: WeakKeyDictionary[Any, _Forward] = WeakKeyDictionary()
+
+
+def recomputing() -> bool:
+    """Return whether this is the recomputation of a checkpoint: a forward inside a backward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Return whether this forward runs inside an activation checkpoint, and so is run again in the backward pass."""
+    if torch.compiler.is_compiling():
+        return False
+    return _checkpoint_frame()[0] is not None if torch.is_grad_enabled() else _in_reentrant_checkpoint()
+
+
+def asked(
+    module: nn.Module,
+    observers: tuple[Observer, ...],
+    biases: tuple[Bias, ...],
+    call: ScoreCall,
+    kept: Callable[[Any], None] | None = None,
+) -> Asked:
+    """Return what a call of `module` is asked: by its listeners, or as its forward was if this is its recomputation.
+
+    Args:
+        module: The attention module.
+        observers: Observers attached to it now.
+        biases: Biases attached to it now.
+        call: The call.
+        kept: Called with the checkpoint's frame when the answer is kept for the recomputation.
+
+    Raises:
+        NotFired: The module is recomputed and it cannot be told with which biases it ran.
+    """
+    again = recomputing()
+    if again:
+        frame, original = _checkpoint_frame()
+        if frame is not None and not original:
+            forward = _forwards.get(frame)
+            return Asked() if forward is None else forward.next(module)
+        if biases or any(one.biases for forward in _forwards.values() for one in forward.calls.get(module, ())):
+            raise NotFired(
+                f"{type(module).__name__} is computed again in a backward pass, and the checkpoint does not tell which "
+                "forward it belongs to, so which bias its heads had is unknown; use torch.utils.checkpoint with "
+                "use_reentrant=False, not nested in another checkpoint."
+            )
+    weights = any(observer.weights for observer in observers)
+    mean = any(observer.mean_weights for observer in observers)
+    if not biases and not weights and not mean:
+        return Asked()
+    compiling = torch.compiler.is_compiling()
+    if biases and not compiling and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        raise NotFired(
+            f"a bias on the heads of {type(module).__name__} cannot be kept for the recomputation of a reentrant "
+            "activation checkpoint; use use_reentrant=False."
+        )
+    beside = all(observer.beside for observer in observers if observer.weights)
+    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean, beside)
+    frame = None if compiling or again else _checkpoint_frame()[0]
+    if frame is not None:
+        if frame not in _forwards:
+            _forwards[frame] = _Forward()
+        _forwards[frame].calls.setdefault(module, []).append(answer)
+        if kept is not None:
+            kept(frame)
+    return answer
+
+
+# called between compiled graphs, where it would be compiled by itself
+@outside_graphs
+def _checkpoint_frame() -> tuple[Any, bool]:
+    """Return the frame of the innermost checkpoint that is running and whether this is its first run, not a later one.
+
+    torch keeps the frame in the variables of the hooks a checkpoint puts on saved tensors, and nowhere else.
+    """
+    autograd: Any = getattr(torch._C, "_autograd", None)
+    hooks = autograd._top_saved_tensors_default_hooks(False)
+    pack: Any = None if hooks is None else hooks[0]
+    # the recomputation's hook is wrapped by torch._dynamo.disable
+    while hasattr(pack, "__wrapped__"):
+        pack = pack.__wrapped__
+    code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None)
+    if code is None or cells is None:
+        return None, False
+    variables = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    if "frame" in variables:
+        return variables["frame"], True
+    reference = variables.get("target_frame_ref")
+    return (None, False) if reference is None else (reference(), False)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    wanted, frame = CheckpointFunction.forward.__code__, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is wanted:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,132 @@
+"""What is attached to the modules of a model: hooks that serve one module, and handles that take them off.
+
+Owns `Hook`, `Handle` and the reading of a hook's arguments. Must not know about heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from headwise.errors import NotFired, ShapeError
+
+__all__ = ["Handle", "Hook", "first_argument", "require_original", "with_first_argument"]
+
+
+class Hook:
+    """A forward hook or pre-hook of one module, forgotten when that module is copied or pickled.
+
+    What observes or changes a model belongs to that model: a deep copy must not be observed in its stead, and a
+    pickle cannot hold the observer. Both get a hook that does nothing.
+
+    Args:
+        module: The module served; a call by another one is ignored.
+        function: What torch's hook would be: (module, args[, kwargs][, output]) -> anything a hook may return.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.module, self.function = module, function
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        """Call the function for the module served.
+
+        Raises:
+            NotFired: The module called is a replica of it.
+        """
+        if module is self.module:
+            return self.function(module, *call)
+        require_original(module)
+        return None
+
+    def __reduce__(self) -> tuple:
+        # asked for by copy and by pickle
+        return _forgotten, ()
+
+
+class Handle:
+    """Something attached to a model or an optimizer until `remove()` or the end of a `with` block.
+
+    A copy of a handle, or an unpickled one, is attached to nothing.
+    """
+
+    def __init__(self) -> None:
+        self._removers: list[Callable[[], object]] = []
+
+    @property
+    def attached(self) -> bool:
+        """Whether it is attached still."""
+        return bool(self._removers)
+
+    def remove(self) -> None:
+        """Detach what is attached."""
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+        if kind is None:
+            self._left()
+
+    def _left(self) -> None:
+        """Do what the end of a block without an error asks for."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # asked for by copy and by pickle: what detaches the original is not the copy's to call
+        return {**vars(self), "_removers": []}
+
+
+def require_original(module: nn.Module) -> None:
+    """Raise `NotFired` for a replica that `nn.DataParallel` has made of a module for one forward.
+
+    >>> require_original(nn.Linear(2, 2))
+    """
+    if getattr(module, "_is_replica", False):
+        raise NotFired(
+            f"{type(module).__name__} is called as a replica that nn.DataParallel made of the model, to which nothing "
+            "of headwise is attached; use DistributedDataParallel, or one device."
+        )
+
+
+def first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the first tensor a module was called with, by position or by name.
+
+    Raises:
+        ShapeError: It was called with something else.
+
+    Example:
+        >>> import torch
+        >>> first_argument(nn.Linear(2, 2), (), {"input": torch.tensor([1.0, 2.0])})
+        tensor([1., 2.])
+    """
+    given = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(given, Tensor):
+        raise ShapeError(f"{type(module).__name__} was called with a {type(given).__name__}; expected a tensor.")
+    return given
+
+
+def with_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of a call with another tensor in the place of the first.
+
+    >>> with_first_argument((), {"input": 1, "out": 2}, 3)
+    ((), {'input': 3, 'out': 2})
+    """
+    if args:
+        return (tensor, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): tensor}
+
+
+def _nothing(_module: nn.Module, *_call: Any) -> None:
+    return None
+
+
+def _forgotten() -> Callable[..., None]:
+    return _nothing

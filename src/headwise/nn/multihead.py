@@ -1,0 +1,305 @@
+"""Attention modules whose output projection can be seen.
+
+Owns: `MultiheadAttention`, torch's own module with the concatenated heads passed to `out_proj` as a module
+call, and `adopt`, which turns a stock module into it in place. Must not know about layouts, taps or methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import LayoutError, ShapeError
+from headwise.nn.additive import AdditiveAttention
+from headwise.nn.average_weights import mean_of, mean_weights
+from headwise.nn.checkpointing import asked
+from headwise.nn.scores import Bias, Observer, ScoreCall, added, without_empty_rows
+
+__all__ = ["AdditiveAttention", "MultiheadAttention", "adopt", "valid_keys"]
+
+# People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
+VERY_NEGATIVE = -5e3
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch's multi-head attention with a visible output projection.
+
+    O_h = softmax(Q_h K_h^T / sqrt(e) + mask) V_h and output = [O_1 ... O_H] W_O (Vaswani et al. 2017), as in
+    `torch.nn.MultiheadAttention`: same constructor, arguments, return values, parameters and state dict. The
+    one difference: `out_proj` is called as a module on [B, Q, H * e], so a hook on it sees the heads and
+    another module can take its place. The C++ fast path, which bypasses both, is never taken.
+
+    Args:
+        embed_dim: Width d of queries and output.
+        num_heads: Number of heads H; must divide `embed_dim`.
+        dropout: Probability of dropping an attention weight while training, in [0, 1).
+        bias: Whether the projections have biases.
+        add_bias_kv: Whether a learned key and value are appended to the sequence.
+        add_zero_attn: Whether a zero key and value are appended to the sequence.
+        kdim: Width of keys; `embed_dim` when None.
+        vdim: Width of values; `embed_dim` when None.
+        batch_first: Whether tensors are [B, L, d] rather than [L, B, d].
+
+    Example:
+        >>> attention = MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.randn(3, 5, 8)
+        >>> attention(x, x, x, need_weights=False)[0].shape
+        torch.Size([3, 5, 8])
+    """
+
+    observers: tuple[Observer, ...] = ()
+    biases: tuple[Bias, ...] = ()
+
+    __signature__ = inspect.signature(nn.MultiheadAttention)
+
+    def __init__(self, *args, **kwargs) -> None:  # the signature is torch's own
+        super().__init__(*args, **kwargs)
+        _leave_fast_path(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attention output and, with `need_weights`, the weights; see torch's documentation.
+
+        Raises:
+            LayoutError: The inputs are nested tensors, which only the fast path can take.
+            ShapeError: Inputs or masks whose shapes do not fit one another.
+            RuntimeError: `is_causal` was given without a mask, as in torch.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise LayoutError(
+                "MultiheadAttention was given a nested tensor, which only torch's C++ fast path takes; "
+                "pass padded tensors with key_padding_mask (enable_nested_tensor=False on TransformerEncoder)."
+            )
+        batched = _is_batched(query, key, value, key_padding_mask)
+        if not batched:
+            query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = _transpose_keeping_identity(query, key, value)
+        _require_fitting(self, query, key, value, key_padding_mask)
+
+        causal_hint = is_causal and key_padding_mask is None and not need_weights
+        mask = _merged_mask(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
+        q, k, v = self._project(query, key, value)
+        q, k, v = (tensor.unflatten(-1, (self.num_heads, self.head_dim)) for tensor in (q, k, v))
+        observed_values = v
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
+        k, v = self._append(k, v)
+        extra, empty = asked(self, self.observers, self.biases, call), None
+        total = mask
+        if extra.biases:
+            biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
+            total = added(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
+            mask, empty = without_empty_rows(total)
+            causal_hint = False
+
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights or extra.weights:
+            weights = _attention_weights(q, k, mask, causal_hint)
+            weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+        if weights is not None and (need_weights or not extra.beside):
+            dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+            heads = dropped @ v
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
+            heads = heads if empty is None else heads.masked_fill(empty, 0.0)
+            dropped = None
+        mean = _mean(q, k, total, causal_hint, weights) if extra.mean_weights else None
+        for observer in self.observers:
+            observer.shown(observed_values, weights, valid_keys(key_padding_mask), mean)
+
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        returned = dropped if need_weights else None
+        if returned is not None and average_attn_weights:
+            returned = returned.mean(dim=1)
+        if not batched:
+            return output.squeeze(0), None if returned is None else returned.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), returned
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # torch.jit.script asks every module for this first
+        raise LayoutError(
+            "MultiheadAttention cannot be scripted: TorchScript would drop what listens to its heads. "
+            "Use torch.compile or torch.export, or script the model before headwise adopts its attention."
+        )
+
+    def __getstate__(self) -> dict:
+        # what listens to this module belongs to it: a copy or a pickle is nobody's
+        return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._qkv_same_embed_dim:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif query is key and key is value:
+            packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            q, k, v = packed.chunk(3, dim=-1)
+            return q, k, v
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(tensor, weight, bias)
+            for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        return q, k, v
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the learned and the zero key and value to [B, H, K, e] tensors where the module has them."""
+        if self.bias_k is not None and self.bias_v is not None:
+            split = (1, 1, self.num_heads, self.head_dim)
+            learned = [
+                bias.view(split).transpose(1, 2).expand(len(k), -1, -1, -1) for bias in (self.bias_k, self.bias_v)
+            ]
+            k, v = torch.cat([k, learned[0]], dim=2), torch.cat([v, learned[1]], dim=2)
+        if self.add_zero_attn:
+            zero = k.new_zeros(k.shape[0], k.shape[1], 1, k.shape[3])
+            k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
+        return k, v
+
+
+def adopt(model: nn.Module, attention: nn.Module) -> bool:
+    """Turn a stock `torch.nn.MultiheadAttention` inside `model` into headwise's, in place; True if it changed.
+
+    The module keeps its identity, parameters and state dict; only its class changes. Nested tensors are turned
+    off in the `nn.TransformerEncoder`s of `model` that hold it, since only the fast path can take them.
+
+    Raises:
+        LayoutError: `attention` is a subclass with its own forward, which the swap would discard.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> adopt(layer, layer.self_attn)
+        True
+        >>> type(layer.self_attn).__module__
+        'headwise.nn.multihead'
+    """
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(m is attention for m in encoder.modules()):
+            encoder.use_nested_tensor = False
+    if isinstance(attention, MultiheadAttention):
+        return False
+    if type(attention) is not nn.MultiheadAttention:
+        raise LayoutError(
+            f"{type(attention).__name__} is not torch.nn.MultiheadAttention itself; its own forward would be lost. "
+            "Derive it from headwise.nn.MultiheadAttention, or pass a layout row for it to find_heads."
+        )
+    attention.__class__ = MultiheadAttention
+    _leave_fast_path(attention)
+    return True
+
+
+def valid_keys(key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return True where a key is a real token, from torch's mask (True, or below -5000, is padding), [B, K]."""
+    if key_padding_mask is None:
+        return None
+    if key_padding_mask.dtype == torch.bool:
+        return ~key_padding_mask
+    return key_padding_mask > VERY_NEGATIVE
+
+
+def _leave_fast_path(attention: nn.Module) -> None:
+    # nn.TransformerEncoderLayer calls C++ on the weights in evaluation unless a child has a hook
+    attention.register_forward_pre_hook(_observe_nothing)
+
+
+def _observe_nothing(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+    return None
+
+
+def _is_batched(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> bool:
+    dims = (query.dim(), key.dim(), value.dim())
+    padding = None if key_padding_mask is None else key_padding_mask.dim()
+    if dims not in ((2, 2, 2), (3, 3, 3)) or (padding is not None and padding != dims[0] - 1):
+        raise ShapeError(
+            f"query, key and value have {dims} dimensions and key_padding_mask {padding}; expected 3 and 2 for a "
+            "batch, 2 and 1 for a single sequence."
+        )
+    return dims[0] == 3
+
+
+def _transpose_keeping_identity(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # `_project` projects once where query, key and value are the same tensor
+    key_first = key.transpose(0, 1)
+    value_first = key_first if value is key else value.transpose(0, 1)
+    query_first = key_first if query is key else query.transpose(0, 1)
+    return query_first, key_first, value_first
+
+
+def _require_fitting(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+) -> None:
+    # sizes of 1 would be broadcast and a transposed padding mask be read as if it were not
+    batch, keys = key.shape[0], key.shape[1]
+    found = [tuple(tensor.shape) for tensor in (query, key, value)]
+    expected = [(batch, query.shape[1], module.embed_dim), (batch, keys, module.kdim), (batch, keys, module.vdim)]
+    if found != expected:
+        raise ShapeError(
+            f"query, key and value have shapes {found} as [B, L, width]; expected {expected}, "
+            f"with batch_first={module.batch_first}."
+        )
+    if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
+        raise ShapeError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected {(batch, keys)}.")
+
+
+def _merged_mask(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    causal_hint: bool,
+) -> Tensor | None:
+    """Return one additive mask broadcastable to [B, H, Q, K], with torch's rules for merging the two masks."""
+    if is_causal and attn_mask is None:
+        raise RuntimeError(
+            "is_causal=True was given without attn_mask; pass the causal mask as well, "
+            "for example nn.Transformer.generate_square_subsequent_mask(L)."
+        )
+    padding = F._canonical_mask(
+        key_padding_mask, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", query.dtype
+    )
+    if causal_hint:
+        return None
+    mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)
+    batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    if mask is not None:
+        expected = (queries, keys) if mask.dim() == 2 else (batch * module.num_heads, queries, keys)
+        if tuple(mask.shape) != expected:
+            raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; expected {expected}.")
+        mask = mask.view(-1, 1 if mask.dim() == 2 else module.num_heads, queries, keys)
+    if padding is not None:
+        padding = padding.view(batch, 1, 1, keys)
+        mask = padding if mask is None else mask + padding
+    appended = int(module.bias_k is not None) + int(module.add_zero_attn)
+    return mask if mask is None or appended == 0 else F.pad(mask, (0, appended))
+
+
+def _mean(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, weights: Tensor | None) -> Tensor:
+    return mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(future, -math.inf)
+    elif mask is not None:
+        # in place: at long lengths a second tensor of this size costs more than the sum
+        scores.add_(mask)
+    return torch.softmax(scores, dim=-1)

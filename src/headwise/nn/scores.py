@@ -1,0 +1,220 @@
+"""The attention scores of one call: who sees the weights made of them, and what is added to them.
+
+Owns the types an attention module and its listeners exchange, and the arithmetic of masks and biases. Must not know
+modules' layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import LayoutError
+
+__all__ = [
+    "Attended",
+    "Bias",
+    "Listeners",
+    "Observer",
+    "ScoreCall",
+    "Scores",
+    "TorchScores",
+    "added",
+    "without_empty_rows",
+]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one call of an attention module computed, for whoever observes it.
+
+    Attributes:
+        values: Projected values, [B, K, H, e]; None where the observer reads them elsewhere.
+        weights: Attention weights before dropout, [B, H, Q, K]; None unless an observer wants them.
+        key_keep: True where a key is a real token, [B, K]; None when the call received no padding mask.
+        mean_weights: Mean of the attention weights over heads, [B, Q, K]; None unless an observer wants it.
+    """
+
+    values: Tensor | None
+    weights: Tensor | None
+    key_keep: Tensor | None
+    mean_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Observer:
+    """A function called with `Attended` at each forward, and whether it needs the attention weights or their mean.
+
+    Attributes:
+        see: The function.
+        weights: Whether it needs the weights; the module then attends with them.
+        mean_weights: Whether it needs their mean over heads.
+        beside: Whether the weights are computed beside the attention, which stays as it is to the bit.
+    """
+
+    see: Callable[[Attended], None]
+    weights: bool = False
+    mean_weights: bool = False
+    beside: bool = False
+
+    def shown(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
+        """Call the function with what it asked for of one call."""
+        self.see(Attended(values, weights if self.weights else None, keep, mean if self.mean_weights else None))
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """One call of an attention module, for a function that makes a bias for it.
+
+    Attributes:
+        batch: Sequences B; with beam search, beams of one example lie together.
+        heads: Query heads H.
+        queries: Queries Q of this call; 1 while generating with a cache.
+        keys: Keys K, cached ones included.
+        first: Position of the first query: how many tokens came before it, in the cache.
+        first_key: Position of the first key; above 0 where a sliding window has dropped the oldest from the cache.
+        cached: Whether the call writes to or reads from a cache.
+        dtype: Dtype of the scores.
+        device: Device of the scores.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    first: int = 0
+    first_key: int = 0
+    cached: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def query_positions(self) -> Tensor:
+        """Positions of the queries, [Q]; padding on the left counts."""
+        return torch.arange(self.first, self.first + self.queries, device=self.device)
+
+
+class Bias(Protocol):
+    """What is added to the scores of one module."""
+
+    def __call__(self, call: ScoreCall) -> Tensor | None:
+        """Return the additive bias of a call, broadcastable to [B, H, Q, K], or None for none."""
+        ...
+
+
+class Scores(Protocol):
+    """How the scores of one attention module are reached; a site carries it."""
+
+    def listen(self, listener: Observer | Bias) -> Callable[[], None]:
+        """Attach an observer or a bias to the module, and return what detaches it.
+
+        Raises:
+            LayoutError: The module cannot be reached; the message says why.
+        """
+        ...
+
+
+class Listeners:
+    """Observers and biases of one attention module; a copy or a pickle of them is empty."""
+
+    def __init__(self) -> None:
+        self.observers: tuple[Observer, ...] = ()
+        self.biases: tuple[Bias, ...] = ()
+        self.first, self.cached = 0, False
+
+    def add(self, listener: Observer | Bias) -> None:
+        """Take a listener in."""
+        if isinstance(listener, Observer):
+            self.observers = (*self.observers, listener)
+        else:
+            self.biases = (*self.biases, listener)
+
+    def discard(self, listener: Observer | Bias) -> None:
+        """Let a listener go."""
+        self.observers = tuple(other for other in self.observers if other is not listener)
+        self.biases = tuple(other for other in self.biases if other is not listener)
+
+    def __bool__(self) -> bool:
+        return bool(self.observers or self.biases)
+
+    def __reduce__(self) -> tuple:
+        # asked for by copy and by pickle
+        return Listeners, ()
+
+
+class TorchScores:
+    """The scores of a torch attention module; it must be headwise's own by the time somebody listens."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    def listen(self, listener: Observer | Bias) -> Callable[[], None]:
+        """Attach an observer or a bias to the module, and return what detaches it.
+
+        Raises:
+            LayoutError: The module is torch's own, which cannot be listened to.
+        """
+        module = self.module
+        if not hasattr(module, "observers"):
+            raise LayoutError(f"{type(module).__name__} computes its scores out of reach; adopt() it first.")
+        if isinstance(listener, Observer):
+            module.observers = (*module.observers, listener)
+        else:
+            module.biases = (*module.biases, listener)
+
+        def stop() -> None:
+            module.observers = tuple(other for other in module.observers if other is not listener)
+            module.biases = tuple(other for other in module.biases if other is not listener)
+
+        return stop
+
+
+def added(
+    mask: Tensor | None, causal: bool, biases: Sequence[Tensor], queries: int, keys: int, dtype: torch.dtype
+) -> Tensor:
+    """Return one additive mask [B or 1, H or 1, Q or 1, K] in `dtype`: the biases, and -inf where a mask forbids.
+
+    Args:
+        mask: Boolean (True may attend) or additive, broadcastable to [B, H, Q, K]; None for none.
+        causal: Whether query i sees keys 0 to i only; when there is no mask.
+        biases: Additive, broadcastable likewise; at least one.
+        queries: Q.
+        keys: K.
+        dtype: Dtype of the scores.
+    """
+    total = _cast(biases[0], dtype)
+    for bias in biases[1:]:
+        total = total + _cast(bias, dtype)
+    if mask is None and causal:
+        positions = torch.arange(max(queries, keys), device=total.device)
+        mask = positions[:queries, None] >= positions[None, :keys]
+    if mask is None:
+        return total
+    if mask.dtype == torch.bool:
+        return torch.where(mask, total, -math.inf)
+    # additive masks write "forbidden" as the least number of their dtype; with a bias added that would be a score
+    forbidden = mask <= torch.finfo(mask.dtype).min / 2
+    return torch.where(forbidden, -math.inf, total + mask.to(dtype))
+
+
+def without_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an additive mask without rows of -inf alone, and where they were, [.., .., Q or 1, 1].
+
+    A query that may attend to nothing has O_h = 0 and weights 0, as torch's scaled dot product attention has it for
+    boolean masks on every backend; what is returned is finite there, so that no backend makes NaN of it.
+    """
+    empty = (mask == -math.inf).all(-1, keepdim=True)
+    return mask.masked_fill(empty, 0.0), empty
+
+
+def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.finfo(bias.dtype).max <= torch.finfo(dtype).max:
+        return bias.to(dtype)
+    # a large finite bias must not become -inf in half precision, where it would forbid
+    least, largest = torch.finfo(dtype).min, torch.finfo(dtype).max
+    return torch.where(bias == -math.inf, -math.inf, bias.clamp(least, largest).to(dtype))

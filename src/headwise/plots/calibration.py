@@ -1,0 +1,174 @@
+"""Figures of how far a classifier can be trusted: the reliability diagram, and the entropy of its predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headwise.errors import SettingError, require_integer
+from headwise.metrics.calibration import Reliability
+from headwise.plots.style import GRAY, draw_range, drawing, require_curves, styles_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwise.plots.style import Style
+
+__all__ = ["entropy_cdf", "reliability_diagram"]
+
+# Places at which a cumulative distribution is drawn.
+STEPS = 201
+# The largest dot, in square points: a bin that holds every item.
+LARGEST = 260.0
+
+
+def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, reference: str = "") -> Figure:
+    """Return accuracy against confidence by bin, with ECE and OE beside it (An et al. 2020, Figure 4).
+
+    Args:
+        models: For each name one `Reliability` a run (`headwise.metrics.reliability`). Left, the bins of all runs
+            together: a dot's area is the share of items. Right, each run a dot and their mean a bar.
+        reference: The name drawn in black.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There is nothing to draw, or runs have different bins.
+
+    Example:
+        >>> from headwise.metrics.calibration import reliability
+        >>> runs = [reliability(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))]
+        >>> len(reliability_diagram({"MA": runs}, reference="MA").axes)
+        2
+    """
+    require_curves("models", models)
+    style = styles_of(list(models), reference=reference if reference in models else "")
+    with drawing(8.4, 4.4) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+        left.plot([0, 1], [0, 1], color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
+        low = 1.0
+        for name, runs in models.items():
+            together = runs[0]
+            for run in runs[1:]:
+                together = together + run
+            total = sum(together.counts)
+            look = style[name]
+            places = [confidence for confidence, _, _ in together.bins]
+            heights = [accuracy for _, accuracy, _ in together.bins]
+            low = min([low, *places])
+            left.plot(places, heights, color=look.color, linestyle=look.dash, linewidth=1.2, alpha=0.7)
+            areas = [12 + LARGEST * count / total for _, _, count in together.bins]
+            left.scatter(places, heights, s=areas, color=look.color, marker=look.marker, alpha=0.6, linewidths=0)
+            # a dot's area means something, but not in the legend
+            left.plot([], [], color=look.color, linestyle=look.dash, marker=look.marker, markersize=6, label=name)
+        left.set_xlim(max(0.0, low - 0.05), 1.02)
+        left.set_ylim(-0.02, 1.02)
+        left.set_xlabel("confidence: mean probability of the predicted class")
+        left.set_ylabel("accuracy")
+        left.annotate("underconfident", (0.03, 0.95), xycoords="axes fraction", color=GRAY, fontsize=9)
+        left.annotate("overconfident", (0.97, 0.04), xycoords="axes fraction", color=GRAY, fontsize=9, ha="right")
+        _errors(right, models, style)
+        figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def _errors(axes: Axes, models: Mapping[str, Sequence[Reliability]], style: Mapping[str, Style]) -> None:
+    width = 0.8 / len(models)
+    for place, (name, runs) in enumerate(models.items()):
+        for group, values in enumerate(([run.ece for run in runs], [run.oe for run in runs])):
+            x = group + width * (place - (len(models) - 1) / 2)
+            axes.bar(x, fmean(values), width=0.9 * width, color=style[name].color, alpha=0.55, linewidth=0)
+            if len(values) > 1:
+                axes.scatter([x] * len(values), values, s=14, color=style[name].color, marker=style[name].marker)
+    axes.set_xticks([0, 1], ["ECE", "OE"])
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("error (lower is better)")
+    axes.set_ylim(bottom=0)
+
+
+def entropy_cdf(
+    entropies: Mapping[str, Sequence[Tensor]], *, classes: int, text: str = "", reference: str = ""
+) -> Figure:
+    """Return the share of items whose prediction has at most an entropy, by entropy (An et al. 2020, Figure 5).
+
+    Curves nearer the bottom right are of models that are seldom sure. On text of no trained class that is right.
+
+    Args:
+        entropies: For each name the entropies of one run's predictions a tensor [N], in nats
+            (`headwise.metrics.predictive_entropy`). A line is the mean over runs, its band the lowest and highest.
+        classes: Number of classes C the models predict; the axis ends at log C, a uniform prediction.
+        text: What the predictions are of, said on the axis.
+        reference: The name drawn in black.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: There is nothing to draw, or an entropy is not in [0, log C].
+
+    Example:
+        >>> figure = entropy_cdf({"MA": [torch.tensor([0.1, 0.9])]}, classes=5, text="Age, for a model of Yelp")
+        >>> figure.axes[0].get_xlabel()
+        'entropy of the prediction, nats; Age, for a model of Yelp'
+    """
+    require_integer("classes", classes, low=2)
+    require_curves("entropies", entropies)
+    end = math.log(classes)
+    entropies = {name: [torch.as_tensor(run, dtype=torch.float64) for run in runs] for name, runs in entropies.items()}
+    for name, runs in entropies.items():
+        for run in runs:
+            if run.dim() != 1 or not len(run) or not ((run >= -1e-6) & (run <= end + 1e-4)).all():
+                raise SettingError(
+                    f"entropies of {name} have shape {tuple(run.shape)} and lie between "
+                    f"{float(run.min()) if run.numel() else math.nan:g} and "
+                    f"{float(run.max()) if run.numel() else math.nan:g}; expected [N] in [0, log {classes}]."
+                )
+    places = torch.linspace(0, end, STEPS, dtype=torch.float64)
+    style = styles_of(list(entropies), reference=reference if reference in entropies else "")
+    with drawing(6.6, 4.4) as figure:
+        axes = figure.subplots()
+        for name, runs in entropies.items():
+            shares = torch.stack([_cumulative(run, places) for run in runs])
+            look = style[name]
+            draw_range(
+                axes,
+                places.tolist(),
+                shares.amin(0).tolist(),
+                shares.mean(0).tolist(),
+                shares.amax(0).tolist(),
+                replace(look, marker=""),
+                label=name,
+            )
+        axes.axvline(end, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"uniform over {classes} classes",
+            (end, 0.5),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="center",
+            color=GRAY,
+            fontsize=9,
+        )
+        axes.set_xlim(0, 1.03 * end)
+        axes.set_ylim(0, 1.01)
+        axes.set_xlabel("entropy of the prediction, nats" + (f"; {text}" if text else ""))
+        axes.set_ylabel("share of items with at most this entropy")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    return figure
+
+
+def _cumulative(values: Tensor, places: Tensor) -> Tensor:
+    """Return the share of values that are at most each place."""
+    ordered = values.detach().cpu().double().sort().values
+    # the last place is log C, which rounding may leave a value above
+    return torch.searchsorted(ordered, places + 1e-4 * (places == places[-1]), side="right").double() / len(ordered)

@@ -1,0 +1,87 @@
+"""What was measured of the heads of one attention module, as plain numbers.
+
+Owns `LayerReport` and the names of its measures. Must not know models or files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headwise.errors import require_choice
+from headwise.metrics.intervals import Interval
+
+__all__ = ["PAIRS", "TERMS", "LayerReport", "Matrix"]
+
+Matrix = tuple[tuple[float, ...], ...]
+# Measures of two heads, in the order of the tables: their name, and what they are in words.
+PAIRS = {
+    "output_cosine": "cosine of outputs",
+    "output_cka": "linear CKA of outputs",
+    "output_distance": "distance of outputs",
+    "value_cosine": "cosine of values",
+    "value_distance": "distance of values",
+    "attention_js": "Jensen-Shannon divergence of attention, nats",
+    "query_cosine": "cosine of query parameters",
+    "query_distance": "distance of query parameters",
+    "key_cosine": "cosine of key parameters",
+    "key_distance": "distance of key parameters",
+    "value_parameter_cosine": "cosine of value parameters",
+    "value_parameter_distance": "distance of value parameters",
+}
+TERMS = ("output", "subspace", "position")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The heads of one attention module.
+
+    Attributes:
+        site: Dotted name of the module.
+        kind: "self", "decoder" or "cross".
+        stack: Dotted name of its stack.
+        layer: Its layer there, from 0.
+        heads: Number of heads H.
+        pairs: For each measure of `PAIRS` that could be read a symmetric matrix [H, H] ([G, G] for values and keys
+            under grouped queries).
+        terms: The similarities that the penalties of Li et al. 2021 minimize: "output", "subspace", "position".
+        entropy: Mean entropy of each head's attention in nats, [H]; empty where weights could not be read.
+        drops: What the removal of each head takes from the score, [H]; empty where no score was given.
+        roles: For each role the share of each head's attention on its pairs, R rows of [H].
+        chance: The same for a random mask as sparse as the role, [R].
+    """
+
+    site: str
+    kind: str
+    stack: str
+    layer: int
+    heads: int
+    pairs: Mapping[str, Matrix] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
+    entropy: tuple[float, ...] = ()
+    drops: tuple[Interval, ...] = ()
+    roles: Matrix = ()
+    chance: tuple[float, ...] = ()
+
+    def mean(self, measure: str) -> float | None:
+        """Return the mean over pairs of two different heads, or None where it was not measured.
+
+        >>> LayerReport("attn", "self", "", 0, 2, {"output_cosine": ((1.0, 0.25), (0.25, 1.0))}).mean("output_cosine")
+        0.25
+        """
+        others = self.of_heads(measure)
+        return sum(others) / len(others) if others else None
+
+    def of_heads(self, measure: str) -> tuple[float, ...]:
+        """Return for each head the mean over the others; empty where it was not measured."""
+        require_choice("measure", measure, PAIRS)
+        matrix = self.pairs.get(measure, ())
+        if len(matrix) < 2:
+            return ()
+        return tuple((math.fsum(row) - row[head]) / (len(matrix) - 1) for head, row in enumerate(matrix))
+
+    @property
+    def drop(self) -> float | None:
+        """The mean drop of the score over heads, or None where none was measured."""
+        return sum(drop.value for drop in self.drops) / len(self.drops) if self.drops else None

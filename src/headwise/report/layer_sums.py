@@ -1,0 +1,136 @@
+"""What one attention module did over many calls: sums that become the numbers of its layer.
+
+Owns what is computed from a capture. Must not know how captures come about, or how a report is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from headwise.disagreement.terms import position_similarity_sum
+from headwise.errors import DataError, HeadwiseError
+from headwise.heads.capture import Capture
+from headwise.heads.heads import Site
+from headwise.masks.head_mask import HeadMask
+from headwise.metrics.heads import OutputMoments, output_moments
+from headwise.metrics.intervals import mean_interval
+from headwise.metrics.pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
+from headwise.metrics.roles import RoleShares, role_shares
+from headwise.report.layer import LayerReport, Matrix
+from headwise.report.removal_cost import HeadCosts
+
+__all__ = ["SiteSums", "layer_report"]
+
+
+class SiteSums:
+    """What one site did so far."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[str, PairSums] = {}
+        self.terms: dict[str, tuple[Tensor, Tensor]] = {}
+        self.moments: OutputMoments | None = None
+        self.entropy: Tensor | None = None
+        self.shares: RoleShares | None = None
+
+    def add(self, capture: Capture, mask: HeadMask | None) -> None:
+        """Add one call."""
+        if capture.outputs is not None:
+            outputs, keep = capture.outputs, capture.query_keep
+            cosines = cosine_pairs(outputs, keep)
+            self._pair("output_cosine", cosines)
+            self._pair("output_distance", distance_pairs(outputs, keep))
+            self._term("output", _over_all(cosines))
+            if outputs.shape[2] > 1:
+                moments = output_moments(outputs, keep)
+                self.moments = moments if self.moments is None else self.moments + moments
+        if capture.values is not None:
+            cosines = cosine_pairs(capture.values, capture.key_keep)
+            self._pair("value_cosine", cosines)
+            self._pair("value_distance", distance_pairs(capture.values, capture.key_keep))
+            self._term("subspace", _over_all(cosines))
+        if capture.weights is not None:
+            pairs, entropy = attention_pairs(capture.weights, capture.query_keep)
+            self._pair("attention_js", pairs)
+            self.entropy = entropy if self.entropy is None else self.entropy + entropy
+            self._term("position", position_similarity_sum(capture.weights, capture.query_keep))
+            if mask is not None:
+                shares = role_shares(capture.weights, mask.roles.to(capture.weights.device), capture.query_keep)
+                self.shares = shares if self.shares is None else self.shares + shares
+
+    def _pair(self, name: str, found: PairSums) -> None:
+        self.pairs[name] = self.pairs[name] + found if name in self.pairs else found
+
+    def _term(self, name: str, found: tuple[Tensor, Tensor]) -> None:
+        before = self.terms.get(name)
+        self.terms[name] = found if before is None else (before[0] + found[0], before[1] + found[1])
+
+
+def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: list[str]) -> LayerReport:
+    """Return the numbers of a layer; what was left out is added to the notes."""
+    pairs = {name: _matrix(found.mean) for name, found in sums.pairs.items()}
+    if sums.moments is not None:
+        of = "queries" if site.kind == "pooling" else "tokens"
+        if sums.moments.count < 2:
+            notes.append(f"CKA was left out: it compares two {of} or more.")
+        else:
+            pairs["output_cka"] = _matrix(sums.moments.linear_cka_matrix())
+        if 1 < sums.moments.count < 10 * site.head_size:
+            notes.append(
+                f"CKA is over {sums.moments.count} {of}; heads of {site.head_size} numbers want "
+                f"{10 * site.head_size} or more, fewer raise it."
+            )
+    _require_finite(site, pairs)
+    pairs |= _of_parameters(site, notes)
+    shares = sums.shares
+    told = shares is not None and bool((shares.queries > 0).all())
+    if shares is not None and not told:
+        notes.append("a role allows no pair on these batches; roles were left out.")
+    return LayerReport(
+        site=site.name,
+        kind=site.kind,
+        stack=site.stack,
+        layer=site.layer,
+        heads=site.num_heads,
+        pairs=pairs,
+        terms={name: float(total / count.clamp_min(1)) for name, (total, count) in sums.terms.items()},
+        entropy=() if sums.entropy is None else tuple((sums.entropy / sums.pairs["attention_js"].count).tolist()),
+        drops=() if costs is None else tuple(mean_interval(drops) for drops in costs.drops[site.name]),
+        roles=_matrix(shares.share.T) if shares is not None and told else (),
+        chance=tuple(shares.expected.tolist()) if shares is not None and told else (),
+    )
+
+
+def _require_finite(site: Site, pairs: Mapping[str, Matrix]) -> None:
+    wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
+    if wrong is not None:
+        raise DataError(
+            f"{site.name or 'the model'}: {wrong.replace('_', ' ')} of its heads is no finite number on these batches; "
+            "look for inputs or weights that are not."
+        )
+
+
+def _over_all(cosines: PairSums) -> tuple[Tensor, Tensor]:
+    """Return `output_similarity_sum` of the same vectors, the mean over all ordered pairs, and the number of tokens."""
+    return cosines.total.sum() / cosines.total.numel(), torch.tensor(cosines.count)
+
+
+def _of_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
+    found: dict[str, Matrix] = {}
+    for slab in site.slabs:
+        name = "value_parameter" if slab.projection == "value" else slab.projection
+        try:
+            particles = slab.view(slab.parameter.detach()).flatten(1)
+            cosine, distance = parameter_pairs(particles)
+        except HeadwiseError as error:
+            notes.append(f"parameters were left out: {error}")
+            continue
+        found |= {f"{name}_cosine": _matrix(cosine), f"{name}_distance": _matrix(distance)}
+    return found
+
+
+def _matrix(matrix: Tensor) -> Matrix:
+    return tuple(tuple(row) for row in matrix.detach().cpu().double().tolist())

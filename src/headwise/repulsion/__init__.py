@@ -1,0 +1,50 @@
+"""Heads as particles: update rules, kernels, and the hook that runs them in an optimizer step."""
+
+from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
+from headwise.repulsion.function_rule import FunctionSVGD
+from headwise.repulsion.groups import jitter
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Bandwidth,
+    Cosine,
+    Fixed,
+    Kernel,
+    KernelMatrices,
+    Median,
+    NormalizedRBF,
+    ReleasedMedian,
+    cosine_gradient,
+)
+from headwise.repulsion.repel import Repulsion, repel
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, Forces, Mixing, Relative, Rule, blend, repulsion_scale, update
+
+__all__ = [
+    "IMQ",
+    "RBF",
+    "SGLD",
+    "SPOS",
+    "SVGD",
+    "Bandwidth",
+    "Cosine",
+    "CosinePenalty",
+    "CosineRepulsion",
+    "Fixed",
+    "Forces",
+    "FunctionSVGD",
+    "Kernel",
+    "KernelMatrices",
+    "Median",
+    "Mixing",
+    "NormalizedRBF",
+    "Relative",
+    "ReleasedMedian",
+    "Repulsion",
+    "Rule",
+    "blend",
+    "cosine_gradient",
+    "jitter",
+    "repel",
+    "repulsion_scale",
+    "update",
+]

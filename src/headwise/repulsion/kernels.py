@@ -1,0 +1,206 @@
+"""Kernels on particles, as [M, M] matrices: the values k_ij and the coefficients of the repulsion.
+
+With R_i the repulsion on particle i, `repulsion @ particles` is R, and the derivative holds the bandwidth constant.
+Every kernel is written as R_i = sum_j (a_ij theta_i - b_ij theta_j) over the pairs that are apart, so that pairs equal
+to rounding push each other by exactly nothing. No optimizer, no gradients of the loss here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headwise.errors import SettingError
+from headwise.repulsion.bandwidths import Bandwidth, Fixed, Median, ReleasedMedian
+from headwise.repulsion.gram import ROUNDING, SMALLEST, Geometry
+
+__all__ = [
+    "IMQ",
+    "RBF",
+    "Bandwidth",
+    "Cosine",
+    "Fixed",
+    "Kernel",
+    "KernelMatrices",
+    "Median",
+    "NormalizedRBF",
+    "ReleasedMedian",
+    "cosine_gradient",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelMatrices:
+    """A kernel on the particles of one or many groups.
+
+    Args:
+        values: [*, M, M], k(theta_i, theta_j).
+        repulsion: [*, M, M], the coefficients of the repulsion: R = repulsion @ particles.
+    """
+
+    values: Tensor
+    repulsion: Tensor
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A kernel: `RBF()`, `IMQ()`, `Cosine()`, `NormalizedRBF()`, or your own frozen dataclass.
+
+    A kernel that leaves `needs_inner` False is taken to depend on differences of particles alone: the rows of its
+    `repulsion` must sum to zero.
+    """
+
+    needs_inner: ClassVar[bool]
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients, each [*, M, M]."""
+        ...
+
+
+@dataclass(frozen=True)
+class RBF:
+    """k(x, y) = exp(-|x - y|^2 / h) (An et al. 2020, section 2.2).
+
+    R_i = sum_j grad_{theta_j} k(theta_j, theta_i) = (2/h) sum_j k_ij (theta_i - theta_j).
+
+    Args:
+        bandwidth: the rule for h.
+    """
+
+    needs_inner: ClassVar[bool] = False
+    bandwidth: Bandwidth = field(default_factory=Median)
+
+    def __post_init__(self) -> None:
+        _require_bandwidth("RBF", self.bandwidth)
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients, each [*, M, M]; rows and columns of the latter sum to zero.
+
+        >>> from headwise.repulsion.gram import geometry
+        >>> RBF(Fixed(2.0)).matrices(geometry(torch.tensor([[0.0], [1.0]]), inner=False)).values
+        tensor([[1.0000, 0.6065],
+                [0.6065, 1.0000]], dtype=torch.float64)
+        """
+        h = self.bandwidth.resolve(geometry.squared_distances)[..., None, None]
+        values = torch.exp(-geometry.squared_distances / h)
+        weight = 2 / h * values
+        return KernelMatrices(values, _pairwise(weight, weight, geometry.squared_distances > 0))
+
+
+@dataclass(frozen=True)
+class IMQ:
+    """k(x, y) = (1 + |x - y|^2 / h)^(-1/2), the inverse multiquadric; not in the papers.
+
+    R_i = (1/h) sum_j k_ij^3 (theta_i - theta_j): its tails reach heads that an RBF no longer sees.
+
+    Args:
+        bandwidth: the rule for h.
+    """
+
+    needs_inner: ClassVar[bool] = False
+    bandwidth: Bandwidth = field(default_factory=Median)
+
+    def __post_init__(self) -> None:
+        _require_bandwidth("IMQ", self.bandwidth)
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients [*, M, M]; rows and columns of the latter sum to zero."""
+        h = self.bandwidth.resolve(geometry.squared_distances)[..., None, None]
+        values = torch.rsqrt(1 + geometry.squared_distances / h)
+        weight = values**3 / h
+        return KernelMatrices(values, _pairwise(weight, weight, geometry.squared_distances > 0))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """k(x, y) = x.y / (|x| |y|) (An et al. 2020, appendix C.6).
+
+    R_i = sum_j grad_{theta_j} k = sum_j [theta_i / (n_i n_j) - k_ij theta_j / n_j^2] with n_i = |theta_i|. Values can
+    be negative. Between heads that are nearly orthogonal R_i is almost wholly radial: it lengthens heads more than it
+    turns them.
+    """
+
+    needs_inner: ClassVar[bool] = True
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients, each [*, M, M].
+
+        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
+        """
+        inverse, cosine, apart = _directions(geometry)
+        toward_self = inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+        repulsion = _pairwise(toward_self, cosine * inverse.square().unsqueeze(-2), apart)
+        return KernelMatrices(cosine, repulsion)
+
+
+@dataclass(frozen=True)
+class NormalizedRBF:
+    """k(x, y) = exp(-|u - v|^2 / h) on directions u = x/|x|, v = y/|y|; ours, not in the papers.
+
+    R_i = -sum_j grad_{theta_i} k(u_i, u_j) = -(2/h) sum_j k_ij (u_j - cos_ij u_i) / |theta_i|. It is orthogonal to
+    theta_i: it turns a head and never lengthens it. Under `RBF` the distances can be had by inflating norms, and are:
+    norms double while directions become more alike. To stay on the sphere of its own head the derivative is taken in
+    theta_i, where the SVGD of the other kernels takes it in theta_j; for a function of x - y the two agree.
+
+    Args:
+        bandwidth: the rule for h, from the distances between directions.
+    """
+
+    needs_inner: ClassVar[bool] = True
+    bandwidth: Bandwidth = field(default_factory=Median)
+
+    def __post_init__(self) -> None:
+        _require_bandwidth("NormalizedRBF", self.bandwidth)
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients, each [*, M, M].
+
+        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
+        """
+        inverse, cosine, apart = _directions(geometry)
+        distances = torch.where(apart, 2 - 2 * cosine, 0.0)
+        h = self.bandwidth.resolve(distances)[..., None, None]
+        values = torch.exp(-distances / h)
+        weight = 2 / h * values
+        on_self = weight * cosine * inverse.square().unsqueeze(-1)
+        on_other = weight * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+        return KernelMatrices(values, _pairwise(on_self, on_other, apart))
+
+
+def cosine_gradient(geometry: Geometry) -> Tensor:
+    """The coefficients [*, M, M] of grad_{theta_i} sum_j cos(theta_i, theta_j), for a penalty on cosines.
+
+    Row i is sum_j [theta_j / (n_i n_j) - cos_ij theta_i / n_i^2], orthogonal to theta_i. Its argument must hold inner
+    products.
+    """
+    inverse, cosine, apart = _directions(geometry)
+    on_self = cosine * inverse.square().unsqueeze(-1)
+    return -_pairwise(on_self, inverse.unsqueeze(-1) * inverse.unsqueeze(-2), apart)
+
+
+def _require_bandwidth(owner: str, bandwidth: Bandwidth) -> None:
+    if isinstance(bandwidth, type) or not isinstance(bandwidth, Bandwidth):
+        raise SettingError(
+            f"{owner}.bandwidth is {bandwidth!r}; expected a rule such as Median() or Fixed(1.0), an instance."
+        )
+
+
+def _directions(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """1/|theta_i| [*, M] (0 for a zero particle), cosines [*, M, M], and which pairs have two directions apart."""
+    if geometry.inner is None:
+        raise SettingError("This kernel reads inner products; expected geometry(particles, inner=True).")
+    squared_norms = geometry.inner.diagonal(dim1=-2, dim2=-1)
+    inverse = torch.where(squared_norms > SMALLEST, squared_norms.rsqrt(), 0.0)
+    cosine = geometry.inner * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+    own = torch.eye(cosine.shape[-1], dtype=torch.bool, device=cosine.device)
+    cosine = torch.where(own, 1.0, cosine)
+    return inverse, cosine, 1 - cosine > ROUNDING
+
+
+def _pairwise(on_self: Tensor, on_other: Tensor, apart: Tensor) -> Tensor:
+    """The matrix of R_i = sum_j (on_self_ij theta_i - on_other_ij theta_j) over the pairs `apart`; all [*, M, M]."""
+    own = torch.where(apart, on_self, 0.0).sum(-1)
+    return torch.diag_embed(own) - torch.where(apart, on_other, 0.0)

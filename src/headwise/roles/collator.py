@@ -1,0 +1,198 @@
+"""Batches of text with their role masks, for loops that take a data collator, as Hugging Face's Trainer does.
+
+Owns `RoleCollator`. Must not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headwise.errors import DataError, SettingError, require_integer
+from headwise.masks.head_mask import HeadMask
+from headwise.roles.align import align
+from headwise.roles.build import Roles
+from headwise.roles.word_table import WordTable
+
+__all__ = ["ROLE_MASK", "RoleCollator"]
+
+# The keyword of a forward under which a batch brings its mask.
+ROLE_MASK = "role_mask"
+
+
+class RoleCollator:
+    """Encodes the texts of a batch and adds their role mask under "role_mask"; `guide` takes it from there.
+
+    Args:
+        roles: The roles.
+        tokenizer: A fast tokenizer of Hugging Face.
+        num_heads: Heads H of the model's attention.
+        parse: A function from texts to word tables, as `headwise.roles.spacy.Parser`; `WordTable.split` of each when
+            None, which has no parse.
+        text: The column of the text; or two columns, for pairs of texts.
+        collator: What collates the encoded examples, with the other columns; by default the tokenizer pads them and
+            the other columns become tensors.
+        max_length: Tokens at which a text is cut; none when None.
+        heads: The head of each role; 0 to R - 1 when not given.
+        empty: What a query does whose role leaves it no key: "regular" or "self".
+        longest: Most tokens the model takes; None where that is not known.
+
+    Raises:
+        DataError: The tokenizer is not a fast one.
+        SettingError: `text`, `parse` or `max_length` is none of these.
+
+    Example:
+        >>> # guidance = hw.guide(hw.find_heads(model))
+        >>> # Trainer(model, arguments, data_collator=hw.RoleCollator(roles, tokenizer, num_heads=12), ...)
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        tokenizer: Any,
+        num_heads: int,
+        *,
+        parse: Callable[[list[str]], Sequence[WordTable]] | None = None,
+        text: str | tuple[str, str] = "text",
+        collator: Callable[[list[dict[str, Any]]], Any] | None = None,
+        max_length: int | None = None,
+        heads: Sequence[int] = (),
+        empty: str = "regular",
+        longest: int | None = None,
+    ) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it does not tell the characters of its "
+                "tokens; use the fast form of it, or make the masks with Roles and an Alignment of your own."
+            )
+        self.columns = (text,) if isinstance(text, str) else tuple(text)
+        if len(self.columns) not in (1, 2):
+            raise SettingError(f"text is {text!r}; expected the column of the text, or two columns for pairs.")
+        if parse is not None and not callable(parse):
+            raise SettingError(
+                f"parse is {parse!r}; expected a function from texts to word tables, as "
+                "headwise.roles.spacy.Parser(pipeline) is."
+            )
+        if max_length is not None:
+            require_integer("max_length", max_length, low=1)
+        self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
+        self.parse = _split if parse is None else parse
+        self.collator, self.max_length = collator, max_length
+        self.heads, self.empty, self.longest = heads, empty, longest
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of some examples, each a mapping with the text and what else the model takes.
+
+        Raises:
+            DataError: There is no example, one has no text or lacks another one's column, one is longer than the model
+                takes, a column holds no numbers, `parse` did not give a word table for each text, or `collator` pads
+                on another side than the tokenizer.
+            SettingError: `max_length` has no room for a text.
+        """
+        if not features:
+            raise DataError("the collator was given no example; expected at least one.")
+        texts = [
+            [self._text(index, feature, column) for column in self.columns] for index, feature in enumerate(features)
+        ]
+        encoding = self.tokenizer(
+            *(list(column) for column in zip(*texts, strict=True)),
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+        )
+        if self.max_length is not None:
+            self._require_cut(encoding)
+        self._require_room(encoding)
+        encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
+        others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
+        joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
+        batch = dict((self.collator or self._collated)(joined))
+        flat = [text for row in texts for text in row]
+        parsed = self.parse(flat)
+        if len(parsed) != len(flat):
+            raise DataError(f"parse gave {len(parsed)} word tables for {len(flat)} texts; expected one a text.")
+        width = len(self.columns)
+        tables = [tuple(parsed[i : i + width]) for i in range(0, len(parsed), width)]
+        aligned = align(
+            tables,
+            encoding,
+            length=batch["input_ids"].shape[1],
+            padding_side=self.tokenizer.padding_side,
+        )
+        mask = self.roles(tables, self.num_heads, encoding=aligned, heads=self.heads, empty=self.empty)
+        _require_same_padding(mask, batch.get("attention_mask"), self.tokenizer.padding_side)
+        batch[ROLE_MASK] = mask
+        return batch
+
+    def _text(self, index: int, feature: Mapping[str, Any], column: str) -> str:
+        text = feature.get(column)
+        if isinstance(text, str):
+            return text
+        found = f"its {column!r} is a {type(text).__name__}" if column in feature else f"has {', '.join(feature)}"
+        raise DataError(
+            f"example {index} {found}; expected a text under {column!r}. The Trainer drops such columns unless "
+            "TrainingArguments(remove_unused_columns=False)."
+        )
+
+    def _collated(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        names = self.tokenizer.model_input_names
+        padded = self.tokenizer.pad([{n: f[n] for n in names if n in f} for f in features], return_tensors="pt")
+        batch = dict(padded)
+        for name in features[0]:
+            if name not in batch and name != "overflow_to_sample_mapping":
+                batch["labels" if name in ("label", "label_ids") else name] = _column(name, features)
+        return batch
+
+    def _require_room(self, encoding: Any) -> None:
+        """Refuse a text that is longer than the model."""
+        lengths = [len(ids) for ids in encoding["input_ids"]]
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if self.longest is not None and lengths[longest] > self.longest:
+            raise DataError(
+                f"example {longest} has {lengths[longest]} tokens and the model takes {self.longest}; cut texts there "
+                f"(max_length={self.longest}), or split them."
+            )
+
+    def _require_cut(self, encoding: Any) -> None:
+        """Refuse a length that special tokens alone exceed: the tokenizer cuts nothing then."""
+        longest = max(map(len, encoding["input_ids"]))
+        if longest > (self.max_length or longest):
+            raise SettingError(
+                f"max_length is {self.max_length} and the tokenizer made {longest} tokens; expected room for more than "
+                "the special tokens, so that it can cut."
+            )
+
+
+def _require_same_padding(mask: HeadMask, given: Any, side: str) -> None:
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or mask.keep is None:
+        return
+    if given.shape != mask.keep.shape:
+        raise DataError(
+            f"the attention_mask is {tuple(given.shape)} and the input_ids are {tuple(mask.keep.shape)}; let collator= "
+            "give both one shape."
+        )
+    if not torch.equal(given.bool(), mask.keep):
+        row = int((given.bool() != mask.keep).any(-1).nonzero()[0])
+        raise DataError(
+            f"the attention_mask of example {row} is {given[row].tolist()}, and its tokens, padded on the {side} as "
+            f"the tokenizer does, are {mask.keep[row].int().tolist()}; let collator= pad on that side too."
+        )
+
+
+def _column(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    without = next((index for index, feature in enumerate(features) if name not in feature), None)
+    if without is not None:
+        raise DataError(f"example {without} has no {name!r} and example 0 has; expected the same columns in all.")
+    values = [feature[name] for feature in features]
+    try:
+        return torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError):
+        raise DataError(
+            f"the column {name!r} makes no tensor ({values[0]!r:.40}, ...); expected numbers: drop the column from the "
+            "data, or give the collator collator=..., which is handed every column but the text."
+        ) from None
+
+
+def _split(texts: list[str]) -> list[WordTable]:
+    return [WordTable.split(text) for text in texts]

@@ -1,0 +1,252 @@
+"""Votes and routing over chunks of tokens, computed again in the backward pass.
+
+Votes are H times as large as the heads they come from, and routing makes several tensors of that size. Here
+they exist for one chunk of tokens at a time, and only the concatenated heads are kept for the backward pass.
+Must not know modules or which routing it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.routing.votes import full_precision
+
+__all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
+
+_logger = logging.getLogger(__name__)
+
+# Votes to which any batch is padded for a compiled kernel: a chunk that a CPU keeps in cache.
+FEWEST_PADDED = 2**17
+
+
+class Kernel(Protocol):
+    """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once.
+
+    Votes, capsules' gradient and `into` may be in half precision; what is computed is in float32 at least.
+    """
+
+    def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
+        """Return the capsules [t, N, c] of votes [t, H, N, c]."""
+        ...
+
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into` and return those of the weights, given that of the capsules."""
+        ...
+
+
+def routed_in_chunks(
+    heads: Tensor,
+    vote_weights: Sequence[Tensor],
+    routing_weights: Sequence[Tensor],
+    votes: Callable[..., Tensor],
+    kernel: Kernel,
+    sizes: tuple[int, int],
+    *,
+    pad: bool,
+) -> Tensor:
+    """Return the routed capsules, concatenated, keeping only `heads` for the backward pass.
+
+    Inside a model that is itself compiled, all tokens are routed at once and the compiler decides what is kept.
+    Differentiable once, with respect to `heads` and all weights. Routing runs in float32, or in float64 when the
+    votes are float64; under autocast the votes are computed as autocast has it, in both passes.
+
+    Args:
+        heads: Concatenated heads, [T, H * e].
+        vote_weights: Weights handed to `votes`.
+        routing_weights: Weights handed to `kernel`.
+        votes: (heads [t, H * e], *vote_weights) -> votes [t, H, N, c].
+        kernel: The routing.
+        sizes: How many tokens have votes at once, and how many of them are routed at once.
+        pad: Whether chunks are padded to a few sizes, so that a compiled kernel sees few shapes.
+
+    Returns:
+        Capsules [T, N * c], in the dtype of the votes.
+
+    Raises:
+        HeadwiseError: In the backward pass, when it runs with create_graph=True.
+    """
+    if torch.compiler.is_compiling():
+        # the user's own compiler sees one graph and decides itself what is kept
+        whole = votes(heads, *vote_weights)
+        with _autocast(heads, None):
+            routed = kernel.forward(whole, *_in_precision_of(whole, routing_weights))
+        return routed.flatten(1).to(whole.dtype)
+    plan = _Plan(votes, kernel, sizes, pad, len(vote_weights))
+    return _Chunked.apply(plan, heads, *vote_weights, *routing_weights)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    votes: Callable[..., Tensor]
+    kernel: Kernel
+    sizes: tuple[int, int]
+    pad: bool
+    vote_weights: int
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, heads: Tensor, *weights: Tensor) -> Tensor:
+        ctx.plan, ctx.autocast = plan, _autocast_state(heads)
+        ctx.save_for_backward(heads, *weights)
+        vote_weights, routing_weights = weights[: plan.vote_weights], weights[plan.vote_weights :]
+        outputs = []
+        for rows in heads.split(plan.sizes[0]):
+            with _autocast(heads, ctx.autocast):
+                votes = plan.votes(rows, *vote_weights)
+            routing = _in_precision_of(votes, routing_weights)
+            output = votes.new_empty(votes.shape[0], votes.shape[2] * votes.shape[3])
+            with _autocast(heads, None):
+                for part in _parts(len(votes), plan.sizes[1]):
+                    chunk = _padded(votes[part], _padded_length(votes[part], plan))
+                    capsules = plan.kernel.forward(chunk, *routing).flatten(1)
+                    output[part] = capsules[: part.stop - part.start]
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise HeadwiseError(
+                "a gradient through an aggregator was asked for with create_graph=True; aggregators are "
+                "differentiable once."
+            )
+        return _backward(ctx, *grad_outputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    plan: _Plan = ctx.plan
+    heads, *weights = ctx.saved_tensors
+    need_heads, *need_weights = ctx.needs_input_grad[1:]
+    leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, need_weights, strict=True)]
+    vote_leaves, routing_weights = leaves[: plan.vote_weights], leaves[plan.vote_weights :]
+    wanted_weights = [weight for weight in vote_leaves if weight.requires_grad]
+    head_gradients: list[Tensor] = []
+    vote_sums: list[Tensor] = []
+    routing_sums: list[Tensor] = []
+    for rows, row_grad in zip(heads.split(plan.sizes[0]), grad.split(plan.sizes[0]), strict=True):
+        leaf = rows.detach().requires_grad_(need_heads)
+        with torch.enable_grad(), _autocast(heads, ctx.autocast):
+            votes = plan.votes(leaf, *vote_leaves)
+        d_votes, d_routing = _routing_gradient(votes.detach(), row_grad, routing_weights, plan)
+        routing_sums = _accumulated(routing_sums, d_routing)
+        wanted = [leaf, *wanted_weights] if need_heads else wanted_weights
+        if wanted:
+            gradients = list(torch.autograd.grad(votes, wanted, d_votes))
+            if need_heads:
+                head_gradients.append(gradients.pop(0))
+            vote_sums = _accumulated(vote_sums, gradients)
+    votes_iterator = iter(vote_sums)
+    results = [next(votes_iterator).to(w.dtype) if w.requires_grad else None for w in vote_leaves]
+    results += [
+        total.to(weight.dtype) if weight.requires_grad else None
+        for weight, total in zip(routing_weights, routing_sums, strict=True)
+    ]
+    return None, torch.cat(head_gradients) if need_heads else None, *results
+
+
+def _routing_gradient(
+    votes: Tensor, grad: Tensor, routing_weights: Sequence[Tensor], plan: _Plan
+) -> tuple[Tensor, list[Tensor]]:
+    routing = _in_precision_of(votes, [weight.detach() for weight in routing_weights])
+    d_votes = torch.empty_like(votes)
+    sums: list[Tensor] = []
+    with _autocast(votes, None):
+        for part in _parts(len(votes), plan.sizes[1]):
+            length = _padded_length(votes[part], plan)
+            chunk = _padded(votes[part], length)
+            chunk_grad = _padded(grad[part].unflatten(1, votes.shape[2:]), length)
+            # a padded chunk goes through a buffer of its own length
+            fits = len(chunk) == part.stop - part.start
+            into = d_votes[part] if fits else torch.empty_like(chunk)
+            d_routing = plan.kernel.gradient(chunk, chunk_grad, into, *routing)
+            if not fits:
+                d_votes[part] = into[: part.stop - part.start]
+            sums = _accumulated(sums, d_routing)
+    return d_votes, sums
+
+
+def _accumulated(sums: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
+    # gradients of many chunks are summed in float32 at least; the copy, because autograd may hand out one tensor twice
+    if not sums:
+        return [full_precision(term).clone() for term in terms]
+    return [total.add_(term) for total, term in zip(sums, terms, strict=True)]
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _padded_length(votes: Tensor, plan: _Plan) -> int:
+    """Return how many tokens a chunk of votes is padded to, so that a compiled kernel sees few shapes."""
+    if not plan.pad:
+        return len(votes)
+    size = plan.sizes[1]
+    # an accelerator's chunk is large: a short batch is padded to a quarter of it, or a quarter of that
+    while size // 4 >= len(votes) and size // 4 * votes.shape[1:].numel() >= FEWEST_PADDED:
+        size //= 4
+    return size
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    missing = length - len(tensor)
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing > 0 else tensor
+
+
+def _in_precision_of(votes: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.to(torch.promote_types(votes.dtype, torch.float32)) for weight in weights]
+
+
+def _autocast_state(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    # no cache: a weight cast here without a graph must not be found by a later operation that needs one
+    return torch.autocast(tensor.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+@functools.cache
+def compiled_kernel(kernel: Kernel) -> Kernel:
+    """Return `kernel` compiled by `torch.compile`, falling back to itself, with a log line, where that fails."""
+    return _CompiledKernel(kernel)
+
+
+class _CompiledKernel:
+    def __init__(self, plain: Kernel) -> None:
+        self._plain = plain
+        self._failed = False
+        self._forward = torch.compile(plain.forward, dynamic=False, fullgraph=True)
+        self._gradient = torch.compile(plain.gradient, dynamic=False, fullgraph=True)
+
+    def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
+        return self._call(self._forward, self._plain.forward, votes, *weights)
+
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return self._call(self._gradient, self._plain.gradient, votes, grad, into, *weights)
+
+    def _call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *tensors: Tensor) -> Any:
+        if self._failed:
+            return plain(*tensors)
+        try:
+            return compiled(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
+            reason = " ".join(str(error).split("\n")[:2])
+            _logger.warning(
+                "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, reason
+            )
+            self._failed = True
+            return plain(*tensors)

@@ -1,0 +1,315 @@
+"""Modules that aggregate concatenated heads by routing: [..., H * e] to [..., d].
+
+Owns `SimpleAggregator`, `EMAggregator`, `TrunkAggregator` and `ResidualAggregator`, each built from a frozen
+setting by `build`. The equations are in `routing`, the votes in `votes`. Must not know models or sites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import SettingError, ShapeError
+from headwise.routing.chunked import Kernel, compiled_kernel, routed_in_chunks
+from headwise.routing.em import EMKernel
+from headwise.routing.em_fused import fused_kernel, runs_on
+from headwise.routing.gate import Gate, GatedProjection
+from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
+from headwise.routing.simple import SimpleKernel
+from headwise.routing.votes import Votes, full_precision
+
+__all__ = [
+    "Aggregator",
+    "EMAggregator",
+    "Residual",
+    "ResidualAggregator",
+    "Routing",
+    "Setting",
+    "SimpleAggregator",
+    "TrunkAggregator",
+    "build",
+    "require_setting",
+]
+
+Routing = SimpleRouting | EMRouting | Trunk
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Routing added to the projection a model already has: output = W_O O + gamma routed(O), gamma = 0 at first.
+
+    For pretrained models, which a new aggregator would disturb; ours, not in Li et al. 2021.
+
+    Args:
+        routing: What is added.
+    """
+
+    routing: Routing
+
+    def __post_init__(self) -> None:
+        if isinstance(self.routing, Residual):
+            raise SettingError("routing is itself a Residual; expected SimpleRouting, EMRouting or Trunk.")
+        require_setting(self.routing)
+
+
+class SimpleAggregator(nn.Module):
+    """Votes and simple routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 1).
+
+    Only the input is kept for the backward pass; differentiable once.
+
+    Args:
+        setting: The routing.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> SimpleAggregator(SimpleRouting(), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: SimpleRouting, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.votes.reset_parameters()
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        setting = self.setting
+        kernel = SimpleKernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
+        return _aggregated(heads, self.votes, (), kernel, setting.chunks)
+
+
+class EMAggregator(nn.Module):
+    """Votes and EM routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 2).
+
+    Only the input is kept for the backward pass; differentiable once. `beta_a` and `beta_mu` [N] are learned
+    and start as N(0, 1/d); they are None without activations.
+
+    Args:
+        setting: The routing.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> EMAggregator(EMRouting(capsules=4), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: EMRouting, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+        learned = self.votes.capsules if setting.activation else None
+        self.beta_a = None if learned is None else nn.Parameter(torch.empty(learned))
+        self.beta_mu = None if learned is None else nn.Parameter(torch.empty(learned))
+        self._reset_betas()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights and the betas anew."""
+        self.votes.reset_parameters()
+        self._reset_betas()
+
+    def _reset_betas(self) -> None:
+        for beta in (self.beta_a, self.beta_mu):
+            if beta is not None:
+                nn.init.normal_(beta, std=self.votes.width**-0.5)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        kernel = EMKernel(self.setting.schedule, self.setting.floor)
+        betas = () if self.beta_a is None or self.beta_mu is None else (self.beta_a, self.beta_mu)
+        return _aggregated(heads, self.votes, betas, kernel, self.setting.chunks)
+
+
+@dataclass(frozen=True)
+class MeanKernel:
+    """Routing with uniform weights: the mean over heads, which needs no compiler."""
+
+    def forward(self, votes: Tensor, *_weights: Tensor) -> Tensor:
+        """Return the capsules [T, N, c]."""
+        return full_precision(votes).mean(1)
+
+    def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *_weights: Tensor) -> tuple[Tensor, ...]:
+        """Write the gradient of the votes into `into`; there are no weights."""
+        into.copy_((grad / votes.shape[1]).unsqueeze(1))
+        return ()
+
+
+class TrunkAggregator(nn.Module):
+    """The votes of the routing aggregators with uniform weights: heads [..., H * e] to [..., d]; the control.
+
+    Args:
+        setting: The votes and their capsules.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output; the number of capsules must divide it.
+
+    Raises:
+        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+
+    Example:
+        >>> TrunkAggregator(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, setting: Trunk, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.votes = _votes(setting, num_heads, head_size, width)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.votes.reset_parameters()
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        return _aggregated(heads, self.votes, (), MeanKernel(), self.setting.chunks)
+
+
+class ResidualAggregator(nn.Module):
+    """The old projection plus gamma times an aggregator; equal to the old projection while gamma is 0.
+
+    Args:
+        projection: The module that played W_O; kept, with its weights.
+        aggregator: The module whose output is added.
+    """
+
+    def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
+        super().__init__()
+        self.projection, self.aggregator = projection, aggregator
+        # one number in a vector: fully_shard takes no scalars
+        self.gamma = nn.Parameter(torch.zeros(1))
+
+    def reset_parameters(self) -> None:
+        """Set gamma to 0 and draw the aggregator anew; the old projection stays."""
+        nn.init.zeros_(self.gamma)
+        _reset(self.aggregator)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return W_O O + gamma routed(O), [..., d], of concatenated heads [..., H * e]."""
+        return self.projection(heads) + self.gamma * self.aggregator(heads)
+
+
+Aggregator = SimpleAggregator | EMAggregator | TrunkAggregator | ResidualAggregator | GatedProjection
+Setting = Routing | Residual | Gate
+
+
+def build(
+    setting: Setting,
+    num_heads: int,
+    head_size: int,
+    width: int,
+    projection: nn.Module | None = None,
+) -> Aggregator:
+    """Return a new aggregator with its own weights, in float32 on the default device.
+
+    Args:
+        setting: The routing, `Residual` of one, or `Gate`.
+        num_heads: Heads H.
+        head_size: Width e of one head.
+        width: Width d of the output.
+        projection: The projection `Residual` and `Gate` keep; None for the others, which replace it.
+
+    Raises:
+        SettingError: `setting` is no such setting; the number of capsules does not divide `width`; or a
+            projection is missing or not wanted.
+
+    Example:
+        >>> build(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(5, 8)).shape
+        torch.Size([5, 8])
+    """
+    if isinstance(setting, Residual | Gate) != (projection is not None):
+        wanted = "the projection it keeps" if projection is None else "no projection: it is replaced"
+        raise SettingError(
+            f"{type(setting).__name__} was given projection={type(projection).__name__}; expected {wanted}."
+        )
+    if isinstance(setting, Residual) and projection is not None:
+        return ResidualAggregator(projection, build(setting.routing, num_heads, head_size, width))
+    if isinstance(setting, Gate) and projection is not None:
+        return GatedProjection(setting, projection, num_heads, head_size, width)
+    if isinstance(setting, SimpleRouting):
+        return SimpleAggregator(setting, num_heads, head_size, width)
+    if isinstance(setting, EMRouting):
+        return EMAggregator(setting, num_heads, head_size, width)
+    if isinstance(setting, Trunk):
+        return TrunkAggregator(setting, num_heads, head_size, width)
+    raise _unknown_setting(setting)
+
+
+def _aggregated(
+    heads: Tensor, votes: Votes, routing_weights: tuple[Tensor, ...], kernel: Kernel, chunks: Chunks
+) -> Tensor:
+    joined = votes.num_heads * votes.head_size
+    if heads.shape[-1:] != (joined,):
+        raise ShapeError(
+            f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
+            f"{joined} on the last axis."
+        )
+    kernel, padded = _quickest(kernel, chunks, heads)
+    sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
+    rows = heads.reshape(heads.shape[:-1].numel(), joined)
+    if len(rows) == 0:
+        # nothing to route, but every weight takes part: its gradient is 0, not absent
+        parts = torch.stack([tensor.flatten()[:0].sum() for tensor in (heads, *votes.weights(), *routing_weights)])
+        return heads.new_zeros(*heads.shape[:-1], votes.width) + parts.sum()
+    flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=padded)
+    return flat.reshape(*heads.shape[:-1], votes.width)
+
+
+def _quickest(kernel: Kernel, chunks: Chunks, heads: Tensor) -> tuple[Kernel, bool]:
+    """Return the form of a kernel that runs here, and whether its chunks are to be padded to a few sizes."""
+    if isinstance(kernel, MeanKernel) or torch.compiler.is_compiling():
+        return kernel, False
+    if isinstance(kernel, EMKernel) and chunks.fused and runs_on(heads.device):
+        return fused_kernel(kernel), False
+    return (compiled_kernel(kernel), True) if chunks.compile else (kernel, False)
+
+
+def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:
+    capsules = width if setting.capsules is None else setting.capsules
+    return Votes(setting.votes, num_heads, head_size, width, capsules)
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def require_setting(setting: Setting) -> None:
+    """Raise `SettingError` unless `setting` is one `build` takes."""
+    if not isinstance(setting, Setting):
+        raise _unknown_setting(setting)
+
+
+def _unknown_setting(setting: object) -> SettingError:
+    return SettingError(
+        f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, Residual of one "
+        "of them, or Gate."
+    )

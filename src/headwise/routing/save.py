@@ -1,0 +1,260 @@
+"""Saving and loading models whose output projections were replaced by aggregators.
+
+Owns the folder: `headwise.json` (what the model is, which aggregators it holds, where its tensors are), tensor files
+of our own name, and a `config.json` that no other library takes for a model of its own: it would load all weights but
+the ones headwise put there. Files get their names when they are complete, `headwise.json` last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import DataError, SettingError
+from headwise.nn.multihead import MultiheadAttention, adopt
+from headwise.routing.gate import Gate, GatedProjection
+from headwise.routing.modules import Aggregator, Residual, ResidualAggregator, build
+from headwise.routing.setting_records import record, restored, setting_of
+from headwise.routing.shards import fill, shard_limit, shards_of, tensors_of
+
+__all__ = ["SavePretrained", "aggregators_of", "load", "save"]
+
+FORMAT = 1
+RECORD, CONFIG = "headwise.json", "config.json"
+STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")
+
+
+def aggregators_of(model: nn.Module) -> dict[str, Aggregator]:
+    """Return the aggregators in a model by the names of their places."""
+    inner = {m.aggregator for m in model.modules() if isinstance(m, ResidualAggregator)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, Aggregator) and module not in inner
+    }
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model with aggregators into a folder that `load` restores, and that nothing else takes for a model.
+
+    Written are all parameters and buffers, tied ones once, in the dtype they have. A folder saved before is replaced
+    when the new files are complete.
+
+    Args:
+        model: Any module that holds aggregators. Of a model of transformers, its class and configuration are kept.
+        folder: Made if it does not exist.
+        state_dict: Tensors to write instead of the model's own, for example gathered from several processes.
+        max_shard_size: Bytes of one file at most, as a number or like "500MB"; a larger tensor has a file of its own.
+
+    Raises:
+        DataError: The model holds no aggregator; the folder holds a stock model's weights, which would be taken for
+            this one; or a tensor is missing or spread over processes.
+        SettingError: `model` is no module, or `max_shard_size` is no size.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> _ = hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(model, folder)
+        ...     again = load(folder, nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+        >>> type(again.self_attn.out_proj).__name__
+        'SimpleAggregator'
+    """
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
+    places = aggregators_of(model)
+    if not places:
+        raise DataError(
+            f"{type(model).__name__} holds no aggregator; save it as you would without headwise "
+            "(save_pretrained, or torch.save of its state_dict)."
+        )
+    target, limit = Path(folder), shard_limit(max_shard_size)
+    _refuse_stock_weights(target)
+    tensors, tied = tensors_of(model, state_dict)
+    shards = shards_of(tensors, limit)
+    token = secrets.token_hex(4)
+    files = {f"headwise-{token}-{i:05d}-of-{len(shards):05d}.pt": names for i, names in enumerate(shards, start=1)}
+    written = {
+        "format": FORMAT,
+        "model": _identity(model),
+        "aggregators": {name: _described(aggregator) for name, aggregator in places.items()},
+        "adopted": [name for name, module in model.named_modules() if type(module) is MultiheadAttention],
+        "tied": tied,
+        "files": files,
+    }
+    text = json.dumps(written, indent=2)
+    marker = {"model_type": "headwise", "note": "a model with headwise aggregators: headwise.load(folder)"}
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".headwise-") as temporary:
+        for file, names in files.items():
+            torch.save({name: tensors[name] for name in names}, Path(temporary, file))
+        Path(temporary, CONFIG).write_text(json.dumps(marker, indent=2), encoding="utf-8")
+        Path(temporary, RECORD).write_text(text, encoding="utf-8")
+        for file in (*files, CONFIG, RECORD):
+            Path(temporary, file).replace(target / file)
+    for stale in set(target.glob("headwise-*.pt")) - {target / file for file in files}:
+        stale.unlink()
+
+
+def load(folder: str | Path, model: nn.Module | None = None, *, settings: Sequence[type] = ()) -> nn.Module:
+    """Return the model saved in a folder by `save`, or by `save_pretrained` after `aggregate`, in evaluation mode.
+
+    Args:
+        folder: The folder.
+        model: A model of the same structure to restore into, without aggregators or with the same ones, whose
+            parameters then stay the ones an optimizer holds; needed where the class is not one of transformers.
+        settings: Classes of your own settings (a parameterisation of votes) that the aggregators were built from.
+
+    Returns:
+        The model; its outputs are those of the saved one to the bit.
+
+    Raises:
+        DataError: The folder holds no such model, an incomplete one, or one that does not fit `model`.
+    """
+    source = Path(folder)
+    written = _read_record(source)
+    _refuse_stock_weights(source)
+    # weights drawn only to be replaced must not change what the caller draws next
+    with torch.random.fork_rng(devices=[]):
+        model = _rebuilt(source, written["model"]) if model is None else model
+        for name in written["adopted"]:
+            adopt(model, model.get_submodule(name))
+        for name, described in written["aggregators"].items():
+            _put(model, name, described, settings)
+    fill(model, source, written["files"], written["tied"])
+    return model.eval()
+
+
+class SavePretrained:
+    """`save_pretrained` of a model with aggregators; `aggregate` puts it on the model, its handle takes it away."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        **other: object,
+    ) -> None:
+        """Write the folder `headwise.load` restores; what the stock method does without aggregators.
+
+        Raises:
+            SettingError: An option was given that this folder has no form for.
+        """
+        if not aggregators_of(self.model):
+            stock: Any = type(self.model)
+            own = {"is_main_process": is_main_process, "state_dict": state_dict, "max_shard_size": max_shard_size}
+            stock.save_pretrained(self.model, save_directory, **own, **other)
+            return
+        harmless = {"token", "safe_serialization", "save_function", "save_peft_format", "save_original_format"}
+        refused = {name: value for name, value in other.items() if name not in harmless and value}
+        if refused:
+            raise SettingError(
+                f"save_pretrained of a model with aggregators was given {refused}; expected only save_directory, "
+                "is_main_process, state_dict and max_shard_size."
+            )
+        if is_main_process:
+            save(self.model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
+
+
+def _refuse_stock_weights(folder: Path) -> None:
+    found = sorted(path.name for pattern in STOCK_WEIGHTS for path in folder.glob(pattern))
+    if found:
+        raise DataError(
+            f"{folder} holds {found[0]}, the weights of a model without aggregators, which transformers would load "
+            "from there; use another folder for the model with aggregators."
+        )
+
+
+def _identity(model: nn.Module) -> dict | None:
+    """Return what rebuilds the model without its weights; None for a class that is not transformers'."""
+    cls, config = type(model), getattr(model, "config", None)
+    if not cls.__module__.startswith("transformers.") or config is None:
+        return None
+    generation = getattr(model, "generation_config", None)
+    names = {"": config, **{name: getattr(config, name) for name in config.sub_configs}}
+    attention = {name: part._attn_implementation for name, part in names.items() if part is not None}
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "attention": attention,
+        "generation": None if generation is None else json.loads(generation.to_json_string(use_diff=False)),
+    }
+
+
+def _rebuilt(source: Path, identity: dict | None) -> nn.Module:
+    module, _, name = ("" if identity is None else identity["class"]).partition(":")
+    if identity is None or not module.startswith("transformers."):
+        raise DataError(
+            f"{source} holds a model whose class is not one of transformers; build one like it, without aggregators, "
+            "and give it: load(folder, model)."
+        )
+    cls: Any = getattr(importlib.import_module(module), name)
+    config = cls.config_class.from_dict(identity["config"])
+    config._attn_implementation = identity["attention"]
+    model = cls(config)
+    if identity["generation"] is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config = type(model.generation_config).from_dict(identity["generation"])
+    return model
+
+
+def _described(aggregator: Aggregator) -> dict:
+    routed: Any = aggregator.aggregator if isinstance(aggregator, ResidualAggregator) else aggregator
+    sized = routed if isinstance(routed, GatedProjection) else routed.votes
+    sizes = {"num_heads": sized.num_heads, "head_size": sized.head_size, "width": sized.width}
+    return {"setting": record(setting_of(aggregator)), **sizes}
+
+
+def _put(model: nn.Module, name: str, described: dict, settings: Sequence[type]) -> None:
+    parent, _, attribute = name.rpartition(".")
+    try:
+        owner = model.get_submodule(parent)
+        old = getattr(owner, attribute)
+    except AttributeError as error:
+        raise DataError(f"the model has no module {name}, where the saved one holds an aggregator.") from error
+    if isinstance(old, Aggregator):
+        there = _described(old)
+        if there != described:
+            raise DataError(
+                f"{name} is a {type(old).__name__} already, with {there}; the saved one has {described}. Give load() "
+                "a model without aggregators, or with those that were saved."
+            )
+        return
+    setting = restored(described["setting"], settings)
+    sizes = (described["num_heads"], described["head_size"], described["width"])
+    keeps = isinstance(setting, Residual | Gate)
+    setattr(owner, attribute, build(setting, *sizes, old if keeps else None))
+
+
+def _read_record(source: Path) -> dict:
+    path = source / RECORD
+    if not path.is_file():
+        raise DataError(
+            f"{source} holds no {RECORD}; expected a folder written by save_pretrained after aggregate(), or by "
+            "headwise.save. A model without aggregators is loaded by what saved it (from_pretrained)."
+        )
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        version = written["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a record of headwise: {error}") from error
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version}; this version of headwise reads {FORMAT}.")
+    return written

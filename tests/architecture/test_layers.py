@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from architecture.source import FILES, SOURCE, module_name
+
+# A folder, or a file that stands alone, imports only from lines above its own; lines of several never import one
+# another. Every task is a folder on the line "lab/tasks/*".
+LAYERS = """
+    errors moved
+    atomic
+    parallel unsupported
+    nn masks reference
+    heads
+    repulsion disagreement routing roles
+    metrics
+    report
+    plots testing
+    __init__
+    lab/__init__
+    lab/models lab/data
+    lab/experiment
+    lab/role_masks lab/results
+    lab/training
+    lab/analyses lab/frozen
+    lab/tasks/*
+    lab/jobs lab/probing
+    lab/compare
+    lab/tune lab/papers
+    lab/cli
+    __main__
+"""
+# Imports upwards that are still to be cut.
+PENDING = ("lab/tasks/", "lab/jobs/workers.py", "lab/cli/")
+RANK = {room: number for number, line in enumerate(LAYERS.split("\n")) for room in line.split()}
+MODULES = {module_name(path): path for path in FILES}
+
+
+def room(path: str) -> str:
+    """Return the folder a source file is in, or its own name where it stands alone."""
+    parts = path.removesuffix(".py").split("/")
+    if parts[0] != "lab":
+        return parts[0]
+    return "/".join(parts[:3] if parts[1] == "tasks" else parts[:2])
+
+
+def rank(name: str) -> int:
+    return RANK["lab/tasks/*" if name.startswith("lab/tasks/") else name]
+
+
+def imports(path: str) -> set[str]:
+    """Return the source files that a file imports anywhere in it, in functions and under TYPE_CHECKING too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((SOURCE / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import; write headwise.{node.module}."
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in MODULES else str(node.module))
+    return {MODULES[name] for name in found if name in MODULES}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_folder_imports_only_from_layers_below_it(path: str):
+    own = room(path)
+    above = sorted(
+        other
+        for other in imports(path)
+        if room(other) != own and rank(room(other)) >= rank(own) and not other.startswith(PENDING)
+    )
+    assert not above, f"{path} imports {above}; only layers above its own line in LAYERS may be imported."
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.startswith("reference/")])
+def test_the_reference_shares_no_code_with_what_it_checks(path: str):
+    assert not [other for other in imports(path) if room(other) != "reference"]
