@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from layouts.attentions import FusedAttention, SeparateAttention
+from heads.attentions import FusedAttention, SeparateAttention
 
 WIDTH, HEADS, EXAMPLES, TOKENS, LAYERS = 12, 4, 12, 5, 2
 

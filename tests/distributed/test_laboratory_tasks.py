@@ -18,14 +18,14 @@ from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.probing.scales import PROBING_SCALES
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
-from lab.glue_toy import write_glue, write_model
-from lab.graph_sets import write_triples
-from lab.pretraining_toy import TOY as PRETRAINED
-from lab.pretraining_toy import write_jsonl
-from lab.probing_toy import write_probing
-from lab.sentence_sets import write_texts
 from lab.sentences import write_sentences
-from lab.translation_toy import SMALLEST, write_toy_corpus
+from lab.tasks.glue.glue_toy import write_glue, write_model
+from lab.tasks.graph2text.graph_sets import write_triples
+from lab.tasks.pretraining.pretraining_toy import TOY as PRETRAINED
+from lab.tasks.pretraining.pretraining_toy import write_jsonl
+from lab.tasks.probing.probing_toy import write_probing
+from lab.tasks.sentence.sentence_sets import write_texts
+from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 
 # Batches divide unevenly, and by tokens or at the end are of unequal size; without dropout nothing is drawn apart.
 SMALL: dict[str, Any] = {

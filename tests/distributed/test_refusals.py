@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import headwise as hw
 from distributed.engines import batch, ddp, gathered, made, tensor_parallel
 from distributed.processes import Processes
-from layouts.attentions import SeparateAttention
+from heads.attentions import SeparateAttention
 
 RULE = hw.SVGD(alpha=0.5)
 

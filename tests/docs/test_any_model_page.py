@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from docs.pages import generator
-from layouts.families import FAMILIES
-from layouts.refused import REFUSED
+from heads.families import FAMILIES
+from heads.refused import REFUSED
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pool_target import jobs, work
 from rich.console import Console
 
 from headwise.errors import SettingError
@@ -27,7 +26,8 @@ from headwise.lab.jobs.workers import Failure, Watch, run_jobs
 from headwise.lab.results.results import read_results
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.task import LogicTask
-from lab.logic_toy import TOY
+from lab.jobs.pool_target import jobs, work
+from lab.tasks.logic.logic_toy import TOY
 
 # ---- the pool, with jobs that take no model ----
 
@@ -71,7 +71,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from headwise.lab.jobs.workers import Watch, run_jobs
-from pool_target import jobs, work
+from lab.jobs.pool_target import jobs, work
 
 class Told(Watch):
     def started(self, job):

@@ -14,7 +14,7 @@ from headwise.lab.experiment.arm_text import parse_arm, settings_of
 from headwise.lab.jobs import pool
 from headwise.lab.jobs.workers import Failure
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
-from lab.logic_toy import TOY
+from lab.tasks.logic.logic_toy import TOY
 
 pytestmark = pytest.mark.usefixtures("inline")
 

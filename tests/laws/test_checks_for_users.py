@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import headwise as hw
+from heads.attentions import SeparateAttention, StridedAttention
 from headwise.repulsion.mixing import Mixing
 from headwise.testing import check_layout, check_rule, particles_near_collapse
-from layouts.attentions import SeparateAttention, StridedAttention
 
 RULES = [
     hw.SVGD(alpha=0.3, step_size=0.2),

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import headwise as hw
 from headwise.masks.flex import FlexMask
 from headwise.roles.align import AlignedRow, Alignment
-from masks.test_roles import FREQUENT, SENTENCE
-from masks.tokenizers_for_tests import KINDS, fast_tokenizer
+from roles.test_roles import FREQUENT, SENTENCE
+from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 
 HEADS = 7
 TEXTS = [

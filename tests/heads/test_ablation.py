@@ -1,0 +1,69 @@
+"""Removing a head zeroes its slice of W_O's input and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+
+
+def test_an_ablated_head_equals_zeroed_columns_of_the_output_projection():
+    model = SeparateAttention()
+    x = torch.randn(2, 6, 12)
+    whole = model(x)
+    with hw.ablate(hw.find_heads(model), 1, 3):
+        without = model(x)
+    with torch.no_grad():
+        model.o_proj.weight.view(12, 4, 5)[:, [1, 3]] = 0.0
+    torch.testing.assert_close(without, model(x))
+    assert not torch.allclose(whole, without)
+
+
+def test_importance_is_the_drop_of_the_users_score_for_every_head():
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    with torch.no_grad():
+        model.layers[1].self_attn.out_proj.weight[:, 4:] = 0.0
+    x = torch.randn(3, 5, 8)
+    result = hw.importance(hw.find_heads(model), lambda: float(model(x)[..., 0].square().mean()))
+    drops = result.drops["layers.1.self_attn"]
+    assert drops[1] == pytest.approx(0.0, abs=1e-6)
+    assert abs(float(drops[0])) > 1e-4
+    assert model(x)[..., 0].square().mean().item() == pytest.approx(result.baseline)
+    assert "drop without each head" in str(result)
+
+
+def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
+    heads = hw.find_heads(SeparateAttention())
+    with pytest.raises(hw.SettingError, match="at most 3"):
+        hw.ablate(heads, 4)
+    with pytest.raises(hw.SettingError, match="given no head"):
+        hw.ablate(heads)
+    with pytest.raises(hw.NotFired, match="no forward pass"):
+        hw.importance(heads, lambda: 1.0)
+    without = SeparateAttention()
+    del without.o_proj
+    with pytest.raises(hw.LayoutError, match="no output projection was found"):
+        hw.ablate(hw.find_heads(without), 0)
+
+
+def test_an_ablation_that_no_forward_went_through_is_told():
+    with pytest.raises(hw.NotFired, match="no forward pass"), hw.ablate(hw.find_heads(SeparateAttention()), 0):
+        pass
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    heads = hw.find_heads(model)
+    x = torch.randn(2, 3, 8)
+    before = model(x)
+    blind = dataclasses.replace(heads.sites[1], seam=None, output=None)
+    with pytest.raises(hw.LayoutError, match="no output projection"):
+        hw.ablate(dataclasses.replace(heads, sites=(heads.sites[0], blind)), 1)
+    torch.testing.assert_close(model(x), before)

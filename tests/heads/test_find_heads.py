@@ -1,0 +1,320 @@
+"""`find_heads` reads the heads of torch's and users' attention modules, or says why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import headwise as hw
+from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
+from heads.families import FAMILIES
+from headwise.heads.heads import Slab, check_slab
+
+
+def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():
+    heads = hw.find_heads(nn.Transformer(8, 2, 2, 3, 16, batch_first=True))
+    found = [(site.kind, site.stack, site.layer) for site in heads]
+    assert found[:2] == [("self", "encoder.layers", 0), ("self", "encoder.layers", 1)]
+    assert sorted(found[2:]) == sorted(
+        (kind, "decoder.layers", layer) for kind in ("decoder", "cross") for layer in range(3)
+    )
+    assert all(site.num_heads == 2 and site.head_size == 4 for site in heads)
+
+
+def test_packed_and_separate_weights_give_the_rows_of_each_projection():
+    packed = nn.MultiheadAttention(6, 3)
+    views = [slab.view(slab.parameter) for slab in hw.find_heads(packed).slabs()]
+    weight = packed.in_proj_weight
+    for index, view in enumerate(views):
+        for head in range(3):
+            start = 6 * index + 2 * head
+            assert torch.equal(view[head], weight[start : start + 2])
+    separate = nn.MultiheadAttention(6, 3, kdim=5, vdim=4)
+    shapes = [tuple(slab.view(slab.parameter).shape) for slab in hw.find_heads(separate).slabs()]
+    assert shapes == [(3, 2, 6), (3, 2, 5), (3, 2, 4)]
+
+
+def test_grouped_queries_and_narrow_heads_are_counted_from_the_weights():
+    site = hw.find_heads(SeparateAttention(key_value_heads=2)).sites[0]
+    assert (site.num_heads, site.key_value_heads, site.head_size) == (4, 2, 5)
+    assert [slab.heads for slab in site.slabs] == [4, 2, 2]
+    assert site.width == 12
+
+
+@settings(max_examples=30)
+@given(
+    heads=st.integers(1, 4),
+    size=st.integers(1, 3),
+    gap=st.integers(0, 2),
+    start=st.integers(0, 2),
+    axis=st.sampled_from([0, 1]),
+    transposed=st.booleans(),
+)
+def test_a_view_reads_and_writes_exactly_its_rows(heads, size, gap, start, axis, transposed):
+    owner = nn.Module()
+    rows = start + heads * (size + gap)
+    shape = (rows, 3) if axis == 0 else (3, rows)
+    owner.weight = nn.Parameter(torch.arange(float(rows * 3)).reshape(shape))
+    slab = Slab("query", "weight", owner, "weight", heads, size, start=start, stride=size + gap, axis=axis)
+    check_slab(slab)
+    tensor = torch.arange(float(rows * 3)).reshape(shape)
+    if transposed:
+        tensor = tensor.t().contiguous().t()
+    before = tensor.clone()
+    view = slab.view(tensor)
+    assert view.data_ptr() >= tensor.data_ptr()
+    for head in range(heads):
+        own = slice(start + head * (size + gap), start + head * (size + gap) + size)
+        assert torch.equal(view[head], before[own] if axis == 0 else before[:, own])
+    view[-1] = -1.0
+    own = slice(start + (heads - 1) * (size + gap), start + (heads - 1) * (size + gap) + size)
+    expected = before.clone()
+    expected[own if axis == 0 else (slice(None), own)] = -1.0
+    assert torch.equal(tensor, expected)
+
+
+def test_selectors_narrow_and_refuse_to_be_empty():
+    heads = hw.find_heads(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
+    assert [site.name for site in heads.kind("self").layer(-1)] == ["encoder.layers.1.self_attn"]
+    assert len(heads.where("decoder.*")) == 4
+    assert heads.kind("cross").layers(0, 1).projection("value", "query").projections == ("query", "value")
+    with pytest.raises(hw.LayoutError, match=r"several places.*select one first with \.kind"):
+        heads.layer(0)
+    with pytest.raises(hw.LayoutError, match=r"no attention in layer 7.*layers \[0, 1\]"):
+        heads.kind("self").layer(7)
+    with pytest.raises(hw.LayoutError, match="named like 'head'"):
+        heads.where("head")
+    with pytest.raises(hw.SettingError, match="projection is 'output'"):
+        heads.projection("output")
+
+
+def test_heads_print_as_a_table_that_counts_them():
+    text = str(hw.find_heads(nn.Transformer(8, 2, 1, 1, 16, batch_first=True)))
+    assert "decoder.layers.0.multihead_attn" in text
+    assert text.splitlines()[-1] == "6 heads in 3 sites; projections: query, key, value"
+
+
+def test_a_model_without_a_known_layout_is_refused_with_its_candidates_and_a_row_to_add():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nh, self.w1, self.w2, self.w3, self.w4 = 2, *(nn.Linear(4, 4) for _ in range(4))
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.odd_attention = Odd()
+    with pytest.raises(hw.LayoutError, match=r"(?s)odd_attention: Odd with w1\.weight \[4, 4\].*find_heads\(model"):
+        hw.find_heads(model)
+    row = hw.SeparateLinears(name="odd", query=("w1",), key=("w2",), value=("w3",), output=("w4",), num_heads=("nh",))
+    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].layout == "odd"
+
+
+def test_rows_that_do_not_divide_and_heads_that_do_not_group_are_refused():
+    wrong = SeparateAttention()
+    wrong.head_dim = 3
+    with pytest.raises(hw.LayoutError, match="20 rows do not divide into heads of 3 rows"):
+        hw.find_heads(wrong)
+    ungrouped = SeparateAttention()
+    ungrouped.k_proj = nn.Linear(12, 15)
+    with pytest.raises(hw.LayoutError, match="4 query, 3 key and 4 value heads"):
+        hw.find_heads(ungrouped)
+    unknown = SeparateAttention()
+    del unknown.head_dim, unknown.num_heads
+    with pytest.raises(hw.LayoutError, match="name its number of heads in a layout row"):
+        hw.find_heads(unknown)
+
+
+def test_a_shared_module_is_one_site():
+    attention = SeparateAttention()
+    assert len(hw.find_heads(nn.ModuleList([attention, attention]))) == 1
+
+
+class Holding(nn.Module):
+    """A model that holds attention modules under given names."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+class LowRank(nn.Module):
+    """DeepSeek's latent attention: keys and values come from a narrow state, and no row describes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.q_proj, self.kv_a_proj, self.kv_b_proj = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 16)
+        self.o_proj = nn.Linear(8, 8)
+
+
+class Deformable(nn.Module):
+    """Projects values and is called attention, but has neither queries nor keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampling_offsets, self.value_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class DeformableAttention(Deformable):
+    pass
+
+
+def test_a_model_is_never_half_found():
+    model = Holding(plain=SeparateAttention(), latent=LowRank())
+    with pytest.raises(hw.LayoutError) as refusal:
+        hw.find_heads(model)
+    text = str(refusal.value)
+    assert "1 modules of Holding look like attention and fit no layout" in text
+    assert "latent: LowRank with q_proj.weight [8, 8]" in text
+    assert "beside 1 that do" in text
+    assert "exclude=('latent',)" in text
+    assert [site.name for site in hw.find_heads(model, exclude=("latent",))] == ["plain"]
+    assert [site.name for site in hw.find_heads(model, exclude="lat*")] == ["plain"]
+    with pytest.raises(hw.LayoutError, match=r"exclude has '\*\.latent', but no module of Holding is called so"):
+        hw.find_heads(model, exclude=("*.latent",))
+
+
+def test_what_is_called_attention_and_projects_values_alone_is_not_passed_over():
+    with pytest.raises(hw.LayoutError, match="second: DeformableAttention"):
+        hw.find_heads(Holding(first=SeparateAttention(), second=DeformableAttention()))
+    assert len(hw.find_heads(Holding(first=SeparateAttention(), second=Deformable()))) == 1
+
+
+def test_projections_held_as_parameters_of_three_dimensions_are_not_passed_over():
+    class Relative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Parameter(torch.zeros(8, 2, 4)) for _ in range(3))
+
+    with pytest.raises(hw.LayoutError, match=r"second: Relative with q \[8, 2, 4\]"):
+        hw.find_heads(Holding(first=SeparateAttention(), second=Relative()))
+
+
+def test_encoders_of_queries_keys_and_values_are_no_projections():
+    names = ("query_encoder", "key_encoder", "value_encoder")
+    model = Holding(**{name: nn.Sequential(SeparateAttention(), nn.Linear(12, 12)) for name in names})
+    assert [site.name for site in hw.find_heads(model)] == [f"{name}.0" for name in names]
+
+
+def test_projections_beside_those_of_the_row_are_refused_unless_the_row_names_them():
+    model = SeparateAttention()
+    model.query_global = nn.Linear(12, 20)
+    with pytest.raises(
+        hw.LayoutError, match=r"holds query_global beside k_proj, q_proj, v_proj, which the layout 'sep"
+    ):
+        hw.find_heads(model)
+    row = hw.SeparateLinears(beside=("query_global",))
+    assert hw.find_heads(model, (row,)).sites[0].num_heads == 4
+    short = SeparateAttention()
+    short.conv1d = nn.Conv1d(12, 12, 3)
+    with pytest.raises(hw.LayoutError, match=r"holds conv1d .*exclude="):
+        hw.find_heads(short)
+    normed = SeparateAttention()
+    normed.q_norm, normed.k_norm = nn.LayerNorm(5), nn.RMSNorm(5)
+    normed.key_positions = nn.Embedding(5, 5)
+    assert len(hw.find_heads(normed)) == 1
+
+
+def test_a_row_of_ones_own_is_one_line_and_the_one_that_the_message_shows_works():
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.wo = 2, nn.Linear(8, 8)
+            self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    with pytest.raises(hw.LayoutError) as refusal:
+        hw.find_heads(Holding(attention=Mine()))
+    shown = str(refusal.value).partition("with a row: ")[2].partition(". Or leave out")[0]
+    shown = shown.replace("'wq'", "'first'").replace("'wk'", "'second'").replace("'wv'", "'third'")
+    names = {"model": Holding(attention=Mine()), "headwise": hw, **vars(hw)}
+    (site,) = eval(shown, names)
+    assert (site.name, site.num_heads, site.seam.attribute) == ("attention", 2, "wo")
+
+
+def test_a_fused_weight_is_read_only_beside_the_output_projection_its_row_names():
+    model = FusedAttention()
+    assert hw.find_heads(model).sites[0].layout == "fused"
+    model.merge, model.proj = model.proj, None
+    with pytest.raises(
+        hw.LayoutError, match=r"(?s)no attention heads found in FusedAttention.*\(model\): FusedAttention"
+    ):
+        hw.find_heads(model)
+    row = hw.FusedLinear("mine", ("qkv",), ("merge",))
+    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].seam.attribute == "merge"
+
+
+def test_a_fused_weight_whose_rows_do_not_add_up_is_refused_with_the_numbers():
+    model = FusedAttention()
+    model.qkv = nn.Linear(12, 70)
+    with pytest.raises(hw.LayoutError, match=r"qkv\.weight: 70 rows .* for 4 query heads of 5 rows.*fused per group"):
+        hw.find_heads(model)
+    alternating = hw.FusedLinear("mine", ("qkv",), ("proj",), interleaved=True)
+    with pytest.raises(hw.LayoutError, match="40 rows are not one each of query, key, value for 4 query heads"):
+        hw.find_heads(FusedAttention(key_value_heads=2), (alternating,))
+    with pytest.raises(hw.SettingError, match=r"order is \('query', 'key'\); expected key, query, value"):
+        hw.FusedLinear("mine", ("qkv",), ("proj",), order=("query", "key"))
+    with pytest.raises(hw.SettingError, match="as the query has a projection of its own"):
+        hw.FusedLinear("mine", ("kv",), ("proj",), query=("q",))
+
+
+def test_flags_of_a_module_choose_between_rows_of_one_attribute():
+    flagged = hw.FusedLinear("alternating", ("qkv",), ("proj",), interleaved=True, when=(("new", (True,)),))
+    model = FusedAttention()
+    assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "fused"
+    model.new = True
+    assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "alternating"
+
+
+def test_w_o_is_found_by_the_order_of_its_names_and_not_by_what_else_has_its_width():
+    model = SeparateAttention()
+    model.dense = nn.Linear(20, 20)
+    assert hw.find_heads(model).sites[0].seam.attribute == "o_proj"
+    model.o_proj = nn.Bilinear(2, 2, 2)  # some module of another kind, in the same place
+    (site,) = hw.find_heads(model).sites
+    assert (site.seam.attribute, site.output) == ("o_proj", None)
+    model.o_proj = nn.Linear(19, 12)  # cannot take 4 heads of 5
+    assert hw.find_heads(model).sites[0].seam.attribute == "dense"
+
+
+def test_w_o_beside_the_attention_is_found_also_where_their_parent_is_the_model():
+    bert = next(family for family in FAMILIES if family.name == "BERT").build()
+    whole = hw.find_heads(bert).sites[0]
+    (part,) = hw.find_heads(bert.encoder.layer[0].attention).sites
+    assert (part.name, part.seam.module) == ("self", whole.seam.module)
+    (alone,) = hw.find_heads(bert.encoder.layer[0].attention.self).sites
+    assert alone.seam is None
+    with pytest.raises(hw.LayoutError, match=r"the model .* no output projection was found"):
+        alone.expose()
+
+
+def test_layers_are_numbered_in_the_list_of_equal_modules():
+    class Block(nn.Sequential):
+        pass
+
+    model = nn.Sequential(*(Block(nn.LayerNorm(12), SeparateAttention(), nn.Linear(12, 12)) for _ in range(3)))
+    assert [(site.name, site.stack, site.layer) for site in hw.find_heads(model)] == [
+        ("0.1", "", 0),
+        ("1.1", "", 1),
+        ("2.1", "", 2),
+    ]
+    single = nn.Sequential(nn.LayerNorm(12), SeparateAttention())
+    assert [(site.stack, site.layer) for site in hw.find_heads(single)] == [("", 1)]
+
+
+def test_self_attention_beside_cross_attention_is_a_decoders():
+    layers = nn.ModuleList(Holding(attn=GatedAttention(), cross_attn=KeyValueAttention()) for _ in range(2))
+    model = Holding(decoder=layers, encoder=nn.ModuleList([Holding(attn=SeparateAttention())]))
+    assert [site.kind for site in hw.find_heads(model)] == ["decoder", "cross", "decoder", "cross", "self"]
+    told = SeparateAttention()
+    told.is_cross_attention = True
+    assert hw.find_heads(told).sites[0].kind == "cross"
+
+
+def test_layers_of_nothing_or_of_no_number_are_refused():
+    heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    for asked, message in (((), "was given nothing"), (("0",), "layer is '0'"), ((True,), "layer is True")):
+        with pytest.raises(hw.SettingError, match=message):
+            heads.layers(*asked)

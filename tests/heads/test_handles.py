@@ -1,0 +1,334 @@
+"""What is attached to a model acts on that model alone, whatever was attached before, and says so where it cannot."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import ln_structured
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from heads.test_huggingface_taps import BY_NAME, results
+from headwise.nn.hooks import Handle
+
+ATTACH: dict[str, Callable[[hw.Heads], Handle]] = {
+    "taps": lambda heads: hw.Taps(heads, outputs=True),
+    "penalty": lambda heads: hw.Disagreement(heads, hw.Output()),
+    "bias": lambda heads: hw.bias_heads(heads, torch.arange(7.0).view(1, 1, 1, 7)),
+    "ablation": lambda heads: hw.ablate(heads, 1),
+}
+NOT_ATTACHED = "attached to no model: .* they are a copy or were unpickled"
+
+
+class ByName(SeparateAttention):
+    """An attention that names the argument of its output projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(input=self.join(nn.functional.scaled_dot_product_attention(q, k, v)))
+
+
+class Penalized(nn.Module):
+    """A module that holds a penalty on a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BY_NAME["BERT"].build()
+        self.penalty = hw.Disagreement(hw.find_heads(self.inner), hw.Output() + hw.Position())
+
+    def forward(self) -> Tensor:
+        self.inner(**BY_NAME["BERT"].inputs())
+        return self.penalty()
+
+
+def copies(thing: object) -> list:
+    """The same thing by deep copy, pickle, and torch.save."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return [copy.deepcopy(thing), pickle.loads(pickle.dumps(thing)), torch.load(buffer, weights_only=False)]
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """What nn.DataParallel makes of a module for a device, with the original's parameters."""
+    made = {inner: inner._replicate_for_data_parallel() for inner in module.modules()}
+    for inner, other in made.items():
+        other._modules = {name: made.get(child) for name, child in inner._modules.items()}
+        other._parameters = dict(inner._parameters)
+    return made[module]
+
+
+def test_a_projection_called_by_name_is_read_and_ablated():
+    model = ByName()
+    x = torch.randn(2, 6, 12)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True) as taps, hw.ablate(heads, 1, 3):
+        without = model(x)
+        (capture,) = taps.read()
+    assert bool((capture.outputs[:, :, [1, 3]] == 0).all())
+    with torch.no_grad():
+        model.o_proj.weight.view(12, 4, 5)[:, [1, 3]] = 0.0
+    torch.testing.assert_close(without, model(x))
+
+
+def test_a_projection_called_with_no_tensor_is_refused():
+    model = SeparateAttention()
+    model.o_proj.forward = lambda heads: heads[0]
+    model.o_proj.register_forward_pre_hook(lambda _module, args: ([args[0]],))
+    with hw.Taps(hw.find_heads(model), outputs=True), pytest.raises(hw.ShapeError, match="called with a list"):
+        model(torch.randn(2, 6, 12))
+
+
+def test_taps_read_what_is_left_of_the_heads_whichever_was_attached_first():
+    model, x = SeparateAttention(), torch.randn(2, 6, 12)
+    heads = hw.find_heads(model)
+    tapped = [hw.Taps(heads, outputs=True)]
+    with hw.ablate(heads, 1), hw.ablate(heads, 2):
+        tapped.append(hw.Taps(heads, outputs=True))
+        model(x)
+        found = [taps.read()[0].outputs for taps in tapped]
+    assert torch.equal(*found)
+    assert [bool((found[0][:, :, head] == 0).all()) for head in range(4)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["BERT", "T5", "torch.nn.Transformer"])
+def test_taps_read_the_biased_weights_whichever_was_attached_first(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
+
+    with hw.Taps(heads, outputs=True, weights=True) as early:
+        results(model, inputs)
+        plain = early.read()
+        with hw.bias_heads(heads, bias), hw.Taps(heads, outputs=True, weights=True) as late:
+            results(model, inputs)
+            captures = zip(plain, early.read(), late.read(), strict=True)
+    for before, first, second in captures:
+        assert torch.equal(first.weights, second.weights)
+        assert torch.equal(first.outputs, second.outputs)
+        assert not torch.allclose(before.weights, first.weights, atol=1e-2)
+
+
+@pytest.mark.parametrize("setting", [hw.Trunk(), hw.Residual(hw.Trunk())], ids=str)
+def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_acts(setting):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    taps, ablation, bias = (ATTACH[name](heads) for name in ("taps", "ablation", "bias"))
+    aggregation = hw.aggregate(heads, setting)
+    with pytest.raises(hw.NotFired, match=r"output projection is now a \w+Aggregator, put there after ablate"):
+        model(**inputs)
+    ablation.remove()
+    model(**inputs)
+    with pytest.raises(hw.NotFired, match=r"outputs were not computed in the call.* Attach after aggregate"):
+        taps.read()
+    assert set(bias.calls.values()) == {1}
+    taps.remove()
+    with hw.Taps(heads, outputs=True) as taps, hw.ablate(heads, 1):
+        model(**inputs)
+        assert all(bool((capture.outputs[:, :, 1] == 0).all()) for capture in taps.read())
+        aggregation.remove()
+        with pytest.raises(hw.NotFired, match="output projection is now a Linear"):
+            model(**inputs)
+
+
+@pytest.mark.parametrize("name", ATTACH)
+def test_a_copy_of_a_handle_is_attached_to_nothing_and_leaves_the_original_attached(name: str):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    plain = results(model, inputs)
+    handle = ATTACH[name](hw.find_heads(model))
+    changed = results(model, inputs)
+    for twin in copies(handle):
+        assert handle.attached
+        assert not twin.attached
+        twin.remove()
+        own = twin.heads.model
+        assert own is not model
+        for left, right in zip(plain, results(own, inputs), strict=True):
+            torch.testing.assert_close(left, right)
+        if name in ("bias", "ablation"):
+            with pytest.raises(hw.NotFired, match=r"none of the calls of 2|no forward pass went through"):
+                twin.verify()
+        else:
+            with pytest.raises(hw.NotFired, match=NOT_ATTACHED):
+                twin() if name == "penalty" else twin.read()
+    for left, right in zip(changed, results(model, inputs), strict=True):
+        torch.testing.assert_close(left, right)
+    handle.remove()
+    assert not handle.attached
+
+
+def test_a_handle_with_a_function_that_cannot_be_pickled_can_be():
+    model = BY_NAME["BERT"].build()
+    with hw.bias_heads(hw.find_heads(model), lambda _site, call: torch.zeros(1, 1, 1, call.keys)) as handle:
+        results(model, BY_NAME["BERT"].inputs())
+        assert not pickle.loads(pickle.dumps(handle)).attached
+
+
+def test_a_module_that_holds_a_penalty_is_copied_with_one_that_says_it_is_none():
+    model = Penalized().train()
+    value = model()
+    model.inner(**BY_NAME["BERT"].inputs())  # captures are waiting while it is copied
+    for twin in copies(model):
+        with pytest.raises(hw.NotFired, match=NOT_ATTACHED):
+            twin()
+        assert not twin.penalty.taps._calls
+        twin.penalty = hw.Disagreement(hw.find_heads(twin.inner), hw.Output() + hw.Position())
+        assert bool(twin().isfinite())
+    model.penalty()
+    assert model().shape == value.shape
+
+
+def test_a_capture_is_copied_without_its_graph_and_without_the_model():
+    model, inputs = BY_NAME["BERT"].build().train(), BY_NAME["BERT"].inputs(padded=True)
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True, weights=True) as taps:
+        results(model, inputs)
+        captures = taps.read()
+    for twin, capture in zip(copy.deepcopy(captures), captures, strict=True):
+        assert twin.site is capture.site
+        for name in ("outputs", "values", "weights", "key_keep", "query_keep"):
+            left, right = getattr(twin, name), getattr(capture, name)
+            assert torch.equal(left, right)
+            assert left.data_ptr() != right.data_ptr()
+            assert not left.requires_grad
+
+
+@pytest.mark.parametrize("name", ["taps", "penalty", "ablation", "bias"])
+def test_replicas_of_data_parallel_are_refused(name: str):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    handle = ATTACH[name](hw.find_heads(model))
+    with pytest.raises(hw.NotFired, match=r"replica that nn\.DataParallel made.* DistributedDataParallel"):
+        replica(model)(**inputs)
+    handle.remove()
+    replica(model)(**inputs)
+
+
+def pruned(model: nn.Module) -> None:
+    """The first head of every layer of a BERT taken out for good, by smaller matrices."""
+    from transformers.pytorch_utils import prune_linear_layer
+
+    for layer in model.encoder.layer:
+        attention, output = layer.attention.self, layer.attention.output
+        kept = torch.arange(attention.attention_head_size, attention.all_head_size)
+        for name in ("query", "key", "value"):
+            setattr(attention, name, prune_linear_layer(getattr(attention, name), kept))
+        output.dense = prune_linear_layer(output.dense, kept, dim=1)
+        attention.num_attention_heads, attention.all_head_size = attention.num_attention_heads - 1, len(kept)
+
+
+def read_after_a_forward(handle: Handle, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    model(**inputs)
+    if isinstance(handle, hw.Taps):
+        handle.read()
+
+
+@pytest.mark.parametrize("when", ["found", "attached"])
+def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_again(when: str):
+    family = BY_NAME["BERT"]
+    for what in ("outputs", "values", "ablation", "bias"):
+        model, inputs = family.build(), family.inputs()
+        heads = hw.find_heads(model)
+        attach = {
+            "outputs": lambda heads: hw.Taps(heads, outputs=True),
+            "values": lambda heads: hw.Taps(heads, values=True),
+            "ablation": lambda heads: hw.ablate(heads, 1),
+            "bias": lambda heads: hw.bias_heads(heads, torch.zeros(1, 4, 1, 7)),
+        }[what]
+        if when == "found":
+            pruned(model)
+            with pytest.raises(hw.LayoutError, match="is not where the model calls it any more"):
+                attach(heads)
+            continue
+        handle = attach(heads)
+        pruned(model)
+        told = r"find_heads, call|put there after ablate|expected \(2 or 1, 3 or 1|been replaced after"
+        with pytest.raises(hw.HeadwiseError, match=told):
+            read_after_a_forward(handle, model, inputs)
+        handle.remove()
+    again = hw.find_heads(model)
+    with hw.Taps(again, outputs=True, values=True, weights=True) as taps:
+        model(**inputs)
+        assert all(capture.outputs.shape[2:] == (3, 8) for capture in taps.read())
+
+
+def test_weights_masked_by_torchs_pruning_are_read_as_they_act():
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    ln_structured(model.encoder.layer[0].attention.self.value, "weight", 0.25, n=2, dim=0)
+    with hw.Taps(hw.find_heads(model).layer(0), outputs=True, values=True, weights=True) as taps:
+        model(**inputs)
+        (capture,) = taps.read()
+    expected = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
+    torch.testing.assert_close(capture.outputs, expected)
+
+
+def test_what_is_attached_after_compiling_acts_or_is_told():
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    plain = results(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    results(compiled, inputs)
+    with ATTACH["bias"](heads):
+        expected = results(model, inputs)
+        found = results(compiled, inputs)
+    for left, right in zip(expected, found, strict=True):
+        torch.testing.assert_close(left, right)
+    with pytest.raises(hw.NotFired, match="no forward pass went through"), hw.ablate(heads, 1):
+        results(compiled, inputs)
+    for left, right in zip(plain, results(compiled, inputs), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("name", ATTACH)
+@pytest.mark.parametrize("family", ["BERT", "torch.nn.Transformer"])
+def test_what_is_attached_is_compiled_a_few_times_and_not_at_every_call(family: str, name: str):
+    model, inputs = BY_NAME[family].build().train(), BY_NAME[family].inputs()
+    handle = ATTACH[name](hw.find_heads(model).kind("self"))
+    graphs: list[None] = []
+
+    def counted(graph: torch.fx.GraphModule, _inputs: list) -> Callable:
+        graphs.append(None)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counted)
+    sizes = []
+    for _ in range(7):
+        results(compiled, inputs)[0].sum().backward()
+        if name in ("taps", "penalty"):
+            handle() if name == "penalty" else handle.read()
+        sizes.append(len(graphs))
+    assert sizes[0] > 0
+    assert len(set(sizes[3:])) == 1
+    if name in ("bias", "ablation"):
+        handle.verify()
+
+
+def test_what_was_compiled_with_an_ablation_is_whole_again_after_it():
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    plain = results(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with hw.ablate(heads, 1), hw.Taps(heads, outputs=True) as taps:
+        expected = results(model, inputs)
+        found = results(compiled, inputs)
+        assert all(bool((capture.outputs[:, :, 1] == 0).all()) for capture in taps.read())
+    for left, right in zip(expected, found, strict=True):
+        torch.testing.assert_close(left, right)
+    for left, right in zip(plain, results(compiled, inputs), strict=True):
+        torch.testing.assert_close(left, right)

@@ -1,0 +1,148 @@
+"""Aggregators in the place of W_O, and heads removed, in every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from heads.families import FAMILIES, Family
+from heads.test_head_bias import weighed
+from heads.test_huggingface_taps import BY_NAME, checkpoint_activations, results, same
+
+
+def seam_weight(site: hw.Site) -> torch.Tensor:
+    """W_O as [H * e, d], in whichever way its module stores it."""
+    module = site.seam.module
+    return module.weight if type(module).__name__ == "Conv1D" else module.weight.mT
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_backward(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    plain = results(model, inputs)
+    # stock modules change class when their output projection is reached
+    [site.expose() for site in heads.sites]
+    whole = results(model, inputs)
+    aggregation = hw.aggregate(heads, hw.EMRouting(iterations=2))
+    routed = results(model, inputs)
+    assert [tensor.shape for tensor in routed] == [tensor.shape for tensor in plain]
+    assert not torch.allclose(routed[0], plain[0])
+    assert all(bool(tensor.isfinite().all()) for tensor in routed)
+    sum(tensor.square().sum() for tensor in routed if tensor.is_floating_point()).backward()
+    for site in heads.sites:
+        for name, parameter in site.seam.module.named_parameters():
+            assert parameter.grad is not None, (site.name, name)
+            assert bool(parameter.grad.isfinite().all())
+        assert bool((site.seam.module.votes.vote_weight.grad != 0).any())
+    twin = copy.deepcopy(model)
+    assert same(routed, results(twin, inputs))
+    aggregation.remove()
+    assert same(whole, results(model, inputs))
+    assert same(routed, results(twin, inputs))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    [site.expose() for site in heads.sites]
+    plain = results(model, inputs)
+    hw.aggregate(heads, hw.Residual(hw.Trunk()))
+    found = results(model, inputs)
+    assert same(plain, found)
+    sum(tensor.square().sum() for tensor in found if tensor.is_floating_point()).backward()
+    assert all(bool(site.seam.module.gamma.grad != 0) for site in heads.sites)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_an_ablated_head_equals_zeroed_rows_of_the_output_projection(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    site = heads.sites[-1]
+    one = hw.Heads(model, (site,), heads.projections, heads.found)
+    site.expose()
+    whole = results(model, inputs)
+    with hw.ablate(one, 1):
+        without = results(model, inputs)
+    assert not same(whole, without)
+    assert same(whole, results(model, inputs))
+    with torch.no_grad():
+        seam_weight(site).unflatten(0, (site.num_heads, site.head_size))[1] = 0.0
+    for left, right in zip(without, results(model, inputs), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+def test_importance_has_a_drop_for_every_head_and_leaves_the_model_as_it_was(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    with torch.no_grad():
+        seam_weight(heads.sites[0]).unflatten(0, (4, -1))[2] = 0.0
+    plain = results(model, inputs)
+    result = hw.importance(heads, lambda: float(weighed(results(model, inputs)[0])))
+    assert set(result.drops) == {site.name for site in heads.sites}
+    drops = result.drops[heads.sites[0].name]
+    assert drops.shape == (4,)
+    assert abs(float(drops[2])) < 1e-3 * float(drops.abs().max())
+    assert same(plain, results(model, inputs))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reentrant: bool):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build().train(), family.inputs()
+    heads = hw.find_heads(model)
+    checkpoint_activations(model, reentrant=reentrant)
+    ablation = hw.ablate(heads, 1)
+    with pytest.raises(hw.NotFired, match=r"encoder\.layer\.0.*removed for evaluation"):
+        results(model, inputs)
+    model.eval()
+    results(model, inputs)
+    ablation.verify()
+    ablation.remove()
+
+
+def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
+    family = BY_NAME["GPT-2"]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads.layer(0), outputs=True) as taps:
+        results(model, inputs)
+        (before,) = taps.read()
+    hw.aggregate(heads, hw.Trunk())
+    with hw.Taps(heads.layer(0), outputs=True) as taps, hw.ablate(heads.layer(0), 3):
+        results(model, inputs)
+        (after,) = taps.read()
+    torch.testing.assert_close(after.outputs[:, :, :3], before.outputs[:, :, :3])
+    assert bool((after.outputs[:, :, 3] == 0).all())
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 5, 8), (3, 0, 8), (2, 3, 4, 8)])
+@pytest.mark.parametrize(
+    "setting", [hw.SimpleRouting(), hw.EMRouting(capsules=4), hw.Trunk(votes=hw.PerHead())], ids=str
+)
+def test_one_token_and_no_token_are_aggregated(setting, shape: tuple[int, ...]):
+    from headwise.routing.modules import build
+
+    aggregator = build(setting, num_heads=2, head_size=4, width=12)
+    x = torch.randn(shape, requires_grad=True)
+    y = aggregator(x)
+    assert y.shape == (*shape[:-1], 12)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(parameter.grad is not None for parameter in aggregator.parameters())
+    if x.numel():
+        torch.testing.assert_close(y.flatten(), aggregator(x.detach().reshape(-1, 8)).flatten())
+
+
+def test_unbatched_attention_with_an_aggregator():
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(model(x, x, x)[0], model(x[None], x[None], x[None])[0][0])

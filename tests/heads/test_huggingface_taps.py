@@ -1,0 +1,514 @@
+"""Taps on every family: what they read is what the heads computed, and reading it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.families import FAMILIES, Family
+
+INTERFACED = [family for family in FAMILIES if family.interface]
+REACHED = [family for family in FAMILIES if family.interface or family.name == "torch.nn.Transformer"]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def results(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All tensors a forward pass returns."""
+    found = model(**inputs)
+    values = [found] if isinstance(found, Tensor) else found.values() if hasattr(found, "values") else found
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def named(model: nn.Module) -> list[str]:
+    """The attention implementation each attention of a BERT asks for."""
+    return [layer.attention.self.config._attn_implementation for layer in model.encoder.layer]
+
+
+def no_bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    return torch.zeros(1, call.heads, 1, call.keys, dtype=call.dtype)
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) > 0 and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+
+
+def checkpoint_activations(model: nn.Module, *, reentrant: bool) -> None:
+    with warnings.catch_warnings():
+        # the method has another name in newer transformers
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_reading_outputs_and_values_leaves_the_outputs_as_they_are_to_the_bit(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    if isinstance(model, nn.Transformer):
+        # stock modules change class, and their fast path with them
+        hw.Taps(hw.find_heads(model), outputs=True).remove()
+    plain = results(model, inputs)
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True) as taps:
+        tapped = results(model, inputs)
+        taps.read()
+    assert same(plain, tapped)
+    assert same(plain, results(model, inputs))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("family", REACHED, ids=str)
+def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_bit(family: Family, biased: bool):
+    model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    # stock modules change class, and their fast path with them
+    hw.Taps(heads, outputs=True).remove()
+    with torch.no_grad():
+        if biased:
+            hw.bias_heads(heads, no_bias)
+        before = results(model, inputs)
+        with hw.Taps(heads, weights=True) as taps:
+            explicit = results(model, inputs)
+            expected = taps.read()
+        with hw.Taps(heads, weights=True, beside=True) as taps:
+            assert same(results(model, inputs), before)
+            found = taps.read()
+        # who attends with the weights decides for all
+        with hw.Taps(heads, weights=True, beside=True) as taps, hw.Taps(heads, weights=True) as others:
+            assert same(results(model, inputs), explicit)
+            assert len(others.read()) == len(taps.read())
+    for one, other in zip(found, expected, strict=True):
+        assert one.weights is not None
+        assert other.weights is not None
+        torch.testing.assert_close(one.weights, other.weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", INTERFACED, ids=str)
+def test_weights_beside_eager_attention_leave_the_outputs_to_the_bit(family: Family):
+    model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
+    model.set_attn_implementation("eager")
+    heads = hw.find_heads(model)
+    with torch.no_grad():
+        before = results(model, inputs)
+        with hw.Taps(heads, weights=True, beside=True) as taps:
+            assert same(results(model, inputs), before)
+            taps.read()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_captures_match_the_sites_one_to_one_and_have_the_shapes_of_the_heads(family: Family):
+    model = family.build()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        model(**family.inputs(batch=3))
+        captures = taps.read()
+    expected = sorted(name for kind in family.attentions for name in kind.names for _ in range(kind.calls))
+    assert sorted(capture.site.name for capture in captures) == expected
+    for capture in captures:
+        site = capture.site
+        assert capture.outputs.shape[2:] == (site.num_heads, site.head_size)
+        assert capture.values.shape[2:] == (site.key_value_heads, site.head_size)
+        assert len(capture.outputs) == len(capture.values) >= 3
+
+
+@pytest.mark.parametrize("family", REACHED, ids=str)
+def test_outputs_are_the_weighted_sums_of_the_values(family: Family):
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    plain = results(model, inputs)
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True, weights=True) as taps:
+        tapped = results(model, inputs)
+        captures = taps.read()
+    for capture in captures:
+        groups = capture.site.num_heads // capture.site.key_value_heads
+        values = capture.values.repeat_interleave(groups, dim=2)
+        expected = torch.einsum("bhqk,bkhe->bqhe", capture.weights, values)
+        torch.testing.assert_close(capture.outputs, expected)
+        sums = capture.weights.sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+    for before, after in zip(plain, tapped, strict=True):
+        torch.testing.assert_close(before, after, atol=2e-6, rtol=1e-4)
+    assert same(plain, results(model, inputs)) or isinstance(model, nn.Transformer)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "Whisper", "ModernBERT", "Gemma"])
+def test_weights_are_those_the_familys_own_eager_attention_returns(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, weights=True) as taps:
+        model(**inputs)
+        captures = taps.read()
+    model.set_attn_implementation("eager")
+    found = model(**inputs, output_attentions=True)
+    names = {"self": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+    for capture in captures:
+        own = "attentions" if "attentions" in found else names[capture.site.kind]
+        torch.testing.assert_close(capture.weights, found[own][capture.site.layer], atol=1e-6, rtol=1e-4)
+    # and in a model that runs eager, through its own function
+    with hw.Taps(heads, weights=True) as taps:
+        again = model(**inputs, output_attentions=True)
+        for capture in taps.read():
+            own = "attentions" if "attentions" in again else names[capture.site.kind]
+            torch.testing.assert_close(capture.weights, again[own][capture.site.layer])
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.maskable], ids=str)
+def test_each_call_has_the_padding_it_received(family: Family):
+    model = family.build()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        inputs = family.inputs(batch=3, padded=True)
+        model(**inputs)
+        padded = taps.read()
+        model(**family.inputs(batch=3, padded=False))
+        whole = taps.read()
+    for capture in whole:
+        for keep in (capture.key_keep, capture.query_keep):
+            assert keep is None or bool(keep.all())
+    for capture in padded:
+        site = capture.site
+        if family.name == "CLIP" and site.name.startswith("vision"):
+            assert capture.key_keep is None
+            continue
+        reads_source = site.kind in ("self", "cross") or "encoder_hidden_states" in family.inputs()
+        if not reads_source:
+            assert capture.key_keep is None or bool(capture.key_keep.all())
+            continue
+        keep = capture.key_keep
+        assert keep.shape == capture.values.shape[:2]
+        mask = inputs.get("attention_mask")
+        if family.name == "Wav2Vec2":
+            mask = model._get_feature_vector_attention_mask(keep.shape[1], mask)
+        elif isinstance(model, nn.Transformer):
+            mask = ~inputs["src_key_padding_mask"]
+        elif site.kind == "cross" and "encoder_attention_mask" in inputs:
+            mask = inputs["encoder_attention_mask"]
+        assert torch.equal(keep, mask.bool())
+        assert not bool(keep.all())
+        if site.kind != "cross":
+            assert torch.equal(capture.query_keep, keep)
+
+
+@pytest.mark.parametrize("name", ["T5", "BART", "Marian", "BERT with cross-attention", "GPT-2 with cross-attention"])
+def test_cross_attention_has_the_padding_of_both_sides(name: str):
+    family = BY_NAME[name]
+    inputs = family.inputs(padded=True)
+    decoder = torch.ones(2, 5, dtype=torch.long)
+    decoder[0, 3:] = 0
+    if "decoder_input_ids" in inputs:
+        inputs["decoder_attention_mask"] = decoder
+        expected = decoder.bool()
+    else:
+        expected = inputs["attention_mask"].bool()
+    model = family.build()
+    with hw.Taps(hw.find_heads(model).kind("cross"), outputs=True) as taps:
+        model(**inputs)
+        captures = taps.read()
+    source = inputs.get("encoder_attention_mask", inputs["attention_mask"]).bool()
+    for capture in captures:
+        assert torch.equal(capture.key_keep, source)
+        assert torch.equal(capture.query_keep, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mistral", "BERT"])
+def test_padding_on_the_left_is_padding(name: str, implementation: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    model.set_attn_implementation(implementation)
+    inputs["attention_mask"][0, :3] = 0
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model(**inputs)
+        for capture in taps.read():
+            assert torch.equal(capture.key_keep, inputs["attention_mask"].bool())
+            assert torch.equal(capture.query_keep, inputs["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: Family):
+    model = family.build().train()
+    heads = hw.find_heads(model)
+    penalty = hw.Disagreement(heads, hw.Output())
+    torch.manual_seed(0)  # Wav2Vec2 leaves whole layers out at random
+    model(**family.inputs(padded=family.maskable))
+    penalty().backward()
+    for slab in heads.slabs():
+        if slab.projection == "value":
+            gradient = slab.view(slab.parameter.grad)
+            assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), slab.name
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "ModernBERT"])
+def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_refused_when_reentrant(name: str):
+    family = BY_NAME[name]
+    inputs = family.inputs(padded=True)
+    gradients = []
+    for checkpointing in (False, True):
+        model = family.build().double().train()
+        without_dropout(model)
+        if checkpointing:
+            checkpoint_activations(model, reentrant=False)
+        heads = hw.find_heads(model)
+        with hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position()) as penalty:
+            results(model, inputs)
+            loss = penalty()
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        assert {site.module.config._attn_implementation for site in heads.sites} == {"sdpa"}
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+
+    checkpoint_activations(model, reentrant=True)
+    model.enable_input_require_grads()
+    penalty = hw.Disagreement(heads, hw.Output())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results(model, inputs)
+    with pytest.raises(hw.NotFired, match=r"carries no gradient.*use_reentrant=False"):
+        penalty()
+
+
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "timm ViT"])
+def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
+    model = BY_NAME[name].build()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
+        hw.Taps(hw.find_heads(model), outputs=True, weights=True)
+    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
+
+
+def test_an_implementation_without_scores_is_refused():
+    model = BY_NAME["BERT"].build()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(hw.LayoutError, match=r"'flex_attention'.*set_attn_implementation\('sdpa'\)"):
+        hw.Taps(hw.find_heads(model), weights=True)
+
+
+def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
+    from headwise.heads import huggingface
+
+    explicit = huggingface._explicit
+    computed: list[str] = []
+
+    def counted(module, *args, **settings):
+        computed.append(type(module).__name__)
+        return explicit(module, *args, **settings)
+
+    monkeypatch.setattr(huggingface, "_explicit", counted)
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True):
+        model(**inputs)
+    assert not computed
+    with hw.Taps(heads.layer(1), weights=True) as taps:
+        assert named(model) == ["sdpa", "headwise"]
+        model(**inputs)
+        taps.read()
+    assert computed == ["BertSelfAttention"]
+    assert named(model) == ["sdpa", "sdpa"]
+    model(**inputs)
+    assert len(computed) == 1
+
+
+def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
+    model = BY_NAME["BERT"].build()
+    heads = hw.find_heads(model)
+    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    first.remove()
+    assert named(model) == ["headwise", "sdpa"]
+    model(**BY_NAME["BERT"].inputs())
+    assert len(second.read()) == 1
+    second.remove()
+    second.remove()
+    assert named(model) == ["sdpa", "sdpa"]
+    assert {id(site.module.config) for site in heads.sites} == {id(model.config)}
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
+@pytest.mark.parametrize(("first", "then"), [("sdpa", "eager"), ("eager", "sdpa"), ("sdpa", "sdpa")])
+def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name: str, first: str, then: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    model.set_attn_implementation(first)
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
+
+    with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, bias) as handle:
+        results(model, inputs)
+        before = taps.read()
+        model.set_attn_implementation(then)
+        results(model, inputs)
+        after = taps.read()
+        assert set(handle.calls.values()) == {2}
+    for left, right in zip(before, after, strict=True):
+        torch.testing.assert_close(left.weights, right.weights)
+    assert {site.module.config._attn_implementation for site in heads.sites} == {then}
+
+
+@pytest.mark.parametrize("what", ["taps", "bias"])
+def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forward(what: str):
+    model, inputs = BY_NAME["BERT"].build(), BY_NAME["BERT"].inputs()
+    heads = hw.find_heads(model)
+    attached = hw.Taps(heads, weights=True) if what == "taps" else hw.bias_heads(heads, torch.zeros(1, 4, 1, 7))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(hw.NotFired, match=r"'flash_attention_2', set after .* or remove\(\) what is attached"):
+        model(**inputs)
+    model.set_attn_implementation("sdpa")
+    model(**inputs)
+    model.config._attn_implementation = "flash_attention_2"
+    attached.remove()
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize("name", ["BERT", "T5", "GPT-2"])
+def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_underneath(name: str, tmp_path: Path):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    plain = results(model, inputs)
+    with hw.Taps(heads, weights=True):
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        model.save_pretrained(tmp_path)
+        models = [
+            copy.deepcopy(model),
+            torch.load(buffer, weights_only=False),
+            type(model)(copy.deepcopy(model.config)),
+            type(model)(pickle.loads(pickle.dumps(model.config))),
+            type(model)(copy.copy(model.config)),
+            type(model).from_pretrained(tmp_path),
+        ]
+        part = copy.deepcopy(heads.sites[0].module)
+        view = heads.sites[0].module.config
+        view._attn_implementation = "eager"
+        assert (view._attn_implementation, type(model.config)) == ("headwise_eager", type(part.config))
+        view._attn_implementation = "sdpa"
+        view.extra = 5
+    assert part.config._attn_implementation == "sdpa"
+    assert heads.sites[0].module.config.extra == 5
+    assert type(part.config) is type(model.config)
+    for made in models:
+        configs = {id(m.config): m.config for m in made.modules() if hasattr(m, "config")}.values()
+        assert {config._attn_implementation for config in configs} == {"sdpa"}
+        assert {type(config) for config in configs} == {type(model.config)}
+    for made in (models[0], models[1]):
+        assert same(plain, results(made, inputs))
+
+
+def test_a_model_pickled_while_it_is_listened_to_runs_in_a_fresh_process(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    expected = results(model, inputs)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, weights=True), hw.ablate(heads, 1) as ablation:
+        torch.save((model, inputs, expected), tmp_path / "model.pt")
+        results(model, inputs)
+        ablation.verify()
+    code = (
+        "import sys, torch\n"
+        "model, inputs, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "found = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor)]\n"
+        "assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model.pt"], check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+def test_a_pickle_and_a_copy_of_a_tapped_model_are_not_tapped(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True, weights=True) as taps, hw.ablate(heads, 1):
+        expected = results(model, inputs)
+        taps.read()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+        for twin in twins:
+            results(twin, inputs)
+            # the ablation is not in the copy either
+            assert not same(expected, results(twin, inputs))
+        with pytest.raises(hw.NotFired, match="a copy of the model is not tapped"):
+            taps.read()
+        results(model, inputs)
+        assert taps.read()
+    plain = results(model, inputs)
+    for twin in twins:
+        for before, after in zip(plain, results(twin, inputs), strict=True):
+            torch.testing.assert_close(before, after, atol=1e-6, rtol=1e-5)
+
+
+def test_a_compiled_model_has_the_same_penalty():
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.Output() + hw.Subspace() + hw.Position())
+    results(model, inputs)
+    expected = penalty()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(**inputs)
+        found = penalty()
+        torch.testing.assert_close(found, expected)
+    found.backward()
+    penalty.remove()
+
+
+@pytest.mark.parametrize("name", ["T5", "BART", "Marian"])
+def test_generating_leaves_the_newest_call_of_every_site(name: str):
+    from transformers import BartForConditionalGeneration, MarianMTModel, T5ForConditionalGeneration
+
+    family = BY_NAME[name]
+    classes = {"T5": T5ForConditionalGeneration, "BART": BartForConditionalGeneration, "Marian": MarianMTModel}
+    model = classes[name](family.build().config).eval()
+    inputs = {k: v for k, v in family.inputs(padded=True).items() if not k.startswith("decoder")}
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True) as taps:
+        for _ in range(2):
+            model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+        captures = taps.read()
+    assert sorted(c.site.name for c in captures) == sorted(site.name for site in heads.sites)
+    for capture in captures:
+        if capture.site.kind != "self":
+            assert capture.outputs.shape[1] == 1
+            assert capture.query_keep is None or capture.query_keep.shape[1] == 1
+        if capture.site.kind != "decoder":
+            assert torch.equal(capture.key_keep, inputs["attention_mask"].bool())
+
+
+def test_a_generated_token_is_real_whatever_the_padding_before_it():
+    family = BY_NAME["Llama"]
+    model, inputs = family.build(), family.inputs()
+    inputs["attention_mask"][0, :3] = 0
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        captures = taps.read()
+    expected = torch.cat([inputs["attention_mask"].bool(), torch.ones(2, 2, dtype=torch.bool)], dim=1)
+    for capture in captures:
+        assert torch.equal(capture.key_keep, expected)
+        assert torch.equal(capture.query_keep, torch.ones(2, 1, dtype=torch.bool))

@@ -1,0 +1,219 @@
+"""Taps read what the heads computed: every call once, with its padding, and never silently nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from headwise.heads.taps import UNREAD_CALLS
+
+
+def encoder(layers: int = 2) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def test_outputs_values_and_weights_are_those_of_each_head():
+    model = encoder(1)
+    attention, x = model.layers[0].self_attn, torch.randn(3, 5, 8)
+    expected_weights = attention(x, x, x, average_attn_weights=False)[1]
+    values = (x @ attention.in_proj_weight[16:].T + attention.in_proj_bias[16:]).unflatten(-1, (2, 4))
+    with hw.Taps(hw.find_heads(model), outputs=True, values=True, weights=True) as taps:
+        model(x)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.weights, expected_weights)
+    torch.testing.assert_close(capture.values, values)
+    torch.testing.assert_close(capture.outputs, torch.einsum("bhqk,bkhe->bqhe", expected_weights, values))
+
+
+def test_weights_are_read_before_dropout():
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.6, batch_first=True)
+    with hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model(torch.randn(3, 5, 8))
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.weights.sum(-1), torch.ones(3, 2, 5))
+
+
+def test_an_encoder_called_on_two_sides_gives_both_with_their_own_padding():
+    model = encoder()
+    first, second = torch.zeros(3, 5, dtype=torch.bool), torch.zeros(3, 7, dtype=torch.bool)
+    first[0, 2:], second[1, 6:] = True, True
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model(torch.randn(3, 5, 8), src_key_padding_mask=first)
+        model(torch.randn(3, 7, 8), src_key_padding_mask=second)
+        captures = taps.read()
+    assert [capture.outputs.shape[1] for capture in captures] == [5, 5, 7, 7]
+    assert torch.equal(captures[0].query_keep, ~first)
+    assert torch.equal(captures[3].query_keep, ~second)
+
+
+def test_cross_attention_takes_its_queries_padding_from_the_decoder():
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    source, target = torch.zeros(2, 6, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool)
+    source[0, 4:], target[1, 3:] = True, True
+    with hw.Taps(hw.find_heads(model).kind("cross"), outputs=True) as taps:
+        model(
+            torch.randn(2, 6, 8),
+            torch.randn(2, 4, 8),
+            src_key_padding_mask=source,
+            memory_key_padding_mask=source,
+            tgt_key_padding_mask=target,
+        )
+        (capture,) = taps.read()
+    assert torch.equal(capture.query_keep, ~target)
+    assert torch.equal(capture.key_keep, ~source)
+
+
+def test_two_calls_of_a_decoder_keep_the_padding_of_each():
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    paddings = [torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)]
+    paddings[0][1, 3:] = paddings[1][0, 1:] = True
+    with hw.Taps(hw.find_heads(model).kind("cross"), outputs=True) as taps:
+        for padding in paddings:
+            target = torch.randn(2, padding.shape[1], 8)
+            model(torch.randn(2, 6, 8), target, tgt_key_padding_mask=padding)
+        captures = taps.read()
+    assert all(torch.equal(c.query_keep, ~p) for c, p in zip(captures, paddings, strict=True))
+
+
+def test_padding_given_by_position_is_seen():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with hw.Taps(hw.find_heads(attention), outputs=True) as taps:
+        attention(x, x, x, padding)
+        (capture,) = taps.read()
+    assert torch.equal(capture.key_keep, ~padding)
+
+
+def test_a_copy_of_a_tapped_model_is_not_captured():
+    model = encoder()
+    x = torch.randn(3, 5, 8)
+    with hw.Taps(hw.find_heads(model), outputs=True, weights=True) as taps:
+        model(x)
+        twin = copy.deepcopy(model)
+        twin(x)
+        with torch.no_grad():
+            twin.eval()(x)
+        assert len(taps.read()) == 2
+        model(x)
+        hw.verify(hw.find_heads(model), (x,))
+        assert all(capture.outputs.dtype == torch.float32 for capture in taps.read())
+
+
+def test_evaluation_does_not_accumulate():
+    model = encoder().eval()
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps, torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(3, 5, 8))
+        assert len(taps.read()) == 2
+        model.layers[0](torch.randn(3, 5, 8))
+        model.layers[0](torch.randn(3, 5, 8))
+        model.layers[1](torch.randn(3, 5, 8))
+        assert len(taps.read()) == 2
+
+
+def test_what_an_evaluation_left_unread_does_not_enter_the_next_penalty():
+    model = encoder(1)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        with torch.no_grad():
+            model.eval()(torch.randn(3, 5, 8))
+        model.train()(torch.randn(3, 7, 8))
+        (capture,) = taps.read()
+    assert capture.outputs.shape[1] == 7
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_half_a_forward_that_failed_does_not_enter_the_next_penalty(training: bool):
+    model = encoder().train(training)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        for _ in range(2):
+            model(torch.randn(2, 7, 8))
+            failing = model.layers[1].linear2.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(torch.randn(3, 5, 8))
+            failing.remove()
+            model(torch.randn(2, 6, 8))
+            assert [capture.outputs.shape[1] for capture in taps.read()] == ([7, 7, 6, 6] if training else [6, 6])
+
+
+def test_training_that_never_reads_is_stopped():
+    model = encoder(1)
+    x = torch.randn(1, 2, 8)
+    with hw.Taps(hw.find_heads(model), outputs=True):
+        for _ in range(UNREAD_CALLS):
+            model(x)
+        with pytest.raises(hw.NotFired, match="never read"):
+            model(x)
+
+
+def test_reading_without_a_forward_is_refused_and_names_the_silent_sites():
+    model = encoder()
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        with pytest.raises(hw.NotFired, match=r"2 of 2 tapped sites.*layers\.0\.self_attn"):
+            taps.read()
+        model.layers[0](torch.randn(3, 5, 8))
+        with pytest.raises(hw.NotFired, match=r"1 of 2 tapped sites.*layers\.1\.self_attn"):
+            taps.read()
+
+
+def test_paused_and_removed_taps_capture_nothing():
+    model, x = encoder(1), torch.randn(3, 5, 8)
+    taps = hw.Taps(hw.find_heads(model), outputs=True, values=True)
+    with taps.paused():
+        model(x)
+    with pytest.raises(hw.NotFired):
+        taps.read()
+    taps.remove()
+    model(x)
+    with pytest.raises(hw.NotFired):
+        taps.read()
+    assert model.layers[0].self_attn.observers == ()
+
+
+def test_recomputation_by_checkpointing_is_not_captured_again():
+    model = encoder(1)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+        (capture,) = taps.read()
+        (loss + capture.outputs.square().mean()).backward()
+        with pytest.raises(hw.NotFired):
+            taps.read()
+
+
+def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
+    model = SeparateAttention(key_value_heads=2)
+    heads = hw.find_heads(model)
+    x, padding = torch.randn(3, 6, 12), torch.zeros(3, 6, dtype=torch.bool)
+    padding[2, 4:] = True
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        model(x, key_padding_mask=padding)
+        (capture,) = taps.read()
+    assert capture.outputs.shape == (3, 6, 4, 5)
+    torch.testing.assert_close(capture.values, model.v_proj(x).unflatten(-1, (2, 5)))
+    assert torch.equal(capture.key_keep, ~padding)
+    with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
+        hw.Taps(heads, weights=True)
+    assert not model._forward_pre_hooks
+
+
+def test_values_that_do_not_match_the_mask_of_their_call_are_refused():
+    model = SeparateAttention()
+    with hw.Taps(hw.find_heads(model), values=True) as taps:
+        # broadcast by the attention
+        model(torch.randn(3, 6, 12), key_padding_mask=torch.zeros(3, 1, dtype=torch.bool))
+        with pytest.raises(hw.NotFired, match=r"values of 6 tokens, and the mask .* for 1 keys"):
+            taps.read()
+
+
+def test_a_tap_that_reads_nothing_is_refused():
+    with pytest.raises(hw.SettingError, match="read nothing"):
+        hw.Taps(hw.find_heads(encoder()))

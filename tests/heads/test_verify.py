@@ -1,0 +1,244 @@
+"""`verify` accepts true layouts and rejects the five wrong readings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from heads.attentions import (
+    BlendedAttention,
+    FusedAttention,
+    GatedAttention,
+    JointlyNormedAttention,
+    KeyValueAttention,
+    LinearAttention,
+    NormedValuesAttention,
+    PointwiseGates,
+    SeparateAttention,
+    ShuffledAttention,
+    StridedAttention,
+    SwappedAttention,
+)
+from headwise.heads.heads import Heads
+
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+def test_separate_projections_verify_also_with_grouped_queries(key_value_heads):
+    heads = hw.find_heads(SeparateAttention(key_value_heads=key_value_heads))
+    assert hw.verify(heads, (X,)).sites == ("",)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": False},
+        {"kdim": 12, "vdim": 12},
+        {"kdim": 5, "vdim": 7},
+        {"add_bias_kv": True, "add_zero_attn": True},
+    ],
+)
+def test_torch_attention_verifies_packed_and_separate(settings):
+    attention = nn.MultiheadAttention(12, 3, batch_first=True, **settings)
+    key = torch.randn(2, 5, attention.kdim)
+    inputs = {"query": X, "key": key, "value": torch.randn(2, 5, attention.vdim)}
+    assert hw.verify(hw.find_heads(attention), inputs).sites == ("",)
+
+
+def test_a_whole_transformer_verifies_and_is_left_as_it_was():
+    model = nn.Transformer(12, 2, 1, 1, 24, batch_first=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert len(hw.verify(hw.find_heads(model), (X, X)).sites) == 3
+    assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+
+
+@pytest.mark.parametrize("wrong", [StridedAttention, ShuffledAttention, SwappedAttention])
+def test_strided_shuffled_and_swapped_heads_are_rejected(wrong):
+    sizes = {"num_heads": 4, "head_dim": 5}
+    with pytest.raises(hw.LayoutError, match="misreads"):
+        hw.verify(hw.find_heads(wrong(**sizes)), (X,))
+
+
+@pytest.mark.parametrize("attention", [SeparateAttention, NormedValuesAttention])
+@pytest.mark.parametrize("count", [2, 8])
+def test_half_and_twice_the_heads_are_rejected(count, attention):
+    heads = hw.find_heads(attention(head_dim=8, num_heads=4))
+    assert hw.verify(heads, (X,)).sites == ("",)
+    size = 32 // count
+
+    def misread(slab):
+        return replace(slab, heads=count, head_size=size, stride=size)
+
+    (site,) = heads.sites
+    wrong = replace(
+        site,
+        slabs=tuple(misread(slab) for slab in site.slabs),
+        output=misread(site.output),
+        num_heads=count,
+        key_value_heads=count,
+        head_size=size,
+    )
+    with pytest.raises(hw.LayoutError, match=f"with {count} heads of {size} misreads"):
+        hw.verify(Heads(heads.model, (wrong,)), (X,))
+
+
+@pytest.mark.parametrize("projection", ["query", "key"])
+def test_wrong_queries_alone_and_wrong_keys_alone_are_rejected(projection):
+    heads = hw.find_heads(SeparateAttention(head_dim=4, num_heads=2, key_value_heads=2))
+    (site,) = heads.sites
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    linear = site.module.q_proj if projection == "query" else site.module.k_proj
+    linear.register_forward_hook(lambda _m, _i, output: output[..., order])
+    with pytest.raises(hw.LayoutError, match=f"changing the {projection} rows of head 0 changed the features"):
+        hw.verify(heads, (X,))
+
+
+def test_a_site_that_is_not_reached_or_has_no_output_projection_is_told():
+    model = SeparateAttention()
+    del model.o_proj
+    with pytest.raises(hw.LayoutError, match="no site could be verified"):
+        hw.verify(hw.find_heads(model), (X,))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole, self.part = SeparateAttention(), model
+
+        def forward(self, x):
+            return self.whole(x)
+
+    result = hw.verify(hw.find_heads(Both()), (X,))
+    assert (result.sites, result.skipped) == (("whole",), ("part",))
+    assert str(result).splitlines()[1] == "not verifiable without an output projection: part"
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = SeparateAttention()
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(hw.NotFired, match="attention was not reached"):
+        hw.verify(hw.find_heads(Around()), (X,))
+
+
+@pytest.mark.parametrize("attention", [GatedAttention, JointlyNormedAttention])
+def test_gates_after_attention_and_norms_over_all_heads_do_not_hide_true_heads(attention):
+    heads = hw.find_heads(attention(key_value_heads=2))
+    assert hw.verify(heads, (X,)).sites == ("",)
+
+
+def test_gated_queries_are_read_beside_their_gates():
+    (site,) = hw.find_heads(GatedAttention(key_value_heads=2)).sites
+    assert (site.layout, site.num_heads, site.key_value_heads) == ("separate gated", 4, 2)
+    query = site.slabs[0]
+    assert (query.heads, query.head_size, query.stride, query.along) == (4, 5, 10, 40)
+    gates = replace(site, slabs=(replace(query, start=5), *site.slabs[1:]))
+    with pytest.raises(hw.LayoutError, match="misreads"):
+        hw.verify(Heads(site.model, (gates,)), (X,))
+
+
+def test_what_projections_are_called_does_not_make_them_heads():
+    with pytest.raises(hw.LayoutError, match="misreads LinearAttention"):
+        hw.verify(hw.find_heads(LinearAttention()), (X,))
+
+
+def test_a_query_that_is_a_key_as_well_is_rejected():
+    with pytest.raises(hw.LayoutError, match="changing the query of one token changed the output at 6 positions"):
+        hw.verify(hw.find_heads(BlendedAttention()), (X,))
+
+
+def test_a_layer_in_which_no_token_sees_another_is_no_attention():
+    with pytest.raises(hw.LayoutError, match="changing the key of one token changed the output at 1 positions"):
+        hw.verify(hw.find_heads(PointwiseGates()), (X,))
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@pytest.mark.parametrize("order", [("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")])
+def test_fused_blocks_verify_in_the_order_their_row_names_and_in_no_other(order, key_value_heads):
+    model = FusedAttention(order, key_value_heads=key_value_heads)
+    for read in (("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")):
+        row = hw.FusedLinear("mine", ("qkv",), ("proj",), order=read)
+        heads = hw.find_heads(model, (row,))
+        if read == order:
+            assert hw.verify(heads, (X,)).sites == ("",)
+        else:
+            with pytest.raises(hw.LayoutError, match="layout 'mine' with 4 heads of 5 misreads FusedAttention"):
+                hw.verify(heads, (X,))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_blocks_and_alternating_heads_are_told_apart(interleaved):
+    model = FusedAttention(interleaved=interleaved)
+    row = hw.FusedLinear("right", ("qkv",), ("proj",), interleaved=interleaved)
+    assert hw.verify(hw.find_heads(model, (row,)), (X,)).sites == ("",)
+    row = hw.FusedLinear("wrong", ("qkv",), ("proj",), interleaved=not interleaved)
+    with pytest.raises(hw.LayoutError, match="layout 'wrong'"):
+        hw.verify(hw.find_heads(model, (row,)), (X,))
+
+
+def test_keys_and_values_fused_beside_the_queries_verify():
+    heads = hw.find_heads(KeyValueAttention())
+    assert heads.sites[0].layout == "fused key-value"
+    assert heads.sites[0].seam.module is heads.model.to_out[0]
+    assert hw.verify(heads, (X, X.flip(0)[:, :5])).sites == ("",)
+
+
+def test_one_query_a_sequence_is_proved_by_the_number_of_its_tokens():
+    pool = nn.MultiheadAttention(12, 3, batch_first=True)
+    heads = hw.find_heads(pool)
+    inputs = {"query": X[:, :1], "key": X, "value": X}
+    assert hw.verify(heads, inputs).sites == ("",)
+    query, key, value = heads.sites[0].slabs
+    swapped = (replace(key, projection="query"), replace(query, projection="key"), value)
+    with pytest.raises(hw.LayoutError, match="misreads"):
+        hw.verify(Heads(pool, (replace(heads.sites[0], slabs=swapped),)), inputs)
+
+
+def test_a_swapped_aggregator_stands_where_the_output_projection_stood_and_its_heads_verify():
+    model = SeparateAttention()
+    model.dense = nn.Linear(20, 20)
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    (site,) = hw.find_heads(model).sites
+    assert site.seam.attribute == "o_proj"
+    assert site.output is None
+    assert hw.verify(hw.find_heads(model), (X,)).sites == ("",)
+
+
+def test_gated_queries_are_still_gated_once_an_aggregator_stands_for_their_output_projection():
+    model = GatedAttention(key_value_heads=2)
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    (site,) = hw.find_heads(model).sites
+    assert (site.layout, site.num_heads, site.output) == ("separate gated", 4, None)
+    assert hw.verify(hw.find_heads(model), (X,)).sites == ("",)
+
+
+def test_a_model_that_is_random_or_does_not_run_is_told_apart_from_a_misread_one():
+    class Noisy(SeparateAttention):
+        def join(self, heads):
+            return super().join(heads) * torch.rand(())
+
+    with pytest.raises(hw.LayoutError, match="two results"):
+        hw.verify(hw.find_heads(Noisy()), (X,))
+    with pytest.raises(hw.HeadwiseError, match=r"could not be run on the given inputs \(TypeError"):
+        hw.verify(hw.find_heads(SeparateAttention()), {"y": X})
+    site = hw.find_heads(SeparateAttention()).sites[0]
+    outside = replace(site, slabs=(replace(site.slabs[0], start=3), *site.slabs[1:]))
+    with pytest.raises(hw.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
+        hw.verify(Heads(site.model, (outside,)), (X,))
+
+
+def test_heads_found_before_aggregation_are_proved_still():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    heads = hw.find_heads(model)
+    hw.aggregate(heads.layer(0), hw.EMRouting(capsules=4))
+    assert len(hw.verify(heads, (torch.randn(2, 5, 8),)).sites) == 2

@@ -1,0 +1,148 @@
+"""Parametrised, quantised and LoRA-wrapped projections are found; what cannot be done to them is refused with why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from heads.families import FAMILIES
+from heads.wrappers import Linear8bit, LoraLinear, wrap
+
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def old_weight_norm(module: nn.Module) -> None:
+    # torch deprecates it, and models still have it
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(module)
+
+
+def outputs_of(heads: hw.Heads) -> torch.Tensor:
+    with hw.Taps(heads, outputs=True, values=True) as taps, torch.no_grad():
+        heads.model(X)
+        (capture,) = taps.read()
+    assert capture.values.shape == (2, 6, 4, 5)
+    return capture.outputs
+
+
+@pytest.mark.parametrize(
+    ("parametrise", "reason"),
+    [
+        (nn.utils.parametrizations.spectral_norm, r"parametrisation \(SpectralNorm\).*remove_parametrizations"),
+        (nn.utils.parametrizations.weight_norm, r"parametrisation \(WeightNorm\)"),
+        (old_weight_norm, "computed anew before each forward by a hook"),
+    ],
+)
+def test_a_parametrised_weight_can_be_read_and_proved_but_not_repelled(parametrise, reason):
+    model = SeparateAttention().eval()
+    parametrise(model.k_proj)
+    heads = hw.find_heads(model)
+    assert outputs_of(heads).shape == (2, 6, 4, 5)
+    assert hw.verify(heads, (X,)).sites == ("",)
+    with pytest.raises(hw.LayoutError, match=rf"^k_proj\.weight is computed anew.*{reason}|{reason}"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+    assert hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads.projection("query"), hw.SVGD())
+    assert str(heads).splitlines()[-1].startswith("no repulsion, for example in k_proj.weight: it is computed anew")
+
+
+def test_a_parametrised_packed_weight_of_torch_is_found_and_not_repelled():
+    model = nn.MultiheadAttention(12, 3, batch_first=True)
+    nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
+    heads = hw.find_heads(model)
+    assert heads.sites[0].num_heads == 3
+    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is computed anew at each use by a parametrisation"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+
+
+@pytest.mark.parametrize("names", [("q_proj", "v_proj"), PROJECTIONS])
+def test_lora_layers_are_found_with_the_features_they_really_return(names):
+    model = wrap(SeparateAttention().eval(), *names)
+    heads = hw.find_heads(model)
+    (site,) = heads.sites
+    assert site.value_module is model.v_proj
+    assert [slab.name for slab in site.slabs] == [
+        f"{name}.base_layer.weight" if name in names else f"{name}.weight" for name in PROJECTIONS[:3]
+    ]
+    assert (site.num_heads, site.head_size, site.width) == (4, 5, 12)
+    with hw.Taps(heads, values=True) as taps, torch.no_grad():
+        model(X)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.values.flatten(-2), model.v_proj(X))
+    assert hw.verify(heads, (X,)).sites == ("",)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(hw.LayoutError, match=r"q_proj\.base_layer\.weight is the base of a LoRA layer: .* B and A"):
+        hw.repel(optimizer, heads, hw.SVGD())
+
+
+def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
+    model = wrap(SeparateAttention().eval(), *PROJECTIONS)
+    before = model(X)
+    handle = hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    assert model(X).shape == before.shape
+    handle.remove()
+    torch.testing.assert_close(model(X), before)
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "names"),
+    [
+        ("GPT-2", "transformer.h.0.attn", ("c_attn",)),
+        ("BERT", "encoder.layer.0.attention.self", ("query", "value")),
+        ("GPT-NeoX", "layers.0.attention", ("query_key_value", "dense")),
+        ("T5", "encoder.block.0.layer.0.SelfAttention", ("q", "k", "v", "o")),
+    ],
+)
+def test_lora_layers_in_families_are_found_and_proved(family, place, names):
+    entry = next(f for f in FAMILIES if f.name == family)
+    model = entry.build()
+    wrap(model.get_submodule(place), *names)
+    heads = hw.find_heads(model)
+    assert len(heads) == sum(len(a.names) for a in entry.attentions)
+    found = heads.where(place)
+    assert isinstance(found.sites[0].value_module, LoraLinear)
+    assert hw.verify(found, entry.inputs()).sites == (place,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_quantised_layers_are_found_and_read_but_not_repelled(dynamic):
+    model = SeparateAttention().eval()
+    if dynamic:
+        for name in PROJECTIONS:
+            layer = torch.ao.nn.quantized.dynamic.Linear(
+                getattr(model, name).in_features, getattr(model, name).out_features
+            )
+            setattr(model, name, layer)
+        reason = r"q_proj\.weight is not a parameter of Linear, which is how quantised layers are"
+    else:
+        wrap(model, *PROJECTIONS, wrapper=Linear8bit)
+        reason = r"q_proj\.weight is quantised \(int8\); use the full weights"
+    heads = hw.find_heads(model)
+    assert (heads.sites[0].num_heads, heads.sites[0].head_size, heads.sites[0].width) == (4, 5, 12)
+    assert outputs_of(heads).shape == (2, 6, 4, 5)
+    with pytest.raises(hw.LayoutError, match=reason):
+        hw.repel(torch.optim.SGD(SeparateAttention().parameters(), lr=0.1), heads, hw.SVGD())
+    if dynamic:
+        with pytest.raises(hw.HeadwiseError, match="a quantised model cannot be proved, its full-precision original"):
+            hw.verify(heads, (X,))
+    else:
+        assert hw.verify(heads, (X,)).sites == ("",)
+
+
+def test_pruned_heads_are_counted_from_the_weights():
+    entry = next(f for f in FAMILIES if f.name == "BERT")
+    model = entry.build()
+    attention = model.encoder.layer[1].attention
+    for name in ("query", "key", "value"):
+        linear = getattr(attention.self, name)
+        linear.weight, linear.bias = nn.Parameter(linear.weight[8:].clone()), nn.Parameter(linear.bias[8:].clone())
+    attention.self.num_attention_heads, attention.self.all_head_size = 3, 24
+    attention.output.dense.weight = nn.Parameter(attention.output.dense.weight[:, 8:].clone())
+    heads = hw.find_heads(model)
+    assert [(site.num_heads, site.head_size) for site in heads] == [(4, 8), (3, 8)]
+    assert model.config.num_attention_heads == 4
+    assert hw.verify(heads, entry.inputs()).sites == tuple(site.name for site in heads)

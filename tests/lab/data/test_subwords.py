@@ -1,0 +1,129 @@
+"""Subwords: the text comes back, no text is special, the same text gives the same file, other tokenizers serve."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.data.subwords import END, PADDING, SPECIAL, START, learn_subwords, read_subwords
+from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
+
+TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
+
+
+@functools.cache
+def learned():
+    return learn_subwords(TEXT, 340)
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=60))
+@example("a </s> b <pad> <s><pad>")
+@example("e\u0301 \u1100\u1161 \ufb01 \u2126")
+@example("\x00\x07 \u2028 \u00a0 \U0001f469\u200d\U0001f680  two  blanks ")
+def test_decoding_gives_back_the_normalized_text_exactly(text):
+    subwords = learned()
+    ids = subwords.encode(text)
+    assert subwords.decode(ids) == subwords.tokenizer.normalizer.normalize_str(text)
+    assert all(len(SPECIAL) <= id_ < subwords.vocabulary_size for id_ in ids)
+
+
+def test_normalization_is_form_c_and_nothing_more():
+    subwords = learned()
+    assert subwords.decode(subwords.encode("e\u0301 \ufb01 ½ A\u030a")) == "\u00e9 \ufb01 ½ \u00c5"
+
+
+def test_the_vocabulary_is_the_special_ids_the_bytes_and_merges():
+    subwords = learned()
+    assert subwords.vocabulary_size == 340
+    assert [subwords.tokenizer.id_to_token(id_) for id_ in (PADDING, START, END)] == list(SPECIAL)
+    assert len(subwords.encode("ein hund")) < len("ein hund") / 2
+    assert learn_subwords(["abc def"], 300).vocabulary_size == 259
+
+
+def test_a_text_full_of_special_words_never_teaches_a_special_id():
+    subwords = learn_subwords([f"{special} a{special}a" for special in SPECIAL] * 50, 330)
+    for text in SPECIAL:
+        ids = subwords.encode(text)
+        assert min(ids) >= len(SPECIAL)
+        assert subwords.decode(ids) == text
+
+
+def test_special_ids_have_no_text_and_the_first_end_ends_it():
+    subwords = learned()
+    one, two = subwords.encode("ein hund"), subwords.encode("wiese")
+    assert subwords.decode([START, *one, PADDING, END, *two]) == "ein hund"
+    assert subwords.decode(np.array([START, END])) == ""
+
+
+def test_the_same_lines_give_the_same_file_in_another_process_with_other_threads(tmp_path):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from headwise.lab.data.subwords import learn_subwords\n"
+        "from lab.data.test_subwords import TEXT\n"
+        "sys.stdout.reconfigure(encoding='utf-8'); print(learn_subwords(TEXT, 340).to_json())"
+    )
+    environment = {"RAYON_NUM_THREADS": "3", "PYTHONHASHSEED": "7"}
+    output = subprocess.run(
+        [sys.executable, "-c", program, *sys.path], env=environment, capture_output=True, check=True, cwd=tmp_path
+    ).stdout
+    assert output.decode().strip() == learned().to_json()
+
+
+def test_a_written_file_reads_back_as_the_same_subwords(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(learned().to_json(), encoding="utf-8")
+    again = read_subwords(tmp_path / "tokenizer.json")
+    text = "ein hund </s> läuft"
+    assert (again.shift, again.vocabulary_size) == (0, 340)
+    assert again.encode(text) == learned().encode(text)
+    assert again.decode([*again.encode(text), END]) == text
+
+
+def test_a_tokenizer_from_elsewhere_keeps_its_ids_above_ours(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(
+        TEXT, trainers.WordLevelTrainer(special_tokens=["[UNK]", "[CLS]"], show_progress=False)
+    )
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "theirs.json"))
+    subwords = read_subwords(tmp_path / "theirs.json")
+    ids = subwords.encode("ein hund läuft über")
+    assert subwords.shift == 3
+    assert ids == [3 + tokenizer.token_to_id(word) for word in ("ein", "hund", "läuft", "über")]
+    assert subwords.vocabulary_size == 3 + tokenizer.get_vocab_size()
+    assert subwords.decode([START, *ids, END, *ids]) == "ein hund läuft über"
+    assert subwords.encode("zebra") == [3]
+
+
+def test_ids_take_two_bytes_while_they_can(tmp_path):
+    assert learned().dtype == np.uint16
+    for size, dtype in ((2**16 - 3, np.uint16), (2**16 - 2, np.uint32)):
+        tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+        tokenizer.save(str(tmp_path / "large.json"))
+        subwords = read_subwords(tmp_path / "large.json")
+        assert subwords.dtype == dtype
+        assert max(subwords.encode(str(size - 1))) <= np.iinfo(dtype).max
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_subwords(tmp_path / "none.json")
+    for content, message in (("{}", "not a tokenizer"), ('{"a": 1', "not a tokenizer")):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            read_subwords(tmp_path / "bad.json")
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DataError, match="empty vocabulary"):
+        read_subwords(tmp_path / "empty.json")
+    with pytest.raises(SettingError, match="vocabulary_size is 258"):
+        learn_subwords(TEXT, 258)

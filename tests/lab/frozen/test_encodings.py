@@ -1,0 +1,105 @@
+"""The cache of encoded sentences: padding on the left, damage, two at once, and who may read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headwise.errors import DataError
+from headwise.lab.frozen import vectors as encoding
+from headwise.lab.frozen.model import Frozen
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import Shape, encodings, shape_of
+from lab.tasks.probing.probing_toy import write_bert, write_gpt2
+
+SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Frozen:
+    return open_frozen(write_bert(tmp_path_factory.mktemp("models") / "bert"))
+
+
+def test_a_sentence_has_its_vectors_whatever_stands_beside_it_though_the_tokenizer_pads_on_the_left(tmp_path):
+    gpt2 = open_frozen(write_gpt2(tmp_path / "gpt2"))
+    together = encodings(gpt2, SENTENCES, tmp_path / "cache", model="m")
+    assert together.layers is not None
+    for place, sentence in enumerate(SENTENCES):
+        alone = encodings(gpt2, [sentence], tmp_path / "cache", model="m")
+        assert alone.layers is not None
+        np.testing.assert_allclose(together.layers[:, place], alone.layers[:, 0], atol=1e-5)
+        for one, other in zip(together.heads, alone.heads, strict=True):
+            np.testing.assert_allclose(one[place], other[0], atol=1e-5)
+
+
+def test_layers_and_heads_are_known_before_anything_is_encoded(frozen):
+    assert shape_of(frozen) == Shape(2, (3, 3))
+    with pytest.raises(DataError, match="bert reads no sentences; expected a folder of Hugging Face, or a run of"):
+        shape_of(dataclasses.replace(frozen, lines=lambda _path: []))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def of_fewer(path: Path) -> None:
+    np.save(path, np.zeros((len(SENTENCES) - 1, 24), dtype=np.float32))
+
+
+def of_another_width(path: Path) -> None:
+    np.save(path, np.zeros((len(SENTENCES), 23), dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("layers.npy", cut),
+        ("layers.npy", emptied),
+        ("heads-1.npy", Path.unlink),
+        ("heads-0.npy", of_fewer),
+        ("heads-0.npy", of_another_width),
+        ("shapes.json", emptied),
+        ("shapes.json", lambda path: path.write_text("3")),
+    ],
+)
+def test_a_damaged_cache_is_made_again(frozen, tmp_path, name, damage):
+    first = encodings(frozen, SENTENCES, tmp_path, model="m")
+    layers, heads = np.array(first.layers), [np.array(one) for one in first.heads]
+    (place,) = tmp_path.iterdir()
+    damage(place / name)
+    again = encodings(frozen, SENTENCES, tmp_path, model="m")
+    assert np.array_equal(layers, again.layers)
+    assert all(np.array_equal(one, other) for one, other in zip(heads, again.heads, strict=True))
+    assert [*tmp_path.iterdir()] == [place]
+
+
+def test_what_another_probe_encoded_meanwhile_is_kept(frozen, tmp_path, monkeypatch):
+    encodings(frozen, SENTENCES, tmp_path / "other", model="m")
+    (theirs,) = (tmp_path / "other").iterdir()
+    ours = tmp_path / "cache" / theirs.name
+    write = encoding._write
+
+    def meanwhile(*given, **named):
+        write(*given, **named)
+        shutil.copytree(theirs, ours)
+        (ours / "theirs").touch()
+
+    monkeypatch.setattr(encoding, "_write", meanwhile)
+    found = encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
+    assert found.layers is not None
+    assert (ours / "theirs").exists()
+    assert [*(tmp_path / "cache").iterdir()] == [ours]
+
+
+def test_everybody_may_read_the_cache(frozen, tmp_path):
+    encodings(frozen, SENTENCES, tmp_path, model="m")
+    (place,) = tmp_path.iterdir()
+    assert place.stat().st_mode & 0o555 == 0o555

@@ -1,0 +1,286 @@
+"""Probing frozen models: vectors against slow ones, the cache, what chooses a penalty, chance, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertModel
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings, fingerprint
+from headwise.lab.models.text_classifiers import masked_mean
+from headwise.lab.probing import run
+from headwise.lab.probing.figures import heads_grid, layers_grid
+from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
+from headwise.lab.probing.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
+from headwise.lab.tasks.probing.data import load_probing
+from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.probing.task import ProbingTask
+from headwise.lab.training.train import train_run
+from lab.command import call, refused
+from lab.tasks.probing.probing_toy import FILLERS, WORDS, write_bert, write_probing
+
+SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(scope="module")
+def probing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("probing")
+    write_probing(folder / "past_present.txt", {"tr": 400, "va": 60, "te": 200})
+    # labels that nothing tells
+    lines = write_probing(folder / "noise.txt", {"tr": 260, "va": 60, "te": 200}, seed=5).read_text().splitlines()
+    draw = np.random.default_rng(2)
+    shuffled = [f"{line.split(chr(9))[0]}\t{draw.choice(['I', 'O'])}\t{line.split(chr(9))[-1]}\n" for line in lines]
+    (folder / "bigram_shift.txt").write_text("".join(shuffled))
+    (folder / "noise.txt").unlink()
+    return folder
+
+
+def test_vectors_are_the_means_over_the_real_tokens_of_each_sentence_alone(bert, tmp_path):
+    frozen = open_frozen(bert)
+    found = encodings(frozen, SENTENCES, tmp_path, model="m")
+    assert found.counts == (3, 3)
+    model = BertModel.from_pretrained(bert, attn_implementation="eager").eval()
+    given: list[torch.Tensor] = []
+    for layer in model.encoder.layer:
+        layer.attention.output.dense.register_forward_pre_hook(lambda _module, args: given.append(args[0]))
+    for place, sentence in enumerate(SENTENCES):
+        given.clear()
+        ids = torch.tensor([[2, *(WORDS.index(word) for word in sentence.split()), 3]])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states
+        for layer, state in enumerate(states):
+            np.testing.assert_allclose(found.layers[layer, place], state[0].mean(0), atol=1e-5)
+        for layer, concatenated in enumerate(given):
+            for head in range(3):
+                own = concatenated[0, :, 8 * head : 8 * head + 8].mean(0)
+                np.testing.assert_allclose(found.head(layer, head)[place], own, atol=1e-5)
+
+
+def test_sentences_are_encoded_once_for_a_model_and_a_text(bert, tmp_path):
+    frozen = open_frozen(bert)
+    first = encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
+    silent = dataclasses.replace(frozen, states=lambda _batch: pytest.fail("encoded again"))
+    again = encodings(silent, SENTENCES, tmp_path / "cache", model="m")
+    assert np.array_equal(first.layers, again.layers)
+    for other in ({"model": "n"}, {"model": "m", "heads": False}):
+        with pytest.raises(pytest.fail.Exception, match="encoded again"):
+            encodings(silent, SENTENCES, tmp_path / "cache", **other)
+    # what an interruption leaves is no cache, and nothing of it stays
+    assert len([*(tmp_path / "cache").iterdir()]) == 1
+
+
+def test_the_fingerprint_is_that_of_the_weights_and_not_of_a_readme(bert, tmp_path):
+    copy = Path(shutil.copytree(bert, tmp_path / "copy"))
+    (copy / "README.md").write_text("what it is")
+    assert fingerprint(open_frozen(copy)) == fingerprint(open_frozen(bert))
+    model = BertModel.from_pretrained(copy)
+    with torch.no_grad():
+        model.encoder.layer[1].output.dense.bias += 1e-3
+    model.save_pretrained(copy)
+    assert fingerprint(open_frozen(copy)) != fingerprint(open_frozen(bert))
+
+
+def test_a_folder_called_model_has_the_name_of_the_one_around_it(bert, tmp_path):
+    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "mine" / "model"))).name == "mine"
+    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "yours"))).name == "yours"
+
+
+@pytest.mark.parametrize("arm", ["plain", "em:layers=0"])
+def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder, tmp_path):
+    toy = dataclasses.replace(
+        PROBING_SCALES["demo"], name="toy", width=12, heads=3, head_size=4, hidden=12, epochs=1, min_count=1
+    )
+    place = probing_folder / "past_present.txt"
+    train_run(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
+    frozen = open_frozen(tmp_path / "arm" / "seed-1")
+    assert frozen.name == "arm-seed-1"
+    task = ProbingTask()
+    data = task.load(place, toy, None)
+    texts = [data.sentences[number] for number in data.test.numbers]
+    found = encodings(frozen, texts, tmp_path / "cache", model=fingerprint(frozen))
+    assert found.layers.shape == (3, len(texts), 12)
+    assert [array.shape for array in found.heads] == [(len(texts), 12)] * 2
+    from headwise.lab.training.trained import load_trained
+
+    trained = load_trained(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
+    device = next(trained.model.parameters()).device
+    tokens = task.collate([data.test[place] for place in range(len(texts))])["tokens"].to(device)
+    with torch.no_grad():
+        expected = masked_mean(trained.model.encoder(tokens, tokens == 0), tokens == 0).cpu()
+    np.testing.assert_allclose(found.layers[-1], expected, atol=1e-5)
+
+
+def test_what_cannot_be_probed_is_refused(tmp_path, probing_folder, capsys):
+    (tmp_path / "settings.json").write_text('{"task": "chess"}')
+    with pytest.raises(DataError, match=r"holds a run of chess; expected one of translation, classification"):
+        open_frozen(tmp_path)
+    with pytest.raises(DataError, match="absent does not exist"):
+        open_frozen(tmp_path / "absent")
+    said = refused(capsys, "probe", str(tmp_path), "--data", str(probing_folder), "--task", "tense")
+    assert "there is no probing task 'tense'" in said
+    (tmp_path / "empty").mkdir()
+    assert "holds no probing file" in refused(capsys, "probe", str(tmp_path), "--data", str(tmp_path / "empty"))
+
+
+def splits(count: int = 400, width: int = 6, signal: float = 1.0, *, classes: int = 2) -> dict[str, Split]:
+    draw = np.random.default_rng(1)
+    labels = draw.integers(0, classes, count)
+    vectors = draw.normal(size=(count, width)) + 5.0
+    vectors[:, 0] += signal * labels
+    ends = {"train": (0, count // 2), "dev": (count // 2, 3 * count // 4), "test": (3 * count // 4, count)}
+    return {name: Split(vectors[a:b], labels[a:b]) for name, (a, b) in ends.items()}
+
+
+def test_dev_chooses_the_penalty_and_test_chooses_nothing():
+    given = splits(signal=1.5)
+    found = fit(Classifier(), given)
+    wrong = Split(given["test"].vectors, 1 - given["test"].labels)
+    turned = fit(Classifier(), {**given, "test": wrong})
+    assert (turned.penalty, turned.dev) == (found.penalty, found.dev)
+    assert turned.correct == len(wrong.labels) - found.correct
+    each = {penalty: fit(Classifier(penalties=(penalty,)), given).dev for penalty in PENALTIES}
+    assert found.dev == max(each.values())
+    strong = fit(Classifier(penalties=(1e4, 1e-3)), splits(signal=4.0))
+    assert strong.penalty == 1e-3
+
+
+def test_vectors_are_standardised_by_the_training_split():
+    given = splits(signal=2.0)
+    scale = np.array([1e3, 1e-4, 1.0, 10.0, 0.1, 5.0])
+    other = {name: Split(split.vectors * scale - 7.0, split.labels) for name, split in given.items()}
+    assert fit(Classifier(), other) == fit(Classifier(), given)
+    # a coordinate that is constant in training says nothing, whatever it does elsewhere
+    still = {
+        name: Split(np.hstack([split.vectors, np.full((len(split.labels), 1), 3.0)]), split.labels)
+        for name, split in given.items()
+    }
+    assert fit(Classifier(), still) == fit(Classifier(), given)
+
+
+def test_one_hidden_layer_tells_what_no_line_does():
+    draw = np.random.default_rng(3)
+    vectors = draw.uniform(-1, 1, size=(1200, 2))
+    labels = (np.abs(vectors[:, 0]) > 0.8).astype(np.int64)
+    ends = {"train": (0, 800), "dev": (800, 1000), "test": (1000, 1200)}
+    given = {name: Split(vectors[a:b], labels[a:b]) for name, (a, b) in ends.items()}
+    # under the three strongest penalties it answers one class: two in a row that are no better, and not the end
+    assert fit(Classifier("mlp"), given).correct > 190 > fit(Classifier("regression"), given).correct
+    with pytest.raises(SettingError, match="classifier"):
+        Classifier("forest")
+
+
+def test_what_is_at_chance_is_told_from_what_is_not():
+    layers = layers_asked("all", 2)
+    fitted = [
+        (layers[0], Fitted(0.5, 510, 0.1, True)),
+        (layers[1], Fitted(0.6, 600, 0.1, True)),
+        (layers[2], Fitted(0.5, 528, 0.1, True)),
+    ]
+    found = judged(fitted, test=1000, majority=0.5)
+    # 528 of 1000 has p = 0.041 alone, and 0.08 beside two others
+    assert [one.at_chance for one in found] == [True, False, True]
+    assert not judged(fitted[2:], test=1000, majority=0.5)[0].at_chance
+    assert (found[1].low, found[1].high) == (pytest.approx(0.5693, abs=1e-4), pytest.approx(0.6299, abs=1e-4))
+    task = ProbedTask("t", "d", "T", 2, 9, 9, 1000, 0.5, "", found)
+    grid = layers_grid([task])
+    assert grid is not None
+    assert grid.header == ("task", "classes", "majority", "emb", "0", "1", "±")
+    assert grid.rows[0] == ("T", "2", "50.0", "(51.0)", "60.0", "(52.8)", "3.1")
+    assert heads_grid([task]) is None
+    assert ProbedTask.read(json.loads(json.dumps(task.record()))) == task
+
+
+@pytest.mark.parametrize(("text", "said"), [("2", "--layers has '2'"), ("emb,x", "--layers has 'x'")])
+def test_layers_that_are_not_there_are_refused(text, said):
+    with pytest.raises(SettingError, match=said):
+        layers_asked(text, 2)
+
+
+def test_heads_and_sets_of_heads_are_named_by_layer_and_number():
+    assert [one.heads for one in heads_asked("0.1,1.0+0.2", (3, 1))] == [((0, 1),), ((1, 0), (0, 2))]
+    # one set once, in the order of its first name
+    assert [str(one) for one in heads_asked("0.1, 0.1,1.0+0.1 + 1.0,0.1+1.0", (3, 1))] == ["0.1", "1.0+0.1"]
+    assert heads_asked("none", (3,)) == []
+    with pytest.raises(SettingError, match=r"--heads has '1.1'; expected all, none, or LAYER.HEAD from 0.0 to 1.0"):
+        heads_asked("1.1", (3, 1))
+
+
+def test_a_set_of_heads_stands_side_by_side(bert, tmp_path):
+    found = encodings(open_frozen(bert), SENTENCES, tmp_path, model="m")
+    both = heads_asked("1.2+0.0", found.counts)[0].of(found)
+    assert np.array_equal(both, np.concatenate([found.heads[1][:, 16:24], found.heads[0][:, 0:8]], axis=1))
+
+
+def test_a_capped_number_of_sentences_keeps_to_its_shares(probing_folder):
+    data = load_probing(probing_folder / "past_present", PROBING_SCALES["paper"], None)
+    numbers, chosen = choose_sentences(data, 100, probing_folder)
+    assert {name: len(places) for name, places in chosen.places.items()} == {"train": 60, "dev": 10, "test": 30}
+    assert len(set(numbers)) == 100
+    test = set(data.test.numbers.tolist())
+    assert {numbers[place] for place in chosen.places["test"]} <= test
+    assert not {numbers[place] for place in chosen.places["train"]} & test
+    assert chosen.labels["test"].tolist() == [data.texts.classes[numbers[place]] for place in chosen.places["test"]]
+    with pytest.raises(DataError, match="no dev sentence is left"):
+        choose_sentences(data, 9, probing_folder)
+
+
+def test_where_the_most_frequent_class_is_not_in_test_guessing_is_the_baseline(bert, tmp_path):
+    draw = np.random.default_rng(7)
+    lines = [
+        f"{part}\t{label}\t{' '.join(draw.choice(FILLERS, 6))}\n"
+        for part, labels, count in (("tr", "AABCDE", 90), ("va", "BCDE", 30), ("te", "BCDE", 60))
+        for label in draw.choice(list(labels), count)
+    ]
+    (tmp_path / "tree_depth.txt").write_text("".join(lines))
+    words = ["probe", str(bert), "--data", str(tmp_path), "--heads", "none", "--layers", "emb", "--workers", "1"]
+    assert call(*words, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")) == 0
+    record = json.loads((tmp_path / "out" / "tree_depth.json").read_text())
+    assert (record["majority"], record["labels"]) == (0.0, 5)
+    assert record["found"][0]["p"] > 0.05
+
+
+def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, capsys, monkeypatch):
+    words = ["probe", str(bert), "--data", str(probing_folder), "--sentences", "0", "--workers", "1"]
+    words += ["--heads", "0.0,1.2,0.0+1.2", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    monkeypatch.setenv("COLUMNS", "140")
+    assert call(*words, "--task", "bigram_shift") == 0
+    capsys.readouterr()
+    done: list[str] = []
+    probed = run._probed
+    monkeypatch.setattr(run, "_probed", lambda *given: done.append(given[2].task) or probed(*given))
+    assert call(*words) == 0
+    assert done == ["past_present"]  # the other was there
+    shown = capsys.readouterr().out
+    assert "accuracy by layer" in shown
+    tense, noise = (
+        json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("past_present", "bigram_shift")
+    )
+    assert [one["name"] for one in tense["found"]] == ["emb", "0", "1", "0.0", "1.2", "0.0+1.2"]
+    # drawn layers lose what the words say
+    assert tense["found"][0]["accuracy"] > 0.95
+    assert tense["found"][0]["p"] < 0.001
+    # chance is not always one side, yet six classifiers on noise stay together in their intervals
+    assert all(one["p"] > 0.05 for one in noise["found"])
+    text = (tmp_path / "out" / "probe.md").read_text()
+    assert "| Tense |" in text
+    assert "400 train, 60 dev, 200 test" in text
+    assert "(" in next(line for line in text.splitlines() if line.startswith("| BShif"))
+    assert (tmp_path / "out" / "layers.png").stat().st_size > 5_000
+    assert (tmp_path / "out" / "heads.png").stat().st_size > 5_000
+    assert call(*words, "--classifier", "mlp") == 2
+    assert "choose another --out" in capsys.readouterr().err

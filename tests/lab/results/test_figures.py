@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwise.errors import DataError
+from headwise.lab.results import figures
+from headwise.lab.results.drawing import draw_means, span_a_point, styles
+from headwise.lab.results.figures import (
+    costs_of_heads,
+    dev_by_epoch,
+    pictures,
+    score_by_bin,
+    score_by_force,
+    score_by_similarity,
+    write_pictures,
+)
+from headwise.lab.results.labels import overlap, place_labels
+from headwise.lab.results.statistics import Estimate
+from headwise.lab.results.table import Table, read_table
+from headwise.plots import heads
+from headwise.plots.style import drawing, styles_of
+from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Table:
+    return read_table(write_comparison(tmp_path_factory.mktemp("comparison"), items=30))
+
+
+def small(folder: Path, arms: list[Drawn], **changed) -> Table:
+    return read_table(write_comparison(folder, arms, items=10, **{"seeds": (0, 1), **changed}))
+
+
+def test_each_figure_is_a_png_with_words(table):
+    drawn = pictures(table)
+    names = ["score-by-difficulty", "diversity-against-score", "score-against-force-ratio"]
+    assert [picture.name for picture in drawn] == names
+    for picture in drawn:
+        assert picture.png.startswith(b"\x89PNG")
+        assert "svgd:alpha=30" in picture.alt
+        assert picture.caption.endswith(".")
+
+
+def test_the_same_table_gives_the_same_bytes(table):
+    assert [picture.png for picture in pictures(table)] == [picture.png for picture in pictures(table)]
+
+
+def test_files_are_written_whole_and_a_folder_that_refuses_is_named(table, tmp_path):
+    drawn = write_pictures(table, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        f"{picture.name}.png": picture.png for picture in drawn
+    }
+    with pytest.raises(DataError, match="cannot be written"):
+        write_pictures(table, tmp_path / "missing")
+
+
+def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
+    with mpl.rc_context({"font.size": 23.0, "text.parse_math": True}):
+        before = dict(mpl.rcParams)
+        pictures(table)
+        assert dict(mpl.rcParams) == before
+    code = (
+        "import sys, headwise.lab.results.figures; "
+        "print([name for name in sys.modules if name.startswith('matplotlib')])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_names_with_mathematics_and_markup_are_drawn_as_text(tmp_path):
+    table = small(tmp_path, [PAPER[2], Drawn("$\\frac{$ <b>_x^", "plain", 0.4, force=0.1), Drawn("_hidden", force=0.2)])
+    assert len(pictures(table)) == 3
+
+
+def test_a_figure_without_data_is_left_out(tmp_path):
+    plain_only = small(tmp_path / "one", [PAPER[0], PAPER[2]], bins=(4,))
+    assert score_by_bin(plain_only) is None
+    assert score_by_force(plain_only) is None
+    assert score_by_similarity(plain_only) is not None
+    baselines = small(tmp_path / "two", [PAPER[0], PAPER[1]])
+    assert score_by_similarity(baselines) is None
+    assert score_by_bin(baselines) is not None
+    one_strength = small(tmp_path / "three", [PAPER[2], PAPER[3], PAPER[4]])
+    assert score_by_force(one_strength) is None
+
+
+def test_every_arm_looks_different_and_plain_is_black(tmp_path):
+    arms = [PAPER[2], *(Drawn(f"arm-{index}") for index in range(30))]
+    found = styles(small(tmp_path, arms, seeds=(0,), bins=(1,)))
+    assert len({(style.color, style.marker, str(style.dash)) for style in found.values()}) == 31
+    assert found["plain"].color == "#000000"
+
+
+def test_arms_keep_their_look_in_every_figure(table):
+    assert styles(table) == styles(table)
+    assert list(styles(table)) == [row.arm for row in table.arms]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.floats(40, 460), st.floats(40, 300)), min_size=1, max_size=12))
+def test_labels_stay_in_the_frame_and_beside_their_dots(anchors):
+    sizes = [(60.0, 12.0)] * len(anchors)
+    frame = (0.0, 0.0, 500.0, 340.0)
+    for (x, y), box in zip(anchors, place_labels(anchors, sizes, [], frame), strict=True):
+        assert overlap(box, frame) == pytest.approx(60 * 12)
+        nearest = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
+        assert 5 < math.dist(nearest, (x, y)) < 60
+
+
+def test_labels_of_crowded_dots_cover_neither_each_other_nor_a_dot():
+    anchors = [(200.0 + 7 * index, 150.0 + 5 * (index % 3)) for index in range(8)]
+    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in anchors]
+    boxes = place_labels(anchors, [(50.0, 11.0)] * 8, dots, (0.0, 0.0, 500.0, 300.0))
+    for index, box in enumerate(boxes):
+        assert all(overlap(box, other) == 0 for other in boxes[:index])
+        assert all(overlap(box, dot) == 0 for dot in dots)
+
+
+def test_no_name_is_struck_out_by_the_level_of_plain():
+    dots = {"svgd:step_size=1.0": [(1.0, 63.1), (1.0, 63.3)], "spos:step_size=1.0": [(3.0, 62.0), (3.0, 65.0)]}
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        plain = Estimate(0.632, 0.61, 0.65, p=1.0, seeds=5, items=100)
+        draw_means(figure, axes, dots, styles_of(list(dots), reference="plain"), plain)
+        level = axes.transData.transform((1.0, 63.2))[1]
+        names = [text.get_window_extent() for text in axes.texts if text.get_text() in dots]
+    assert [name.y0 < level < name.y1 for name in names] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("scores", "span"),
+    [((50.01, 50.03), (49.52, 50.52)), ((0.0, 0.0), (0.0, 1.0)), ((0.1, 0.2), (0.0, 1.0)), ((20.0, 30.0), (20, 30))],
+)
+def test_scores_of_arms_at_chance_are_not_drawn_far_apart(scores, span):
+    with drawing(4, 3) as figure:
+        axes = figure.subplots()
+        axes.plot([0, 1], scores)
+        span_a_point(axes)
+        low, high = axes.get_ylim()
+        margin = 0.05 * (scores[1] - scores[0]) or 0.06
+    assert (low, high) == (pytest.approx(span[0], abs=margin + 1e-9), pytest.approx(span[1], abs=margin + 1e-9))
+    assert low <= scores[0] <= scores[1] <= high
+
+
+def test_every_axis_of_scores_spans_a_point(table, tmp_path, monkeypatch):
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        draw_means(figure, axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
+        assert axes.get_ylim()[1] - axes.get_ylim()[0] == pytest.approx(1.0)
+    spans = []
+    monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))
+    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1)), 3)))
+    assert [(low < 11, high > 14) for low, high in spans] == [(True, True)]
+    score_by_bin(table)
+    assert len(spans) == 2
+
+
+def with_epochs(out: Path, epochs: int) -> Path:
+    """The comparison with curves of dev: seed s of every arm reaches (10 + e + s) / 100 after epoch e."""
+    for path in out.glob("*/seed-*/result.json"):
+        if path.parent.parent.name not in ("majority", "counts"):
+            seed = int(path.parent.name[-1])
+            records = [{"epoch": e, "dev": {"pooled": (10 + e + seed) / 100}} for e in range(1, epochs + 1)]
+            path.with_name("epochs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return out
+
+
+def test_dev_by_epoch_is_drawn_from_three_epochs_on(tmp_path):
+    out = write_comparison(tmp_path, PAPER[:4], items=10, seeds=(0, 1, 2))
+    assert dev_by_epoch(read_table(with_epochs(out, 2))) is None
+    table = read_table(with_epochs(out, 4))
+    assert table.rows[2].points[1].dev == (0.12, 0.13, 0.14, 0.15)
+    picture = dev_by_epoch(table)
+    assert picture is not None
+    assert picture.alt == "accuracy on dev, first epoch to last: plain 12.0 to 15.0; smooth 12.0 to 15.0"
+    assert picture.name in [drawn.name for drawn in pictures(table)]
+
+
+def test_the_band_of_a_curve_goes_from_the_lowest_seed_to_the_highest(tmp_path, monkeypatch):
+    drawn = []
+    draw = figures.draw_range
+
+    def watched(axes, *numbers, **label):
+        drawn.append(numbers[:4])
+        draw(axes, *numbers, **label)
+
+    monkeypatch.setattr(figures, "draw_range", watched)
+    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1, 3)), 3)))
+    (places, low, middle, high) = drawn[0]
+    assert list(places) == [1, 2, 3]
+    assert low == pytest.approx([11, 12, 13])
+    assert middle == pytest.approx([12 + 1 / 3, 13 + 1 / 3, 14 + 1 / 3])
+    assert high == pytest.approx([14, 15, 16])
+
+
+def test_a_damaged_record_of_an_epoch_is_refused_by_its_line(tmp_path):
+    out = with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0,)), 3)
+    path = out / "plain" / "seed-0" / "epochs.jsonl"
+    path.write_text(path.read_text().replace('"pooled": 0.12', '"pool": 0.12'))
+    with pytest.raises(DataError, match=r"epochs\.jsonl, line 2 is not the record of an epoch; delete the folder"):
+        read_table(out)
+
+
+def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(tmp_path, monkeypatch):
+    out = write_comparison(tmp_path, PAPER[2:6], items=10, seeds=(0, 1))
+    assert costs_of_heads(read_table(out)) == ()
+    costs = {"plain": (0.0, 0.01, -0.02), "smooth": (0.01, 0.02, 0.03), "svgd": (0.02, 0.03, 0.9)}
+    write_head_costs(out, costs)
+    drawn, draw = [], heads.draw_counts
+
+    def watched(axes, values, edges, models, style, *, filled, label):
+        drawn.append((label, sorted(values), edges, models, filled))
+        draw(axes, values, edges, models, style, filled=filled, label=label)
+        heights = [patch.get_path().vertices[:, 1].max() for patch in axes.patches[-1:]]
+        assert max(heights) <= 3
+
+    monkeypatch.setattr(heads, "draw_counts", watched)
+    accuracy, loss = costs_of_heads(read_table(out))
+    assert (accuracy.name, loss.name) == ("heads-by-accuracy", "heads-by-loss")
+    # the control of smooth was not measured
+    pairs = [("smooth", True), ("plain", False), ("svgd", True), ("smooth", False)]
+    assert [(label, filled) for label, *_, filled in drawn] == pairs * 2
+    assert drawn[1][1] == pytest.approx([-2, -2, 0, 0, 1, 1])
+    assert drawn[2][1] == pytest.approx([2, 2, 3, 3, 90, 90])
+    assert drawn[3][1] == pytest.approx([1, 1, 2, 2, 3, 3])
+    assert drawn[6][1] == pytest.approx([0.002, 0.002, 0.003, 0.003, 0.09, 0.09])
+    assert all(models == 2 for *_, models, _ in drawn)
+    edges = drawn[0][2]
+    assert 0.0 in edges
+    assert edges[0] <= -2
+    assert "svgd 32 on average, 2 to 90" in accuracy.alt
+    assert {accuracy.name, loss.name} <= {picture.name for picture in pictures(read_table(out))}
+
+
+def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
+    edges = heads._edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
+    assert edges[0] <= -0.4
+    assert 3.7 <= edges[-1] < 5
+    assert 0.0 in edges
+    # heads that cost nothing at all still make a bar
+    assert heads._edges([0.0, 0.0]) == [0.0, 1.0]
+    assert heads._edges([-0.5, -0.1])[-1] > 0
+
+
+def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):
+    few = dataclasses.replace(table, items=(*table.items[:-1], 9))
+    picture = score_by_bin(few)
+    assert picture is not None
+    assert f"Left out for having fewer than 10 test items: {table.bins[-1]}." in picture.caption
+    assert f"from {table.bins[0]} to {table.bins[-2]}: " in picture.alt
+    assert score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console, RenderableType
+
+from headwise.lab.results.grids import (
+    Grid,
+    bins_grid,
+    cost_grid,
+    diversity_grid,
+    grids,
+    head_grids,
+    markdown_of,
+    plain_grid,
+    signature_grid,
+    terminal,
+    terminal_grid,
+    verdict_grid,
+)
+from headwise.lab.results.table import Table, read_table
+from headwise.lab.results.table_json import write_record
+from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
+
+HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Table:
+    return read_table(write_comparison(tmp_path_factory.mktemp("comparison"), items=40))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Table:
+    folder = tmp_path_factory.mktemp("wide")
+    return read_table(write_comparison(folder, PAPER[:5], items=10, bins=range(1, 13), seeds=(0, 1)))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> Table:
+    arms = [PAPER[2], Drawn(HOSTILE, "plain", 0.3)]
+    return read_table(write_comparison(tmp_path_factory.mktemp("hostile"), arms, items=10, seeds=(0, 1)))
+
+
+def printed(table: Table, width: int) -> str:
+    return shown_at(width, terminal(table))
+
+
+def shown_at(width: int, shown: RenderableType) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def test_each_grid_has_a_row_an_arm_and_as_many_cells_as_columns(table):
+    for grid in grids(table):
+        assert all(len(row) == len(grid.header) == len(grid.align) for row in grid.rows)
+    assert [row[0] for row in verdict_grid(table).rows] == [row.arm for row in table.rows]
+    assert [row[0] for row in bins_grid(table).rows] == [row.arm for row in table.rows]
+    assert [row[0] for row in diversity_grid(table).rows] == [row.arm for row in table.arms]
+    assert "output" not in [row[0] for row in plain_grid(table).rows]
+
+
+def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better_side(tmp_path):
+    shown = [
+        {"kind": "Measure", "key": "chrF", "name": "chrF", "unit": "", "better": "higher"},
+        {"kind": "Measure", "key": "seconds", "name": "decoding", "unit": "s", "better": "lower"},
+    ]
+    out = write_comparison(tmp_path, PAPER[1:4], items=10, seeds=(0, 1))
+    record = json.loads((out / "comparison.json").read_text())
+    (out / "comparison.json").write_text(json.dumps(record | {"shown": shown}))
+    for number, path in enumerate(sorted(out.glob("*/seed-*/result.json"))):
+        answers = {"chrF": 40.0 + number} | ({} if "counts" in str(path) else {"seconds": 3.26})
+        signatures = {"chrF": "nc:6|version:2.6.0"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"answers": answers, "signatures": signatures}))
+    table = read_table(out)
+    assert cost_grid(table).header == ("arm", "chrF ↑", "decoding, s ↓", "params", "step\ntime")
+    assert cost_grid(table).rows[0] == ("counts", "40.0", "–", "–", "–")  # noqa: RUF001
+    assert cost_grid(table).rows[1][:4] == ("plain", "41.5", "3.3", "181,319")
+    assert signature_grid(table).rows == (("chrF", "nc:6|version:2.6.0"),)
+    assert signature_grid(table) in grids(table)
+    assert "nc:6|version:2.6.0" in printed(table, 80)
+    written = tmp_path / "results.json"
+    write_record(table, written)
+    rows = json.loads(written.read_text())["rows"]
+    assert rows[1]["answered"] == {"chrF": 41.5, "seconds": 3.26}
+    assert [run["answered"]["chrF"] for run in rows[1]["runs"]] == [41.0, 42.0]
+
+
+def test_without_further_scores_the_grid_of_costs_has_arms_alone(table):
+    assert cost_grid(table).header == ("arm", "params", "step\ntime")
+    assert [row[0] for row in cost_grid(table).rows] == [row.arm for row in table.arms]
+    assert signature_grid(table) not in grids(table)
+
+
+def test_cells_say_what_the_table_says(table):
+    row = next(row for row in table.rows if row.arm == "svgd:alpha=30")
+    cells = next(cells for cells in verdict_grid(table).rows if cells[0] == row.arm)
+    half = 100 * (row.score.high - row.score.value)
+    assert row.to_control is not None
+    assert cells[2] == f"{100 * row.score.value:.1f} ±{half:.1f}"
+    assert cells[3:] == ("smooth", cells[4], row.verdict)
+    assert cells[4].startswith(f"−{abs(100 * row.to_control.estimate.value):.1f} ±")  # noqa: RUF001
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_form_fits_and_breaks_no_name_or_number(table, wide, width):
+    for shown in (table, wide):
+        lines = printed(shown, width).splitlines()
+        assert max(map(len, lines)) <= width
+        for row in shown.rows:
+            starts = sum(line.strip().startswith(f"{row.arm} ") for line in lines)
+            assert starts >= 2 + (not row.baseline), row.arm
+    assert "181,319" in printed(table, width)
+
+
+ARMS = ("plain", "output", "trunk:layers=0/1", "em:layers=0/1", "output+em:layers=0/1")
+TASKS = ("SeLen", "WC", "Surface: mean", "BShif", "Syntactic: mean (TrDep, BShif)")
+
+
+def table_7() -> Grid:
+    """A grid of the form of diversify/table-7, each cell a number of its own."""
+    header = ["task", "majority"]
+    for arm in ARMS:
+        header += [f"{arm}, paper", f"{arm}, here"]
+    rows = tuple(
+        (task, *(f"({10 * row + column}.{row} ±{column}.{row})" for column in range(1, len(header))))
+        for row, task in enumerate(TASKS, start=1)
+    )
+    return Grid("The paper's numbers", tuple(header), rows, "l" + "r" * (len(header) - 1))
+
+
+def layers_of_twelve() -> Grid:
+    """A grid of the form of a probe's by layer, of a model of twelve layers."""
+    header = ("task", "classes", "majority", "emb", *map(str, range(12)), "±")
+    rows = tuple((task, "1,000", *(f"({row}{column}.5)" for column in range(15))) for row, task in enumerate(TASKS[:2]))
+    return Grid("accuracy by layer, %", header, rows, "l" + "r" * (len(header) - 1))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 300])
+@pytest.mark.parametrize("grid", [table_7(), layers_of_twelve()], ids=lambda grid: grid.title)
+def test_what_is_too_wide_stands_in_blocks_each_with_the_first_column_and_nothing_is_cut(grid, width):
+    text = shown_at(width, terminal_grid(grid))
+    lines = text.splitlines()
+    assert "\u2026" not in text
+    assert max(map(len, lines)) <= width
+    said = " ".join(text.split())
+    for cell in {cell for row in grid.rows for cell in row[1:]}:
+        assert cell in said
+    for word in {word for name in grid.header for word in name.split()}:
+        assert word in said
+    # each block has one rule, below its header
+    blocks = sum("─" in line for line in lines)
+    assert blocks > 1 or width in (120, 300)
+    assert sum(line.split()[:1] == ["task"] for line in lines) == blocks
+    for row in grid.rows:
+        assert sum(line.split()[:1] == [row[0].split()[0]] for line in lines) == blocks
+
+
+def test_words_are_broken_only_where_the_room_is_less():
+    grid = Grid("claims", ("claim", "verdict"), (("a claim of several words", "better, on average"),), "ll")
+    said = shown_at(30, terminal_grid(grid))
+    assert all(word in said for word in ("several", "average"))
+    long = Grid("signature", ("score", "signature"), (("BLEU", "x" * 70),), "ll")
+    assert "".join(shown_at(40, terminal_grid(long)).split()).count("x") == 70
+
+
+def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):
+    section = printed(wide, 80).split("number of operators")[1].split("how alike")[0]
+    assert "±" not in section
+    assert "±" in bins_grid(wide).rows[0][1]
+
+
+def test_markup_in_an_arms_name_is_text_everywhere(hostile):
+    assert "[red]a|b[/red]" in printed(hostile, 200)
+    written = "\n".join(markdown_of(grid) for grid in grids(hostile))
+    lines = [line for line in written.splitlines() if "script" in line]
+    assert lines
+    for line in lines:
+        assert "<script>" not in line
+        assert r"\[red\]a\|b" in line
+        assert line.replace(r"\|", "").count("|") in (4, 5, 7, 9)
+
+
+def test_markdown_tables_are_rectangular(table):
+    for grid in grids(table):
+        lines = [line.replace(r"\|", "") for line in markdown_of(grid).splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_unfinished_runs_are_named(tmp_path):
+    out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
+    (out / "svgd" / "seed-1" / "result.json").unlink()
+    assert "not finished: svgd seed 1" in printed(read_table(out), 80)
+
+
+def test_the_record_is_strict_json_with_a_stable_order(table, tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    write_record(table, one)
+    write_record(table, other)
+    assert one.read_bytes() == other.read_bytes()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads(one.read_text(), parse_constant=refuse)
+    assert list(record)[:5] == ["task", "scale", "primary", "data", "seeds"]
+    svgd = next(row for row in record["rows"] if row["arm"] == "svgd")
+    assert svgd["to_control"]["against"] == "smooth"
+    assert svgd["to_control"]["p"] <= svgd["to_control"]["p_holm"] <= 1
+    assert len(svgd["runs"]) == 5
+    assert [found.name for found in tmp_path.iterdir()] == ["one.json", "other.json"] or len(
+        list(tmp_path.iterdir())
+    ) == 2
+
+
+def test_the_costs_of_heads_are_pooled_over_seeds_and_split_by_kind(tmp_path):
+    out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
+    assert head_grids(read_table(out)) == ()
+    write_head_costs(out, {"plain": (0.004, -0.02, 0.05, 0.3)})
+    write_head_costs(out, {"svgd": (0.2, 0.1)}, seeds=(1,))
+    accuracy, loss = head_grids(read_table(out))
+    assert accuracy.title == "without one head: fall in accuracy, points"
+    assert loss.title == "without one head: rise in loss, nats"
+    assert accuracy.header[-2:] == ("encoder", "cross")
+    assert accuracy.rows == (
+        ("plain", "2", "8", "50 %", "25 %", "25 %", "8.350", "2.700", "14.0"),
+        ("svgd", "1", "2", "0 %", "0 %", "0 %", "15.0", "20.0", "10.0"),
+    )
+    assert loss.rows[0][-3:] == ("0.0083", "0.0027", "0.014")
+    assert {accuracy, loss} <= set(grids(read_table(out)))
+    write_record(read_table(out), tmp_path / "results.json")
+    rows = {row["arm"]: row["heads"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert rows["smooth"] == {}
+    assert rows["plain"]["accuracy"]["redundant_share"] == 0.5
+    assert rows["svgd"]["loss"] == pytest.approx(
+        {"seeds": 1, "heads": 2, "redundant_share": 0.0, "raising_share": 0.0, "unshown_share": 0.5, "mean_cost": 0.015}
+    )

@@ -1,0 +1,155 @@
+"""The form for raters, its key, what they save and what is counted from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import DataError
+from headwise.lab.experiment import run_folder
+from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
+from headwise.lab.tasks.graph2text.rating import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
+from headwise.lab.tasks.graph2text.rating_results import ratings_grid, read_ratings, record_ratings
+from lab.command import call, refused
+from lab.tasks.graph2text.graph_sets import write_triples
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Two finished runs and their data, as a comparison leaves them."""
+    data = write_triples(tmp_path / "mine.tsv", 60)
+    graphs = graphs_of(data)
+    out = tmp_path / "comparison"
+    folders = (out / "svgd" / "seed-0", out / "plain" / "seed-0")
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / run_folder.RESULT).write_text("{}", encoding="utf-8")
+        texts = [f"{folder.parent.name} writes {number} {HOSTILE}" for number in range(len(graphs))]
+        (folder / run_folder.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    (out / "references.txt").write_text("".join(f"{graph.reference}\n" for graph in graphs), encoding="utf-8")
+    return *folders, data
+
+
+def written(pair: tuple[Path, Path, Path], place: Path, count: int = 4, seed: int = 1) -> tuple[Path, Path]:
+    place.mkdir(exist_ok=True)
+    one, other, data = pair
+    return write_rating(place, read_items(one, other, data), (one, other), ("svgd", "plain"), count=count, seed=seed)
+
+
+def shown(form: Path) -> dict:
+    block = form.read_text(encoding="utf-8").partition('id="rating-data">')[2].partition("</script>")[0]
+    return json.loads(block)
+
+
+def saved(path: Path, form: Path, rater: str, rate) -> Path:
+    """What the form's button would save, each item rated by `rate(item)`."""
+    data = shown(form)
+    answers = [
+        {"item": item["id"], **dict.fromkeys((name for name, _ in CRITERIA), rate(item))} for item in data["items"]
+    ]
+    path.write_text(json.dumps({"set": data["set"], "rater": rater, "answers": answers}), encoding="utf-8")
+    return path
+
+
+def favours(arm: str):
+    return lambda item: "A" if item["A"].startswith(arm) else "B"
+
+
+def test_the_form_is_blind_and_escaped_and_the_key_tells(pair, tmp_path):
+    form, key = written(pair, tmp_path / "rating", count=6)
+    page = form.read_text(encoding="utf-8")
+    assert HOSTILE not in page
+    data, told = shown(form), json.loads(key.read_text())
+    assert len(data["items"]) == 6
+    assert "svgd" not in page.replace("svgd writes", "")
+    assert str(pair[0].parent.parent) not in page
+    assert sorted(told["sides"].values()) == ["AB"] * 3 + ["BA"] * 3
+    for item in data["items"]:
+        first, second = ("svgd", "plain") if told["sides"][str(item["id"])] == "AB" else ("plain", "svgd")
+        assert item["A"].startswith(first)
+        assert item["B"].startswith(second)
+        assert item["triples"][0].startswith("(")
+    assert [item["id"] for item in data["items"]] != sorted(item["id"] for item in data["items"])
+
+
+def test_a_form_for_other_texts_does_not_overwrite_a_key(pair, tmp_path):
+    written(pair, tmp_path / "rating")
+    written(pair, tmp_path / "rating")
+    with pytest.raises(DataError, match="belongs to other texts"):
+        written(pair, tmp_path / "rating", seed=2)
+
+
+def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_path):
+    form, key = written(pair, tmp_path / "rating")
+    files = [
+        saved(tmp_path / "a.json", form, "Ann", favours("svgd")),
+        saved(tmp_path / "b.json", form, "Bea", favours("svgd")),
+        saved(tmp_path / "c.json", form, "Cem", lambda item: favours("plain")(item) if item["id"] % 2 else "tie"),
+    ]
+    found = read_ratings(key, files)
+    odd = sum(item["id"] % 2 for item in shown(form)["items"])
+    assert found.shares("overall") == {"win": 2 / 3, "lose": odd / 12, "tie": (4 - odd) / 12}
+    assert found.agreement("grammar") == pytest.approx(1 / 3)
+    lead = found.lead("structure")
+    assert lead is not None
+    assert lead.value == pytest.approx(2 / 3 - odd / 12)
+    assert (lead.seeds, lead.items) == (3, 4)
+    assert ratings_grid(found).rows[3][:2] == ("Overall", "67%")
+    kept = json.loads(record_ratings(found).read_text())
+    assert kept["numbers"]["overall_win"] == pytest.approx(200 / 3)
+    assert kept["numbers"]["raters"] == 3
+
+
+def test_unfinished_items_are_left_out_and_damaged_files_are_refused(pair, tmp_path):
+    form, key = written(pair, tmp_path / "rating")
+    whole = saved(tmp_path / "a.json", form, "Ann", favours("svgd"))
+    answers = json.loads(whole.read_text())
+    del answers["answers"][0]["grammar"]
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps({**answers, "rater": "Bea"}))
+    assert len(read_ratings(key, [whole, part]).values) == 7
+    with pytest.raises(DataError, match="a second file of rater Ann"):
+        read_ratings(key, [whole, whole])
+    for changed, said in (
+        ({"set": "other"}, "rates another form"),
+        ({"answers": [{"item": 999}]}, "rates no text of the form"),
+        ({"answers": [{**answers["answers"][1], "overall": "C"}]}, "rated 'C'; expected A, B or tie"),
+        ({"answers": []}, "no item is rated"),
+    ):
+        part.write_text(json.dumps({**json.loads(whole.read_text()), **changed}))
+        with pytest.raises(DataError, match=said):
+            read_ratings(key, [part])
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(DataError, match="is no file of ratings"):
+        read_ratings(key, [tmp_path / "list.json"])
+    with pytest.raises(DataError, match="is not the key of a rating form"):
+        read_ratings(whole, [whole])
+
+
+def test_the_commands_write_the_form_and_count(pair, tmp_path, capsys):
+    out = tmp_path / "pages"
+    run, other, data = map(str, pair)
+    assert call("rate", run, other, "--data", data, "--out", str(out), "--items", "3") == 0
+    answers = saved(tmp_path / "a.json", out / FORM, "Ann", favours("svgd"))
+    assert HOSTILE not in (out / "outputs.html").read_text()
+    capsys.readouterr()
+    assert call("ratings", str(out / KEY), str(answers), "--record") == 0
+    assert "100%" in capsys.readouterr().out
+    assert run_folder.analysis_file(pair[0], "ratings").exists()
+    other_data = write_triples(tmp_path / "other.tsv", 40)
+    assert "was tested on other graphs" in refused(capsys, "rate", run, other, "--data", str(other_data))
+    assert "holds no finished run" in refused(capsys, "rate", str(tmp_path), other, "--data", data)
+
+
+def test_the_page_of_outputs_has_graph_texts_and_reference(pair):
+    one, other, data = pair
+    items = read_items(one, other, data)
+    assert [name for name, _ in rows(items[0], ("x", "y"))] == ["Title", "Knowledge", "x", "y", "Gold"]
+    page = outputs_page(items[:2], ("x", "y"), title="Texts").render()
+    assert HOSTILE not in page
+    assert "svgd writes 0" in page
+    assert items[1].reference.split()[0] in page

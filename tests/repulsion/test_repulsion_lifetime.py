@@ -1,0 +1,237 @@
+"""The handle from attachment to removal: copies, replaced and frozen parameters, saving and resuming."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from repulsion.by_hand import RULE, loss_of, model_with_gradients
+
+NOISY = hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)
+
+
+def stepped(rule=RULE, **options):
+    torch.manual_seed(0)
+    model = SeparateAttention()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    handle = hw.repel(optimizer, hw.find_heads(model), rule, **options)
+    take_steps(model, optimizer, 0, 2)
+    handle.verify(optimizer)
+    return model, optimizer, handle
+
+
+def take_steps(model, optimizer, first, last):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_model_and_optimizer_is_not_repelled_and_that_is_told(copied):
+    model, optimizer, handle = stepped()
+    twin, twins_optimizer = copied((model, optimizer))
+    before = handle.steps
+    take_steps(twin, twins_optimizer, 2, 3)
+    assert handle.steps == before
+    with pytest.raises(hw.NotFired, match=r"copied or unpickled.*Call hw\.repel on the optimizer in use"):
+        handle.verify(twins_optimizer)
+    again = hw.repel(twins_optimizer, hw.find_heads(twin), RULE)
+    take_steps(twin, twins_optimizer, 3, 4)
+    again.verify(twins_optimizer)
+
+
+def test_a_copy_of_the_handle_tells_that_its_hooks_are_lost():
+    model, optimizer, handle = stepped()
+    *_, twin = copy.deepcopy((model, optimizer, handle))
+    with pytest.raises(hw.NotFired, match="copied or unpickled"):
+        twin.verify()
+    with pytest.raises(hw.NotFired, match="not attached to its optimizer any more"):
+        twin.apply()
+    handle.verify(optimizer)
+
+
+def test_an_optimizer_built_again_is_told():
+    model, _, handle = stepped()
+    rebuilt = AdamW(model.parameters(), lr=0.01)
+    take_steps(model, rebuilt, 2, 3)
+    with pytest.raises(hw.NotFired, match="another optimizer was built"):
+        handle.verify(rebuilt)
+
+
+def test_a_new_rate_or_a_loaded_state_does_not_take_the_hook_away():
+    model, optimizer, handle = stepped()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    model.to(torch.float64).to(torch.float32)
+    optimizer.param_groups[0]["lr"] = 0.5
+    take_steps(model, optimizer, 2, 4)
+    assert handle.steps == 4
+    handle.verify(optimizer)
+
+
+@pytest.mark.parametrize("call", ["step", "apply", "verify"])
+def test_a_replaced_parameter_is_told_instead_of_acting_on_a_stale_one(call):
+    model, optimizer, handle = stepped()
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    act = {"step": optimizer.step, "apply": handle.apply, "verify": handle.verify}[call]
+    with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
+        act()
+
+
+def test_a_parameter_taken_out_of_the_optimizer_is_told():
+    model, optimizer, handle = stepped()
+    optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p is not model.k_proj.weight]
+    with pytest.raises(hw.LayoutError, match=r"k_proj\.weight is no longer held by AdamW"):
+        take_steps(model, optimizer, 2, 3)
+    handle.remove()
+    take_steps(model, optimizer, 3, 4)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_heads_frozen_later_stay_where_they_are(set_to_none):
+    torch.manual_seed(0)
+    model = SeparateAttention()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    take_steps(model, optimizer, 0, 2)
+    model.k_proj.weight.requires_grad_(False)
+    frozen, free = model.k_proj.weight.clone(), model.q_proj.weight.detach().clone()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    loss_of(model, 2).backward()
+    optimizer.step()
+    assert torch.equal(model.k_proj.weight, frozen)
+    assert not torch.equal(model.q_proj.weight, free)
+    assert handle.last.skipped == ("key",)
+    handle.verify(optimizer)
+    for weight in (model.q_proj.weight, model.v_proj.weight):
+        weight.requires_grad_(False)
+    with pytest.raises(hw.NotFired, match=r"frozen for good, call \.remove\(\)"):
+        optimizer.step()
+
+
+def test_heads_that_the_loss_never_reaches_are_told_by_name():
+    model = model_with_gradients()
+    model.v_proj.weight.grad = None
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    optimizer.step()
+    with pytest.raises(hw.NotFired, match="value: no gradient at any step since repel"):
+        handle.verify()
+    model.v_proj.weight.grad = torch.ones_like(model.v_proj.weight)
+    optimizer.step()
+    handle.verify()
+
+
+def test_an_optimizer_that_never_calls_torchs_constructor_is_refused():
+    class Bare(Optimizer):
+        def __init__(self, params) -> None:
+            self.param_groups = [{"params": list(params)}]
+
+        def step(self, closure=None):
+            """Fire no hooks."""
+
+    model = model_with_gradients()
+    with pytest.raises(hw.SettingError, match=r"Bare does not call torch\.optim\.Optimizer\.__init__"):
+        hw.repel(Bare(model.parameters()), hw.find_heads(model), RULE)
+
+
+def test_nothing_is_acted_on_after_removal_nor_after_the_with_block():
+    model, optimizer, handle = stepped()
+    with handle as same:
+        assert same is handle
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    take_steps(model, optimizer, 2, 3)
+    assert handle.steps == 2
+    for call in (handle.apply, handle.verify):
+        with pytest.raises(hw.NotFired, match="not attached"):
+            call()
+
+
+def test_a_run_saved_to_disk_goes_on_bit_for_bit():
+    def fresh():
+        torch.manual_seed(7)
+        model = SeparateAttention()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return model, optimizer, scheduler, hw.repel(optimizer, hw.find_heads(model), NOISY, seed=11)
+
+    def train(parts, first, last):
+        model, optimizer, scheduler, handle = parts
+        for step in range(first, last):
+            handle.strength = 0.9**step
+            take_steps(model, optimizer, step, step + 1)
+            scheduler.step()
+
+    whole, halved = fresh(), fresh()
+    train(whole, 0, 6)
+    train(halved, 0, 3)
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in halved], file)
+    file.seek(0)
+    resumed = fresh()
+    for part, state in zip(resumed, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    assert resumed[3].strength == 0.9**2
+    torch.randn(5)  # noise does not come from the global generator
+    train(resumed, 3, 6)
+    for name, parameter in whole[0].named_parameters():
+        assert torch.equal(parameter, resumed[0].get_parameter(name)), name
+    forgotten = fresh()
+    for part, state in list(zip(forgotten, (p.state_dict() for p in halved), strict=True))[:3]:
+        part.load_state_dict(state)
+    train(forgotten, 3, 6)
+    assert not torch.equal(forgotten[0].q_proj.weight, whole[0].q_proj.weight)
+
+
+def noise_of_models(handles_of) -> list[torch.Tensor]:
+    """The noise that each of three equal models of one optimizer receives."""
+    models = [model_with_gradients() for _ in range(3)]
+    optimizer = SGD(nn.ModuleList(models).parameters(), lr=0.25)
+    handles_of(optimizer, models)
+    for model in models:
+        model.q_proj.weight.grad.zero_()
+    optimizer.step()
+    return [model.q_proj.weight.grad.clone() for model in models]
+
+
+def test_models_with_equal_names_in_one_optimizer_draw_noise_apart():
+    rule = hw.SGLD(inverse_temperature=5.0, step_size=0.3)
+
+    def attach(optimizer, models):
+        return [hw.repel(optimizer, hw.find_heads(model), rule, seed=3) for model in models]
+
+    first, again = noise_of_models(attach), noise_of_models(attach)
+    for index, noise in enumerate(first):
+        assert torch.equal(noise, again[index])
+        for other in first[index + 1 :]:
+            assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1])) < 0.3
+
+    def removed_and_attached_again(optimizer, models):
+        attach(optimizer, models)[1].remove()
+        hw.repel(optimizer, hw.find_heads(models[1]), rule, seed=3)
+
+    for noise, same in zip(first, noise_of_models(removed_and_attached_again), strict=True):
+        assert torch.equal(noise, same)
+
+    def resumed_in_another_order(optimizer, models):
+        states = [handle.state_dict() for handle in attach(SGD(nn.ModuleList(models).parameters(), lr=0.25), models)]
+        for index in (2, 0, 1):
+            handle = hw.repel(optimizer, hw.find_heads(models[index]), rule, seed=3)
+            handle.load_state_dict(states[index])
+
+    for noise, same in zip(first, noise_of_models(resumed_in_another_order), strict=True):
+        assert torch.equal(noise, same)

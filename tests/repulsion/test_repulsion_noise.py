@@ -1,0 +1,84 @@
+"""The noise of Langevin rules: its size, its keys, its place in a step, and what a resumed run draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headwise as hw
+from repulsion.by_hand import model_with_gradients
+
+
+def noisy(noise="step", lr=0.25, optimizer=torch.optim.SGD, rule=None, seed=3):
+    model = model_with_gradients()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    rule = rule or hw.SGLD(inverse_temperature=5.0, step_size=0.3)
+    made = optimizer(model.parameters(), lr=lr)
+    handle = hw.repel(made, hw.find_heads(model).projection("query"), rule, noise=noise, seed=seed)
+    return model, before["q_proj.weight"], made, handle
+
+
+def test_noise_is_langevin_under_sgd_and_left_as_it_is_under_adam():
+    expected = (2 * 0.3 / 5.0) ** 0.5
+    for optimizer, factor in ((torch.optim.SGD, 0.25**-0.5), (torch.optim.Adam, 1.0)):
+        draws = []
+        model, before, made, _ = noisy(optimizer=optimizer)
+        for _step in range(60):
+            model.q_proj.weight.grad = before.clone()
+            made.step()
+            draws.append(model.q_proj.weight.grad - 0.3 * before)
+        noise = torch.stack(draws)
+        # 60 * 240 normal draws: their standard deviation is known to 1/sqrt(2 * 14400) = 0.6 %
+        assert float(noise.std()) == pytest.approx(expected * factor, rel=0.03)
+        assert abs(float(noise.mean())) < 4 * expected * factor / len(noise.flatten()) ** 0.5
+
+
+def test_noise_depends_on_seed_step_and_parameter_alone():
+    first, again, other = noisy(), noisy(), noisy(seed=4)
+    torch.randn(17)
+    for _, _, optimizer, _ in (first, again, other):
+        optimizer.step()
+    assert torch.equal(first[0].q_proj.weight.grad, again[0].q_proj.weight.grad)
+    assert not torch.equal(first[0].q_proj.weight.grad, other[0].q_proj.weight.grad)
+    before = first[0].q_proj.weight.grad.clone()
+    first[0].q_proj.weight.grad = first[1].clone()
+    first[2].step()
+    assert not torch.equal(first[0].q_proj.weight.grad, before)
+
+
+def test_noise_comes_at_the_step_after_clipping_unless_asked_for_with_the_forces():
+    model, before, optimizer, handle = noisy()
+    handle.apply()
+    torch.testing.assert_close(model.q_proj.weight.grad, 0.3 * before)
+    optimizer.step()
+    assert not torch.allclose(model.q_proj.weight.grad, 0.3 * before)
+    model, before, optimizer, handle = noisy(noise="apply")
+    handle.apply()
+    applied = model.q_proj.weight.grad.clone()
+    assert not torch.allclose(applied, 0.3 * before)
+    optimizer.step()
+    assert torch.equal(model.q_proj.weight.grad, applied)
+
+
+def test_a_resumed_run_goes_on_with_the_same_noise():
+    model, before, optimizer, handle = noisy()
+    for _ in range(3):
+        model.q_proj.weight.grad = before.clone()
+        optimizer.step()
+    saved = handle.state_dict()
+    model.q_proj.weight.grad = before.clone()
+    optimizer.step()
+    expected = model.q_proj.weight.grad.clone()
+    model, before, optimizer, handle = noisy()
+    handle.load_state_dict(saved)
+    optimizer.step()
+    assert torch.equal(model.q_proj.weight.grad, expected)
+    assert handle.steps == 4
+    with pytest.raises(hw.SettingError, match=r"steps=\[1, 2\] and turns=\[0, 1\]; expected lists of 1"):
+        handle.load_state_dict({"steps": [1, 2], "turns": [0, 1], "strength": 1.0})
+
+
+def test_a_tensor_rate_of_zero_gives_finite_noise():
+    model, _, optimizer, _ = noisy(lr=torch.tensor(0.0))
+    optimizer.step()
+    assert torch.isfinite(model.q_proj.weight.grad).all()

@@ -1,0 +1,275 @@
+"""Batches bring their masks through Hugging Face's Trainer, whatever it does to them on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.errors import DataError
+from headwise.roles.position_tables import longest_text
+from roles.tokenizers_for_tests import fast_tokenizer
+
+TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]
+EXAMPLES = [{"text": text, "label": index % 2} for index, text in enumerate(TEXTS)]
+ROLES = hw.Roles(hw.Separator(), hw.Window(3))
+
+
+def classifier() -> torch.nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=500, **sizes))
+
+
+def test_the_mask_is_that_of_the_encoded_texts_and_their_padding():
+    tokenizer = fast_tokenizer("WordPiece")
+    batch = hw.RoleCollator(ROLES, tokenizer, 3)(EXAMPLES)
+    encoding = tokenizer(TEXTS, padding=True)
+    tables = [hw.WordTable.split(text) for text in TEXTS]
+    expected = ROLES(tables, 3, encoding=encoding)
+    assert torch.equal(batch["role_mask"].allowed(), expected.allowed())
+    assert batch["input_ids"].tolist() == encoding["input_ids"]
+    assert batch["labels"].tolist() == [0, 1, 0, 1, 0]
+    assert "text" not in batch
+
+
+def test_a_collator_of_your_own_pads_as_it_likes_and_sees_the_other_columns():
+    from transformers import DataCollatorWithPadding
+
+    tokenizer = fast_tokenizer("byte-level BPE", padding_side="left", model_max_length=64)
+    inner = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    seen: list[set[str]] = []
+
+    def collate(features: list[dict]) -> dict:
+        seen.append(set(features[0]))
+        return inner(features)
+
+    batch = hw.RoleCollator(ROLES, tokenizer, 4, collator=collate, max_length=12, heads=(3, 1), empty="self")(EXAMPLES)
+    assert {"input_ids", "attention_mask", "label"} <= seen[0]
+    mask = batch["role_mask"]
+    assert mask.tokens == batch["input_ids"].shape[1] == 16
+    assert torch.equal(mask.keep, batch["attention_mask"].bool())
+    assert (mask.heads, mask.empty) == ((3, 1), "self")
+
+
+def test_pairs_of_texts_and_a_parser_of_your_own():
+    calls: list[list[str]] = []
+
+    def parse(texts: list[str]) -> list[hw.WordTable]:
+        calls.append(texts)
+        return [hw.WordTable(text.split(), text=text) for text in texts]
+
+    tokenizer = fast_tokenizer("WordPiece")
+    collator = hw.RoleCollator(hw.Roles(hw.Window(1)), tokenizer, 1, parse=parse, text=("premise", "hypothesis"))
+    batch = collator([{"premise": "so it goes", "hypothesis": "it stops."}, {"premise": "a", "hypothesis": "b c"}])
+    assert calls == [["so it goes", "it stops.", "a", "b c"]]
+    places = tokenizer(["so it goes"], ["it stops."]).encodings[0].word_ids
+    first = batch["role_mask"].roles[0, 0]
+    # pieces of one word see one another and nothing else: "stops." is one word of this parser, and two of the tokenizer
+    last = [place for place, word in enumerate(places) if word is not None][-1]
+    assert bool(first[last, last - 1])
+    assert not first[1, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
+    from transformers import Trainer, TrainingArguments
+
+    model, tokenizer = classifier(), fast_tokenizer("WordPiece")
+    heads = hw.find_heads(model)
+    guidance = hw.guide(heads)
+    arguments = TrainingArguments(
+        tmp_path,
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        remove_unused_columns=False,
+        dataloader_num_workers=workers,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        data_collator=guidance.collator(ROLES, tokenizer),
+        train_dataset=EXAMPLES,
+        eval_dataset=EXAMPLES,
+    )
+    trainer.train()
+    # three batches an epoch, two epochs
+    assert set(guidance.calls.values()) == {6}
+    metrics = trainer.evaluate()
+    assert set(guidance.calls.values()) == {8}
+    assert metrics["eval_loss"] > 0
+    seen: list[Tensor] = []
+    with hw.Taps(heads.layer(0), weights=True) as taps:
+        for examples in (EXAMPLES[:2], EXAMPLES[2:]):
+            batch = guidance.collator(ROLES, tokenizer)(examples)
+            model(**batch)
+            seen.append(taps.read()[0].weights[~batch["role_mask"].allowed()])
+    assert all(len(forbidden) and not forbidden.any() for forbidden in seen)
+    guidance.remove()
+
+
+def test_what_is_missing_is_said_with_the_way_out():
+    tokenizer = fast_tokenizer("WordPiece")
+    collator = hw.RoleCollator(ROLES, tokenizer, 3)
+    with pytest.raises(hw.DataError, match=r"example 1 has label; .*remove_unused_columns=False"):
+        collator([{"text": "a"}, {"label": 1}])
+    with pytest.raises(hw.DataError, match=r"example 0 its 'text' is a NoneType"):
+        collator([{"text": None}])
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(hw.DataError, match="Slow is not a fast tokenizer"):
+        hw.RoleCollator(ROLES, Slow(), 3)
+    with pytest.raises(hw.DataError, match="has no parse"):
+        hw.RoleCollator(hw.Roles(hw.Dependency()), tokenizer, 3)(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "given no example"),
+        ([{"text": "a", "label": "good"}], r"column 'label' makes no tensor \('good', ...\); expected numbers"),
+        ([{"text": "a", "id": "x7"}], r"column 'id' makes no tensor .* handed every column but the text"),
+        ([{"text": "a", "label": None}], "column 'label' makes no tensor"),
+        ([{"text": "a", "tags": [1]}, {"text": "b", "tags": [1, 2]}], "column 'tags' makes no tensor"),
+        ([{"text": "a", "label": 1}, {"text": "b"}], "example 1 has no 'label' and example 0 has"),
+    ],
+)
+def test_columns_that_make_no_tensor_are_named(examples: list[dict], message: str):
+    with pytest.raises(hw.DataError, match=message):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3)(examples)
+
+
+def test_a_length_without_room_for_a_text_is_refused():
+    # with two special tokens the tokenizer would cut nothing and say nothing
+    with pytest.raises(hw.SettingError, match=r"max_length is 1 and the tokenizer made \d+ tokens"):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=1)(EXAMPLES)
+    for wrong in (0, "8"):
+        with pytest.raises(hw.SettingError, match="max_length is"):
+            hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=wrong)
+
+
+def test_a_parser_is_a_function_that_gives_a_table_for_each_text():
+    tokenizer = fast_tokenizer("WordPiece")
+    with pytest.raises(hw.SettingError, match=r"parse is 'en_core_web_sm'; .*Parser\(pipeline\)"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse="en_core_web_sm")
+    with pytest.raises(hw.SettingError, match=r"text is \('a', 'b', 'c'\); expected"):
+        hw.RoleCollator(ROLES, tokenizer, 3, text=("a", "b", "c"))
+    with pytest.raises(hw.DataError, match="parse gave 4 word tables for 5 texts"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [hw.WordTable.split(t) for t in texts[1:]])(EXAMPLES)
+    with pytest.raises(hw.DataError, match=r"row 0 is \(\['The', .*expected a word table"):
+        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [text.split() for text in texts])(EXAMPLES)
+
+
+def test_a_trainer_that_generates_hands_the_mask_to_generate(tmp_path: Path):
+    from transformers import (
+        DataCollatorForSeq2Seq,
+        MarianConfig,
+        MarianMTModel,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+    )
+
+    tokenizer = fast_tokenizer("WordPiece")
+    sizes = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_layers": 2, "decoder_layers": 1}
+    tokens = {"pad_token_id": 3, "decoder_start_token_id": 3, "eos_token_id": 2, "forced_eos_token_id": 2}
+    model = MarianMTModel(
+        MarianConfig(vocab_size=420, d_model=24, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes, **tokens)
+    )
+    guidance = hw.guide(hw.find_heads(model).kind("self"))
+    arguments = Seq2SeqTrainingArguments(
+        tmp_path,
+        remove_unused_columns=False,
+        predict_with_generate=True,
+        generation_num_beams=2,
+        generation_max_length=5,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    pairs = [{"text": text, "labels": [5, 6, 2]} for text in TEXTS[:3]]
+    trainer = Seq2SeqTrainer(
+        model,
+        arguments,
+        data_collator=guidance.collator(ROLES, tokenizer, collator=DataCollatorForSeq2Seq(tokenizer, model=model)),
+        eval_dataset=pairs,
+        compute_metrics=lambda found: {"rows": len(found.predictions)},
+    )
+    assert trainer.evaluate()["eval_rows"] == 3
+    # once for the beams, once for the loss
+    assert set(guidance.calls.values()) == {2}
+    guidance.remove()
+
+
+def test_a_text_longer_than_the_models_positions_is_refused_before_the_model_sees_it():
+    model, tokenizer = classifier(), fast_tokenizer("WordPiece")
+    model.bert.embeddings.position_embeddings = torch.nn.Embedding(20, 24)
+    guidance = hw.guide(hw.find_heads(model))
+    long = [{"text": "one", "label": 0}, {"text": "word " * 30, "label": 1}]
+    with pytest.raises(DataError, match=r"example 1 has \d+ tokens and the model takes 20; cut texts there"):
+        guidance.collator(ROLES, tokenizer)(long)
+    batch = guidance.collator(ROLES, tokenizer, max_length=20, heads=(2, 0), empty="self")(long)
+    assert batch["input_ids"].shape[1] == 20
+    assert (batch["role_mask"].heads, batch["role_mask"].empty) == ((2, 0), "self")
+    guidance.remove()
+
+
+BART = {"attention_heads": 2, "ffn_dim": 8, "layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "room"), [("BERT", 64), ("RoBERTa", 62), ("BART", 64), ("GPT-2", 64), ("Llama", None), ("T5", None)]
+)
+def test_models_take_as_many_tokens_as_their_tables_of_positions_have_rows(name: str, room: int | None):
+    import transformers
+
+    class_ = {"BERT": "Bert", "RoBERTa": "Roberta", "BART": "Bart", "GPT-2": "GPT2", "Llama": "Llama", "T5": "T5"}[name]
+    config = getattr(transformers, f"{class_}Config")(
+        vocab_size=60, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, pad_token_id=1
+    )
+    bart = {f"{side}_{size}": value for side in ("encoder", "decoder") for size, value in BART.items()}
+    for key, value in {"max_position_embeddings": 64, "n_positions": 64, "num_layers": 1, "d_ff": 8, **bart}.items():
+        setattr(config, key, value)
+    model = getattr(transformers, f"{class_}Model")(config).eval()
+    assert longest_text(model) == room
+    if room is not None:
+        named = {"decoder_input_ids": torch.full((1, 2), 5)} if name == "BART" else {}
+        model(input_ids=torch.full((1, room), 5), **named)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, room + 1), 5), **named)
+
+
+def test_a_collator_that_pads_on_another_side_is_refused():
+    tokenizer = fast_tokenizer("WordPiece")
+
+    def left(features: list[dict]) -> dict:
+        width = max(len(one["input_ids"]) for one in features)
+        rows = [[0] * (width - len(one["input_ids"])) + one["input_ids"] for one in features]
+        keep = [[0] * (width - len(one["input_ids"])) + one["attention_mask"] for one in features]
+        return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(keep)}
+
+    with pytest.raises(
+        DataError, match=r"attention_mask of example \d is .* padded on the right as the tokenizer does"
+    ):
+        hw.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)
+
+
+def test_a_collator_whose_mask_has_another_shape_is_refused():
+    def longer(features: list[dict]) -> dict:
+        ids = torch.zeros(len(features), 30, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": torch.ones(len(features), 31, dtype=torch.long)}
+
+    with pytest.raises(DataError, match=r"attention_mask is \(5, 31\) and the input_ids are \(5, 30\)"):
+        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, collator=longer)(EXAMPLES)

@@ -1,0 +1,349 @@
+"""A model with aggregators comes back from its folder as it was, and nothing else takes that folder for a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.families import FAMILIES, Family
+from heads.test_huggingface_taps import BY_NAME, results, same
+
+TRANSFORMERS = [family for family in FAMILIES if not family.name.startswith(("timm", "torch"))]
+
+
+def swapped(family: Family) -> tuple[nn.Module, hw.Heads]:
+    """Different aggregations in one model, with weights of a training rather than of a start."""
+    model = family.build()
+    heads = hw.find_heads(model)
+    settings = (
+        hw.EMRouting(iterations=2, capsules=4, inverse_temperature=(0.7, 2.5)),
+        hw.Residual(hw.SimpleRouting(votes=hw.SharedTrunk(relu=False))),
+        hw.Trunk(votes=hw.PerHead()),
+    )
+    for index, site in enumerate(heads.sites):
+        hw.aggregate(hw.Heads(model, (site,), heads.projections, heads.found), settings[index % 3])
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(4)
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model, heads
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS, ids=str)
+def test_a_saved_model_comes_back_with_the_same_outputs_to_the_bit(family: Family, tmp_path: Path):
+    model, heads = swapped(family)
+    inputs = family.inputs(padded=family.maskable)
+    expected = results(model, inputs)
+    model.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    again = hw.load(tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+    assert type(again) is type(model)
+    assert not again.training
+    assert same(expected, results(again, inputs))
+    found = hw.find_heads(again)
+    assert [type(site.seam.module) for site in found] == [type(site.seam.module) for site in heads]
+    assert again.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
+def test_plain_transformers_refuses_the_folder_in_every_way_of_loading(name: str, tmp_path: Path):
+    import transformers
+
+    model, _ = swapped(BY_NAME[name])
+    model.save_pretrained(tmp_path)
+    ways = [
+        lambda: transformers.AutoModel.from_pretrained(tmp_path),
+        lambda: transformers.AutoConfig.from_pretrained(tmp_path),
+        lambda: type(model).from_pretrained(tmp_path),
+        lambda: type(model).from_pretrained(tmp_path, config=model.config),
+        lambda: type(model).from_pretrained(tmp_path, use_safetensors=False),
+        lambda: type(model).from_pretrained(tmp_path, config=model.config, ignore_mismatched_sizes=True),
+        lambda: transformers.pipeline("feature-extraction", model=str(tmp_path)),
+    ]
+    for way in ways:
+        with pytest.raises((OSError, ValueError)):
+            way()
+
+
+def test_a_model_without_aggregators_is_saved_as_ever(tmp_path: Path):
+    import transformers
+
+    family = BY_NAME["BERT"]
+    model = family.build()
+    heads = hw.find_heads(model)
+    plain = results(model, family.inputs())
+    assert "save_pretrained" not in vars(model)
+    aggregation = hw.aggregate(heads, hw.Trunk())
+    assert "save_pretrained" in vars(model)
+    aggregation.remove()
+    assert "save_pretrained" not in vars(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path)
+    assert same(plain, results(again.eval(), family.inputs()))
+    with pytest.raises(hw.DataError, match=r"holds no headwise\.json.*from_pretrained"):
+        hw.load(tmp_path)
+    with pytest.raises(hw.SettingError, match="model is a Heads; expected the torch module"):
+        hw.save(heads, tmp_path)
+    with pytest.raises(hw.DataError, match="BertModel holds no aggregator"):
+        hw.save(model, tmp_path)
+
+
+def test_of_two_aggregations_the_second_keeps_the_folder_when_the_first_is_removed(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model = family.build()
+    heads = hw.find_heads(model)
+    first, _ = hw.aggregate(heads.layer(0), hw.Trunk()), hw.aggregate(heads.layer(1), hw.SimpleRouting())
+    first.remove()
+    model.save_pretrained(tmp_path)
+    again = hw.load(tmp_path)
+    assert same(results(model, family.inputs()), results(again, family.inputs()))
+
+
+def test_a_copy_and_a_pickle_save_themselves(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model, _ = swapped(family)
+    for index, twin in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        with torch.no_grad():
+            twin.get_parameter("encoder.layer.1.output.dense.weight").mul_(2)
+        twin.save_pretrained(tmp_path / str(index))
+        again = hw.load(tmp_path / str(index))
+        assert same(results(twin, family.inputs()), results(again, family.inputs()))
+        assert not same(results(model, family.inputs()), results(again, family.inputs()))
+
+
+def test_a_model_inside_the_model_saves_its_own_aggregators(tmp_path: Path):
+    import transformers
+
+    family = BY_NAME["BERT"]
+    model = transformers.BertForSequenceClassification(family.build().config).eval()
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+    inputs = family.inputs()
+    model.save_pretrained(tmp_path / "whole")
+    model.bert.save_pretrained(tmp_path / "part")
+    assert same(results(model, inputs), results(hw.load(tmp_path / "whole"), inputs))
+    part = hw.load(tmp_path / "part")
+    assert type(part) is transformers.BertModel
+    assert same(results(model.bert, inputs), results(part, inputs))
+
+
+def test_shards_hold_the_same_as_one_file(tmp_path: Path):
+    family = BY_NAME["Llama"]
+    model, _ = swapped(family)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("headwise-*.pt"))
+    assert len(files) > 3
+    assert same(results(model, family.inputs()), results(hw.load(tmp_path), family.inputs()))
+    files[1].unlink()
+    with pytest.raises(hw.DataError, match=r"is missing: the folder was copied or saved incompletely"):
+        hw.load(tmp_path)
+    with pytest.raises(hw.SettingError, match="max_shard_size is '5 barrels'"):
+        model.save_pretrained(tmp_path, max_shard_size="5 barrels")
+
+
+def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path):
+    family = BY_NAME["GPT-2"]
+    model, heads = swapped(family)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    # and a tie of the user's own, between two aggregators
+    second = copy.deepcopy(heads.sites[0].seam.module)
+    second.beta_a = heads.sites[0].seam.module.beta_a
+    setattr(heads.sites[1].seam.owner, heads.sites[1].seam.attribute, second)
+    model.save_pretrained(tmp_path)
+    again = hw.load(tmp_path)
+    assert again.lm_head.weight is again.transformer.wte.weight
+    found = hw.find_heads(again).sites
+    assert found[0].seam.module.beta_a is found[1].seam.module.beta_a
+    assert same(results(model, family.inputs()), results(again, family.inputs()))
+    written = sum(path.stat().st_size for path in tmp_path.glob("headwise-*.pt"))
+    assert written < sum(p.numel() * 4 for p in model.state_dict().values()) + 40_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtype_and_attention_implementation_are_kept(dtype: torch.dtype, tmp_path: Path):
+    family = BY_NAME["Llama"]
+    model, heads = swapped(family)
+    model = model.to(dtype)
+    model.set_attn_implementation("eager")
+    with hw.Taps(heads, weights=True):
+        # ours, while somebody listens, is nobody else's
+        model.save_pretrained(tmp_path)
+    again = hw.load(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {dtype}
+    assert again.config._attn_implementation == "eager"
+    assert same(results(model, family.inputs()), results(again, family.inputs()))
+
+
+def test_a_generating_model_generates_the_same(tmp_path: Path):
+    family = BY_NAME["Llama"]
+    model, _ = swapped(family)
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(tmp_path)
+    again = hw.load(tmp_path)
+    inputs = family.inputs()
+    assert torch.equal(model.generate(**inputs, do_sample=False), again.generate(**inputs, do_sample=False))
+
+
+def test_a_second_save_replaces_the_first_and_a_broken_one_leaves_it(tmp_path: Path, monkeypatch):
+    family = BY_NAME["BERT"]
+    model, _ = swapped(family)
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    first = results(model, family.inputs())
+    with torch.no_grad():
+        model.get_parameter("encoder.layer.0.output.dense.weight").mul_(2)
+    written = torch.save
+    done = []
+
+    def full_disk(tensors: dict, path: Path) -> None:
+        if len(done) == 1:
+            raise OSError("no space left")
+        done.append(path)
+        written(tensors, path)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path, max_shard_size="30KB")
+    monkeypatch.undo()
+    assert same(first, results(hw.load(tmp_path), family.inputs()))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    model.save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("headwise-*.pt"))) == 1
+    assert same(results(model, family.inputs()), results(hw.load(tmp_path), family.inputs()))
+
+
+def test_a_folder_with_a_stock_model_is_not_mixed(tmp_path: Path):
+    model = BY_NAME["BERT"].build()
+    model.save_pretrained(tmp_path)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    with pytest.raises(hw.DataError, match=r"holds model\.safetensors.*use another folder"):
+        model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+
+
+def test_options_without_a_form_are_refused_and_other_processes_write_nothing(tmp_path: Path):
+    model, _ = swapped(BY_NAME["BERT"])
+    with pytest.raises(hw.SettingError, match=r"was given \{'variant': 'fp16'\}"):
+        model.save_pretrained(tmp_path, variant="fp16")
+    model.save_pretrained(tmp_path / "other", is_main_process=False, push_to_hub=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_given_state_dict_is_what_is_written(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model, _ = swapped(family)
+    state = {name: tensor * 1.25 for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    model.save_pretrained(tmp_path, state_dict=state)
+    again = hw.load(tmp_path)
+    for name, tensor in state.items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_any_module_is_restored_into_one_like_it(tmp_path: Path):
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Transformer(16, 4, 1, 1, 24, batch_first=True).eval()
+
+    model = make()
+    inputs = {"src": torch.randn(2, 5, 16), "tgt": torch.randn(2, 3, 16)}
+    hw.aggregate(hw.find_heads(model), hw.EMRouting())
+    hw.save(model, tmp_path)
+    again = hw.load(tmp_path, make())
+    assert same(results(model, inputs), results(again, inputs))
+    with pytest.raises(hw.DataError, match=r"build one like it.*load\(folder, model\)"):
+        hw.load(tmp_path)
+    parameters = list(again.parameters())
+    with torch.no_grad():
+        parameters[-1].add_(1.0)
+    # a model that has the same aggregators is restored in place: an optimizer still holds its parameters
+    assert hw.load(tmp_path, again) is again
+    assert all(before is after for before, after in zip(parameters, again.parameters(), strict=True))
+    assert same(results(model, inputs), results(again, inputs))
+    other = make()
+    hw.aggregate(hw.find_heads(other), hw.EMRouting(iterations=2))
+    with pytest.raises(hw.DataError, match=r"is a EMAggregator already, with .*iterations.*; the saved one has"):
+        hw.load(tmp_path, other)
+    with pytest.raises(hw.DataError, match=r"has shape \(.*\) in .* and \(.*\) in the model"):
+        hw.load(tmp_path, nn.Transformer(16, 4, 1, 1, 48, batch_first=True))
+    with pytest.raises(hw.DataError, match="does not fit Transformer"):
+        hw.load(tmp_path, nn.Transformer(16, 4, 2, 1, 24, batch_first=True))
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_with_the_two_lines_of_the_documentation(tmp_path: Path):
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    class AggregatedTrainer(Trainer):
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            hw.load(resume_from_checkpoint, self.model if model is None else model)
+
+    def trainer(folder: Path, steps: int) -> Trainer:
+        torch.manual_seed(5)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        model = BertForSequenceClassification(BertConfig(vocab_size=30, **sizes))
+        hw.aggregate(hw.find_heads(model), hw.EMRouting(iterations=2))
+        data = [{"input_ids": [2, 3 + i, 4], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(16)]
+        arguments = TrainingArguments(
+            str(folder), max_steps=steps, per_device_train_batch_size=2, save_steps=3, use_cpu=True, report_to="none",
+            disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
+        )  # fmt: skip
+        return AggregatedTrainer(model, arguments, train_dataset=data)
+
+    whole = trainer(tmp_path / "whole", 6)
+    whole.train()
+    trainer(tmp_path / "cut", 3).train()
+    resumed = trainer(tmp_path / "cut", 6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@dataclass(frozen=True)
+class Own:
+    """Votes of a user's own: one matrix a head."""
+
+    scale: float = 1.0
+
+    def weights(self, num_heads: int, head_size: int, width: int) -> dict:
+        from headwise.routing.votes import VoteWeight
+
+        return {"own_weight": VoteWeight((num_heads, width, head_size), bound=0.5)}
+
+    def compute(self, heads: Tensor, num_heads: int, *weights: Tensor) -> Tensor:
+        by_head = heads.unflatten(-1, (num_heads, -1)).transpose(0, 1)
+        return (by_head @ weights[0].mT).transpose(0, 1) * self.scale
+
+
+def test_a_setting_of_the_users_own_comes_back_when_its_class_is_given(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model = family.build()
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=Own(scale=0.5)))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(hw.DataError, match=r"holds the setting 'Own'.*settings="):
+        hw.load(tmp_path)
+    again = hw.load(tmp_path, settings=(Own,))
+    assert same(results(model, family.inputs()), results(again, family.inputs()))
+
+
+def test_a_folder_of_another_making_is_refused(tmp_path: Path):
+    model, _ = swapped(BY_NAME["BERT"])
+    model.save_pretrained(tmp_path)
+    record = tmp_path / "headwise.json"
+    written = json.loads(record.read_text())
+    for change, message in (
+        ({"format": 2}, "has format 2; this version"),
+        ({"model": {**written["model"], "class": "os:system"}}, "not one of transformers"),
+    ):
+        record.write_text(json.dumps({**written, **change}))
+        with pytest.raises(hw.DataError, match=message):
+            hw.load(tmp_path)
+    record.write_text("[]")
+    with pytest.raises(hw.DataError, match="is not a record of headwise"):
+        hw.load(tmp_path)
