@@ -13,17 +13,12 @@ from headwise.errors import (
 )
 from headwise.heads.ablation import Ablation, Importance, ablate, importance
 from headwise.heads.bias import HeadBias, bias_heads
-from headwise.heads.find import (
-    LAYOUTS,
-    AdditiveQueries,
-    FusedLinear,
-    Layout,
-    SeparateLinears,
-    TorchMultihead,
-    find_heads,
-)
+from headwise.heads.capture import Capture
+from headwise.heads.find import LAYOUTS, find_heads
+from headwise.heads.fused_layouts import FusedLinear
 from headwise.heads.heads import Heads, Site
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.scores import ScoreCall
@@ -35,8 +30,9 @@ from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.function_rule import FunctionSVGD
 from headwise.repulsion.groups import jitter
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, NormalizedRBF
+from headwise.repulsion.mixing import Relative
 from headwise.repulsion.repel import Repulsion, repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Relative
+from headwise.repulsion.rules import SGLD, SPOS, SVGD
 from headwise.roles.align import Alignment, align
 from headwise.roles.build import Roles
 from headwise.roles.collator import RoleCollator

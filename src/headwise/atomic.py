@@ -10,8 +10,6 @@ from pathlib import Path
 
 from headwise.errors import DataError
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file by rename, so that a reader sees the old file or the new one, never a part.

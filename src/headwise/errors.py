@@ -11,23 +11,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = [
-    "DataError",
-    "HeadwiseError",
-    "LayoutError",
-    "MaskError",
-    "NotFired",
-    "SettingError",
-    "ShapeError",
-    "require_boolean",
-    "require_choice",
-    "require_integer",
-    "require_names",
-    "require_positive",
-    "require_range",
-    "require_shape",
-]
-
 
 class HeadwiseError(Exception):
     """Any refusal by headwise; every other exception type here derives from it."""

@@ -15,22 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Share",
-    "add_own_part",
-    "computes_part",
-    "gathered",
-    "is_sharded",
-    "mean_over",
-    "own_slice",
-    "pieces",
-    "scaled",
-    "share_of",
-    "sum_over",
-    "whole",
-    "write_own_part",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Share:

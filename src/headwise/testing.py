@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.find import LAYOUTS, Layout, find_heads
+from headwise.heads.find import LAYOUTS, find_heads
+from headwise.heads.layouts import Layout
 from headwise.heads.verify import Verification, verify
 from headwise.repulsion.rules import Rule, update
-
-__all__ = ["check_layout", "check_rule", "particles_near_collapse"]
 
 
 def particles_near_collapse(count: int, width: int, *, seed: int = 0) -> dict[str, Tensor]:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError
 
-__all__ = ["flattened", "refuse_flat_optimizer", "require_readable"]
-
 FSDP1 = (
     "is flattened by FSDP1 (FullyShardedDataParallel), which leaves no matrix to read heads in; shard the model with "
     "FSDP2 instead (torch.distributed.fsdp.fully_shard; in Accelerate fsdp_version: 2)"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from architecture.documented import DOCUMENTED
 from architecture.source import ROOT
 from headwise.moved import MOVED
 
@@ -48,3 +49,10 @@ def test_a_module_of_version_0_1_still_imports_from_its_old_path(old: str):
         module = importlib.import_module(old)
     new = vars(importlib.import_module(MOVED[old]))
     assert all(vars(module)[name] is value for name, value in new.items() if not name.startswith("__"))
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+@pytest.mark.filterwarnings("ignore:headwise.* is now:DeprecationWarning")
+def test_every_name_that_version_0_1_documented_is_still_there(module: str):
+    present = vars(importlib.import_module(module))
+    assert not [name for name in DOCUMENTED[module].split() if name not in present]

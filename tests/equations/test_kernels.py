@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
-from headwise.repulsion.bandwidths import Bandwidth
+from headwise.repulsion.bandwidths import Bandwidth, Fixed, Median, ReleasedMedian
 from headwise.repulsion.gram import (
     CPU_CHUNK,
     collapsed,
@@ -20,17 +20,7 @@ from headwise.repulsion.gram import (
     require_nonzero,
     shifted_gram,
 )
-from headwise.repulsion.kernels import (
-    IMQ,
-    RBF,
-    Cosine,
-    Fixed,
-    Kernel,
-    Median,
-    NormalizedRBF,
-    ReleasedMedian,
-    cosine_gradient,
-)
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF, cosine_gradient
 
 EPS = torch.finfo(torch.float64).eps
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
+from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
 from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.gram import Geometry, geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF
 from headwise.repulsion.mixing import Mixing, Relative, blend
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
 

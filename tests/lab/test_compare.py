@@ -91,7 +91,7 @@ if __name__ == "__main__":
 def interrupted(folder: Path, *kinds: str, once: str) -> tuple[int, float, str]:
     """Send Ctrl-C to a pool's process group once each job left the file `once`: exit code, seconds, stderr."""
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder), kinds=kinds))
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(folder), kinds=kinds))
     source = str(Path(__file__).parents[2] / "src")
     process = subprocess.Popen(
         [sys.executable, str(script)],

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
 from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.gram import geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF
 from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
 

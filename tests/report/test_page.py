@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
-from headwise.report.html import Page, write_whole
+from headwise.report.html import Page
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </td></style> $x$ \x00"
 

@@ -30,23 +30,12 @@ from headwise.errors import (
     require_choice,
     require_range,
 )
+from headwise.heads.capture import Capture
 from headwise.heads.given_heads import require_heads
 from headwise.heads.heads import Heads, Site
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.parallel import mean_over
-
-__all__ = [
-    "Disagreement",
-    "Frobenius",
-    "Output",
-    "Position",
-    "PositionSquaredDifference",
-    "Similarity",
-    "Subspace",
-    "Sum",
-]
-
 
 # The fields of a capture a similarity may be of.
 READ = ("outputs", "values", "weights", "mean_weights")

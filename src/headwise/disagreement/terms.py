@@ -23,22 +23,6 @@ from torch import Tensor
 
 from headwise.errors import MaskError, ShapeError
 
-__all__ = [
-    "frobenius_penalty",
-    "frobenius_penalty_sum",
-    "normalized_position_similarity",
-    "normalized_position_similarity_sum",
-    "output_similarity",
-    "output_similarity_sum",
-    "position_similarity",
-    "position_similarity_of_mean_sum",
-    "position_similarity_sum",
-    "position_squared_difference",
-    "position_squared_difference_sum",
-    "subspace_similarity",
-    "subspace_similarity_sum",
-]
-
 ZERO_NORM = 1e-12
 
 
@@ -347,10 +331,12 @@ def _mean(sum_and_count: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that sums over a tensor are taken in: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast on the device of a tensor."""
     # Autocast would run a float32 product in half precision.
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
@@ -369,6 +355,7 @@ def _require_weights(weights: Tensor, keep: Tensor | None) -> None:
 
 
 def require_floating(name: str, tensor: Tensor, axes: int, shape: str) -> None:
+    """Raise `ShapeError` unless a tensor is floating point and has so many axes."""
     if not isinstance(tensor, Tensor):
         raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {shape}.")
     if tensor.dim() < axes or 0 in tensor.shape[-axes:]:
@@ -378,6 +365,7 @@ def require_floating(name: str, tensor: Tensor, axes: int, shape: str) -> None:
 
 
 def require_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `MaskError` unless `keep` is a boolean mask of that shape."""
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
         given = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
         raise MaskError(f"keep is {given}; expected a bool tensor, True = valid.")

@@ -2,17 +2,12 @@
 
 from headwise.heads.ablation import Ablation, Importance, ablate, importance
 from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
-from headwise.heads.find import (
-    LAYOUTS,
-    AdditiveQueries,
-    FusedLinear,
-    Layout,
-    SeparateLinears,
-    TorchMultihead,
-    find_heads,
-)
+from headwise.heads.capture import Capture
+from headwise.heads.find import LAYOUTS, find_heads
+from headwise.heads.fused_layouts import FusedLinear
 from headwise.heads.heads import KINDS, PROJECTIONS, Heads, Seam, Site, Slab
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 
 __all__ = [

@@ -19,8 +19,6 @@ from headwise.heads.heads import Heads, Seam, Site
 from headwise.nn.checkpointing import in_checkpoint
 from headwise.nn.hooks import Handle, Hook, first_argument, with_first_argument
 
-__all__ = ["Ablation", "Importance", "ablate", "importance"]
-
 
 class Ablation(Handle):
     """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`.

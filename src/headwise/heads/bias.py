@@ -20,8 +20,6 @@ from headwise.nn.checkpointing import recomputing
 from headwise.nn.hooks import Handle
 from headwise.nn.scores import ScoreCall
 
-__all__ = ["BiasFunction", "HeadBias", "bias_heads"]
-
 BiasFunction = Callable[[Site, ScoreCall], Tensor | None]
 
 

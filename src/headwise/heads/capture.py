@@ -15,8 +15,6 @@ from headwise.errors import NotFired, ShapeError
 from headwise.heads.heads import Site
 from headwise.heads.padding import cached_length, given_padding
 
-__all__ = ["Call", "Capture", "Forward", "Padding", "padding_of", "require_joined", "split_heads"]
-
 
 @dataclass
 class Capture:

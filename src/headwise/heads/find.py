@@ -21,16 +21,6 @@ from headwise.heads.heads import Heads, Site, check_slab
 from headwise.heads.layout_steps import letters, projects
 from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
 
-__all__ = [
-    "LAYOUTS",
-    "AdditiveQueries",
-    "FusedLinear",
-    "Layout",
-    "SeparateLinears",
-    "TorchMultihead",
-    "find_heads",
-]
-
 # Falcon and GPT-BigCode lay out the same attribute in several ways, and tell which by these flags.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
 

@@ -16,8 +16,6 @@ from headwise.heads.heads import Heads
 from headwise.nn.checkpointing import outside_graphs, recomputing
 from headwise.nn.hooks import Hook
 
-__all__ = ["Forwards", "are_partial", "drops_layers", "partial_forwards"]
-
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 _partial: ContextVar[bool] = ContextVar("partial forwards", default=False)

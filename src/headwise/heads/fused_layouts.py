@@ -25,8 +25,6 @@ from headwise.heads.layout_steps import (
 from headwise.heads.naming import find_seam, joined, projection_slab, seam_width
 from headwise.heads.projection import Projection, read_projection
 
-__all__ = ["FusedLinear"]
-
 
 @dataclass(frozen=True)
 class FusedLinear:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.heads import Heads, Site
 
-__all__ = ["require_heads"]
-
 
 def require_heads(given: object) -> None:
     """Raise unless these are heads of a model that still holds them where they were found.

@@ -19,8 +19,6 @@ from headwise.nn.scores import Scores
 from headwise.parallel import computes_part, gathered, is_sharded, own_slice, pieces, scaled
 from headwise.unsupported import flattened
 
-__all__ = ["KINDS", "PROJECTIONS", "Heads", "Seam", "Site", "Slab"]
-
 PROJECTIONS = ("query", "key", "value")
 KINDS = ("self", "decoder", "cross", "pooling")
 

@@ -39,8 +39,6 @@ from headwise.nn.scores import (
     without_empty_rows,
 )
 
-__all__ = ["InterfaceScores", "calls_interface", "with_scores"]
-
 LISTENERS = "_headwise_listeners"
 
 

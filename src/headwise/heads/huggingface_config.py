@@ -17,8 +17,6 @@ from transformers import PreTrainedConfig
 
 from headwise.errors import LayoutError
 
-__all__ = ["UNDERNEATH", "lend"]
-
 # Our names in the attention interface, and the implementation each stands on.
 UNDERNEATH = {"headwise": "sdpa", "headwise_eager": "eager"}
 OURS = {under: ours for ours, under in UNDERNEATH.items()}

@@ -12,20 +12,6 @@ from headwise.heads.heads import Seam, Site, Slab
 from headwise.heads.naming import joined, output_slab, place
 from headwise.heads.projection import Projection, read_projection
 
-__all__ = [
-    "BESIDE",
-    "HEAD_SIZE",
-    "NUM_HEADS",
-    "assembled",
-    "heads_in",
-    "integer",
-    "letters",
-    "no_count",
-    "projects",
-    "read_child",
-    "refuse_others",
-]
-
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
 # Projections of positions beside query, key and value: no heads of their own, and no reason to refuse.

@@ -30,8 +30,6 @@ from headwise.nn.additive import AdditiveAttention
 from headwise.nn.scores import TorchScores
 from headwise.parallel import computes_part
 
-__all__ = ["AdditiveQueries", "Layout", "SeparateLinears", "TorchMultihead"]
-
 
 class Layout(Protocol):
     """One way the projections of an attention module are stored."""

@@ -10,8 +10,6 @@ from torch import nn
 from headwise.heads.heads import Seam, Slab
 from headwise.heads.projection import Projection, read_projection
 
-__all__ = ["find_seam", "joined", "output_slab", "place", "seam_width"]
-
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
 AMBIGUOUS = ("output", "..output")
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|src_attn|context_attn", re.IGNORECASE)

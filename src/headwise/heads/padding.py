@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
-__all__ = ["cached_length", "given_padding", "named_arguments", "parameter_names", "real_keys"]
-
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a module's forward."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from headwise.unsupported import flattened
 
-__all__ = ["Projection", "obstacle_to", "read_projection"]
-
 # Wrappers that keep the layer they wrap under one of these names: LoRA of peft, clipped and flexible Linears.
 WRAPPED = ("base_layer", "linear", "base")
 

@@ -20,8 +20,6 @@ from headwise.heads.capture import split_heads
 from headwise.heads.heads import Site, Slab
 from headwise.nn.hooks import first_argument
 
-__all__ = ["Call", "Edit", "Replay", "noise"]
-
 Edit = Callable[[Tensor], None]
 
 

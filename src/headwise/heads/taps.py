@@ -24,8 +24,6 @@ from headwise.nn.checkpointing import recomputing
 from headwise.nn.hooks import Handle, Hook, first_argument
 from headwise.nn.scores import Attended, Observer
 
-__all__ = ["Capture", "Taps"]
-
 # A loop that trains for this many calls without reading its taps holds every graph it has built.
 UNREAD_CALLS = 64
 

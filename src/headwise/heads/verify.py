@@ -20,8 +20,6 @@ from headwise.heads.heads import Heads, Site, Slab, check_slab
 from headwise.heads.replay import Call, Replay
 from headwise.heads.verify_experiments import Experiments, learned_queries
 
-__all__ = ["Verification", "verify"]
-
 
 @dataclass(frozen=True)
 class Verification:

@@ -12,8 +12,6 @@ from torch import Tensor
 from headwise.errors import LayoutError
 from headwise.heads.replay import Replay, noise
 
-__all__ = ["Experiments", "learned_queries"]
-
 # Where nothing may change, what is left in float64 is rounding; a change of the kind sought is far above it.
 UNCHANGED = 1e-9
 # Positions at which single queries and keys are changed: enough to meet some that others attend to.

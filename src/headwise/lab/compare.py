@@ -37,17 +37,6 @@ from headwise.lab.training.armed import armed, start_of
 from headwise.lab.training.baseline import BaselineSettings
 from headwise.lab.training.cross_validation import gather, part_jobs, run_of, scales_of
 
-__all__ = [
-    "Comparison",
-    "compare",
-    "plan_runs",
-    "publish",
-    "publish_table",
-    "require_fits",
-    "run_folder",
-    "test_in_pairs",
-]
-
 RESULTS = "results.json"
 REPORT = "report.html"
 FIGURES = "figures"

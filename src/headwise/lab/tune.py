@@ -26,8 +26,6 @@ from headwise.lab.jobs.pool import do_jobs
 from headwise.lab.jobs.workers import Failure, Job
 from headwise.lab.training.cross_validation import scales_of
 
-__all__ = ["RANGES", "Choice", "LogUniform", "Tuned", "Tuning", "Uniform", "drawn_arm", "tune"]
-
 TUNING = "tuning.json"
 TUNED = "tuned.json"
 

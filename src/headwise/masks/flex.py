@@ -16,8 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from headwise.errors import MaskError, require_integer
 from headwise.masks.head_mask import HeadMask
 
-__all__ = ["FlexMask"]
-
 REGULAR, COLUMNS, WINDOW, PAIRS = range(4)
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from headwise.errors import MaskError, SettingError, require_choice, require_integer
 
-__all__ = ["HeadMask"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadMask:

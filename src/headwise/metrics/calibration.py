@@ -12,8 +12,6 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError, require_integer
 
-__all__ = ["BINS", "Reliability", "predictive_entropy", "reliability", "reliability_of"]
-
 BINS = 15
 
 

@@ -18,20 +18,6 @@ from torch import Tensor
 from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
 from headwise.errors import MaskError, ShapeError
 
-__all__ = [
-    "OutputMoments",
-    "ParameterCosine",
-    "attention_entropy",
-    "attention_jensen_shannon",
-    "generalized_jensen_shannon",
-    "head_distance",
-    "linear_cka",
-    "output_cosine",
-    "output_moments",
-    "parameter_cosine",
-    "particle_norms",
-]
-
 # Variance below this share of the second moment is rounding of a constant.
 CONSTANT = 1e-24
 

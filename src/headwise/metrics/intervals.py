@@ -10,8 +10,6 @@ from torch import Tensor
 
 from headwise.errors import ShapeError, require_range
 
-__all__ = ["Interval", "mean_interval", "student_quantile"]
-
 
 @dataclass(frozen=True)
 class Interval:

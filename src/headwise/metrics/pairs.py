@@ -13,17 +13,6 @@ from torch import Tensor
 from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
 from headwise.errors import MaskError, ShapeError
 
-__all__ = [
-    "PairSums",
-    "attention_pairs",
-    "cosine_pairs",
-    "distance_pairs",
-    "mean_over_others",
-    "mean_over_pairs",
-    "parameter_pairs",
-]
-
-
 # Tokens whose vectors or rows are compared at once, so that what is made of them stays in a core's cache.
 TOGETHER = 256
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from headwise.disagreement.terms import accumulation_dtype, require_floating
 from headwise.errors import MaskError, ShapeError
 
-__all__ = ["RoleShares", "role_shares"]
-
 
 @dataclass(frozen=True, eq=False)
 class RoleShares:

@@ -1,7 +1,8 @@
 """Attention modules whose scores and output projection can be seen."""
 
+from headwise.nn.additive import AdditiveAttention
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.multihead import AdditiveAttention, MultiheadAttention, adopt, valid_keys
+from headwise.nn.multihead import MultiheadAttention, adopt, valid_keys
 from headwise.nn.scores import ScoreCall
 
 __all__ = ["AdditiveAttention", "MultiheadAttention", "ScoreCall", "adopt", "mean_of", "mean_weights", "valid_keys"]

@@ -12,8 +12,6 @@ from headwise.errors import ShapeError, require_integer
 from headwise.nn.checkpointing import asked
 from headwise.nn.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
 
-__all__ = ["AdditiveAttention"]
-
 
 class _GlorotLinear(nn.Linear):
     """Linear with the draw of Lin et al.'s code (Glorot and Bengio 2010); torch's own starts attention out flat."""

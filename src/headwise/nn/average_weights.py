@@ -15,8 +15,6 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError, MaskError, ShapeError
 
-__all__ = ["mean_of", "mean_weights"]
-
 
 def mean_weights(
     queries: Tensor,

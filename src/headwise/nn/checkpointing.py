@@ -19,8 +19,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from headwise.errors import NotFired
 from headwise.nn.scores import Bias, Observer, ScoreCall
 
-__all__ = ["Asked", "asked", "in_checkpoint", "outside_graphs", "recomputing"]
-
 # torch.compiler.disable, without the second that importing the compiler takes before anybody compiles
 outside_graphs = _disable_dynamo
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
 
-__all__ = ["Handle", "Hook", "first_argument", "require_original", "with_first_argument"]
-
 
 class Hook:
     """A forward hook or pre-hook of one module, forgotten when that module is copied or pickled.

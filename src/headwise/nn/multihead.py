@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, ShapeError
-from headwise.nn.additive import AdditiveAttention
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import asked
 from headwise.nn.scores import Bias, Observer, ScoreCall, added, without_empty_rows
-
-__all__ = ["AdditiveAttention", "MultiheadAttention", "adopt", "valid_keys"]
 
 # People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
 VERY_NEGATIVE = -5e3

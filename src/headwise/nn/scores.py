@@ -16,18 +16,6 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError
 
-__all__ = [
-    "Attended",
-    "Bias",
-    "Listeners",
-    "Observer",
-    "ScoreCall",
-    "Scores",
-    "TorchScores",
-    "added",
-    "without_empty_rows",
-]
-
 
 @dataclass(frozen=True)
 class Attended:

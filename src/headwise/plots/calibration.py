@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
 
-__all__ = ["entropy_cdf", "reliability_diagram"]
-
 # Places at which a cumulative distribution is drawn.
 STEPS = 201
 # The largest dot, in square points: a bin that holds every item.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
 
-__all__ = ["ablation_histogram", "draw_ablations", "head_embedding", "head_similarity"]
-
 # Bars of a histogram, about.
 BARS = 16
 # t-SNE's own default expects hundreds of points.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["overview"]
-
 NOW, BEFORE = Style("#0072B2", "o", "-"), Style(GRAY, "s", (0, (5, 1.5)))
 # More names of layers than this do not fit side by side under a panel.
 NAMED = 12

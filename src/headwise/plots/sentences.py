@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["sentence_heatmap"]
-
 # In inches: the size of the letters, one of which is LETTER wide in a font where all are; a line; what is around them.
 LETTER, LINE, MARGIN, BETWEEN = 0.0836 * 0.9, 0.2, 0.12, 0.14
 POINTS = 9.0

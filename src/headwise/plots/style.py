@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "GRAY",
-    "GRAY_DASHED",
-    "Style",
-    "draw_counts",
-    "draw_range",
-    "drawing",
-    "drawing_panels",
-    "logarithmic",
-    "require_curves",
-    "styles_of",
-    "to_png",
-    "whole_numbers",
-]
-
 # Okabe and Ito's colors, told apart under every common color blindness, without black (the reference) and yellow (too
 # pale); then two of Paul Tol's for the same purpose.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
 
-__all__ = ["draw_sweep", "sweep"]
-
 
 def sweep(
     curves: Mapping[str, Mapping[float, Sequence[float]]],

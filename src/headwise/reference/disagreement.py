@@ -15,15 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "frobenius_penalty",
-    "normalized_position_similarity",
-    "output_similarity",
-    "position_similarity",
-    "position_squared_difference",
-    "subspace_similarity",
-]
-
 
 def subspace_similarity(values: Tensor, keep: Tensor) -> Tensor:
     """Mean over valid t of (1/H²) Σ_i Σ_j V_i·V_j / (|V_i| |V_j|), minus Eq. 5 of Li et al. 2021.

@@ -11,17 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "attention_entropy",
-    "attention_jensen_shannon",
-    "generalized_jensen_shannon",
-    "head_distance",
-    "linear_cka",
-    "output_cosine",
-    "parameter_cosine",
-    "particle_norms",
-]
-
 
 def head_distance(outputs: Tensor, keep: Tensor) -> float:
     """Mean over valid t and i < j of |z_ti - z_tj|, Table 1 of An et al. 2020.

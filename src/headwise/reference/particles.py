@@ -15,22 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "cosine",
-    "cosine_penalty",
-    "cosine_repulsion",
-    "directions",
-    "imq",
-    "median_bandwidth",
-    "rbf",
-    "released_bandwidth",
-    "repulsion",
-    "sgld",
-    "spos",
-    "svgd",
-    "tangential_repulsion",
-]
-
 Kappa = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["em_routing_loop", "simple_routing_loop"]
-
 Vector = list[float]
 Grid = list[list[float]]
 

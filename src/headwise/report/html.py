@@ -17,8 +17,6 @@ from pathlib import Path
 from headwise.atomic import write_whole
 from headwise.errors import SettingError, require_integer
 
-__all__ = ["DPI", "Page", "write_whole"]
-
 # Dots of a picture to an inch.
 DPI = 160
 

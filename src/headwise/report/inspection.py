@@ -20,8 +20,6 @@ from headwise.report.layer import PAIRS, LayerReport
 from headwise.report.report import Report
 from headwise.report.tables import head_rows, layer_name, layer_rows
 
-__all__ = ["Sentence", "inspection_page"]
-
 # Letters of a sentence in the list a reader picks from.
 SHOWN = 60
 CHANCE = " Share of attention on each role's pairs, and in brackets what a random mask as sparse gets."

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from headwise.errors import require_choice
 from headwise.metrics.intervals import Interval
 
-__all__ = ["PAIRS", "TERMS", "LayerReport", "Matrix"]
-
 Matrix = tuple[tuple[float, ...], ...]
 # Measures of two heads, in the order of the tables: their name, and what they are in words.
 PAIRS = {

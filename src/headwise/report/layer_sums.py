@@ -23,8 +23,6 @@ from headwise.metrics.roles import RoleShares, role_shares
 from headwise.report.layer import LayerReport, Matrix
 from headwise.report.removal_cost import HeadCosts
 
-__all__ = ["SiteSums", "layer_report"]
-
 
 class SiteSums:
     """What one site did so far."""

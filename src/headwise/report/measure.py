@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, MaskError, SettingError
+from headwise.heads.capture import Capture
 from headwise.heads.given_heads import require_heads
 from headwise.heads.heads import Heads, Site
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
 from headwise.report.layer_sums import SiteSums, layer_report
 from headwise.report.removal_cost import EVERY_FORWARD_WHOLE, Score, head_costs
 from headwise.report.report import Report
-
-__all__ = ["evaluating", "measure", "readable"]
 
 WHAT = {"outputs": "outputs", "values": "values", "weights": "attention weights"}
 

@@ -21,8 +21,6 @@ from headwise.heads.forward_scope import partial_forwards
 from headwise.heads.heads import Heads, Site
 from headwise.nn.hooks import Hook
 
-__all__ = ["Recording", "record", "replayable_modules", "tensors_of"]
-
 
 @dataclass(eq=False)
 class _Call:

@@ -19,8 +19,6 @@ from headwise.heads.ablation import ablate
 from headwise.heads.heads import Heads, Site
 from headwise.report.prefix_cache import Recording, record, tensors_of
 
-__all__ = ["EVERY_FORWARD_WHOLE", "HeadCosts", "Score", "head_costs"]
-
 Score = Callable[[Any, Any], Tensor]
 EVERY_FORWARD_WHOLE = "every forward without a head was computed whole"
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-__all__ = ["Comparison", "Report", "load_report"]
-
 FORMAT = "headwise report 1"
 
 

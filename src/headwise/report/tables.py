@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-__all__ = [
-    "comparison_rows",
-    "head_rows",
-    "layer_name",
-    "layer_rows",
-    "number",
-    "plain_table",
-    "rich_table",
-    "signed",
-    "stacked",
-]
-
 MINUS = "\N{MINUS SIGN}"
 # Columns of numbers that stand beside one another in a terminal of 80 letters.
 ABREAST = 7

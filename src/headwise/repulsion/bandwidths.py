@@ -16,8 +16,6 @@ from torch import Tensor
 from headwise.errors import require_positive
 from headwise.repulsion.gram import SMALLEST
 
-__all__ = ["Bandwidth", "Fixed", "Median", "ReleasedMedian"]
-
 
 @runtime_checkable
 class Bandwidth(Protocol):

@@ -16,8 +16,6 @@ from headwise.repulsion.gram import Geometry
 from headwise.repulsion.kernels import Cosine, cosine_gradient
 from headwise.repulsion.mixing import Mixing, Relative, require_alpha
 
-__all__ = ["CosinePenalty", "CosineRepulsion"]
-
 
 @dataclass(frozen=True)
 class CosinePenalty:

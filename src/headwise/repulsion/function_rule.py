@@ -16,8 +16,6 @@ from headwise.repulsion.gram import Geometry
 from headwise.repulsion.kernels import RBF, Kernel
 from headwise.repulsion.mixing import Mixing, Relative, require_alpha
 
-__all__ = ["FunctionSVGD", "products", "pulled_back"]
-
 
 @dataclass(frozen=True)
 class FunctionSVGD:

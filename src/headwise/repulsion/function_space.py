@@ -20,8 +20,6 @@ from headwise.repulsion.gram import collapsed, geometry_from_grams, plain_gram, 
 from headwise.repulsion.mixing import Mixing, repulsion_scale
 from headwise.repulsion.step import Ensemble, ForceNorms
 
-__all__ = ["FunctionEnsemble", "apply_function_rule", "function_ensembles_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class FunctionEnsemble(Ensemble):

@@ -15,18 +15,6 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 
-__all__ = [
-    "Geometry",
-    "collapsed",
-    "cross_gram",
-    "geometry",
-    "geometry_from_grams",
-    "plain_gram",
-    "require_nonzero",
-    "shifted_gram",
-    "squared_norms",
-]
-
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
 # also the square of the resolution of float32 parameters.
 ROUNDING = 2.0**-46

@@ -18,8 +18,6 @@ from headwise.repulsion.gram import geometry, geometry_from_grams, shifted_gram
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import Ensemble, noise_key
 
-__all__ = ["acts_apart", "jitter", "require_apart", "require_several", "spread"]
-
 
 def acts_apart(rule: Rule) -> bool:
     """Whether a rule moves each head by itself, so that it can act on one: `SGLD`, or `SVGD` with nothing but a scale.

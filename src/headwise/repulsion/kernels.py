@@ -14,22 +14,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import SettingError
-from headwise.repulsion.bandwidths import Bandwidth, Fixed, Median, ReleasedMedian
+from headwise.repulsion.bandwidths import Bandwidth, Median
 from headwise.repulsion.gram import ROUNDING, SMALLEST, Geometry
-
-__all__ = [
-    "IMQ",
-    "RBF",
-    "Bandwidth",
-    "Cosine",
-    "Fixed",
-    "Kernel",
-    "KernelMatrices",
-    "Median",
-    "NormalizedRBF",
-    "ReleasedMedian",
-    "cosine_gradient",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +65,7 @@ class RBF:
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M]; rows and columns of the latter sum to zero.
 
+        >>> from headwise.repulsion.bandwidths import Fixed
         >>> from headwise.repulsion.gram import geometry
         >>> RBF(Fixed(2.0)).matrices(geometry(torch.tensor([[0.0], [1.0]]), inner=False)).values
         tensor([[1.0000, 0.6065],

@@ -12,16 +12,6 @@ from torch import Tensor
 
 from headwise.errors import require_positive, require_range
 
-__all__ = [
-    "Mixing",
-    "Relative",
-    "blend",
-    "repulsion_factor",
-    "repulsion_norms",
-    "repulsion_scale",
-    "require_alpha",
-]
-
 
 @dataclass(frozen=True)
 class Relative:

@@ -22,8 +22,6 @@ from headwise.errors import LayoutError, SettingError, require_integer, require_
 from headwise.repulsion.step import Ensemble, ForceNorms
 from headwise.unsupported import refuse_flat_optimizer
 
-__all__ = ["Attachment", "BeforeStep", "assign", "attachments_of", "require_state", "torch_optimizers"]
-
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 
 

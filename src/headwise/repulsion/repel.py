@@ -32,8 +32,6 @@ from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import Ensemble, ForceNorms, ensembles_of, langevin_rate, noise_key
 from headwise.repulsion.step_sharded import apply_rule_everywhere
 
-__all__ = ["Repulsion", "repel"]
-
 
 def repel(
     optimizer: Optimizer | Sequence[Optimizer],

@@ -17,9 +17,7 @@ from torch import Tensor
 from headwise.errors import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
 from headwise.repulsion.gram import Geometry, geometry, require_nonzero
 from headwise.repulsion.kernels import RBF, Kernel
-from headwise.repulsion.mixing import Mixing, Relative, blend, repulsion_scale, require_alpha
-
-__all__ = ["SGLD", "SPOS", "SVGD", "Forces", "Mixing", "Relative", "Rule", "blend", "repulsion_scale", "update"]
+from headwise.repulsion.mixing import Mixing, Relative, blend, require_alpha
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,8 +36,6 @@ from headwise.repulsion.step_batched import alike, stacks_on, step_stacked
 from headwise.repulsion.sums import Sums, summed_over
 from headwise.unsupported import require_readable
 
-__all__ = ["Ensemble", "ForceNorms", "apply_rule", "ensembles_of", "langevin_rate", "noise_key"]
-
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:

@@ -18,8 +18,6 @@ from headwise.repulsion.gram import collapsed, geometry_from_grams
 from headwise.repulsion.mixing import Mixing, repulsion_factor, repulsion_norms
 from headwise.repulsion.rules import Rule
 
-__all__ = ["StackedNorms", "alike", "stacks_on", "step_stacked"]
-
 # Numbers of the particles in one stack. A stack takes about 24 bytes a number while it is worked on, in float32.
 MOST_STACKED = 2**25
 

@@ -19,8 +19,6 @@ from headwise.parallel import Share, share_of
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import Ensemble, ForceNorms, apply_rule
 
-__all__ = ["apply_rule_everywhere"]
-
 
 @torch.no_grad()
 def apply_rule_everywhere(

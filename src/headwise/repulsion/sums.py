@@ -17,8 +17,6 @@ from torch import Tensor
 from headwise.parallel import sum_over
 from headwise.repulsion.mixing import Mixing
 
-__all__ = ["Sums", "summed_over"]
-
 
 @dataclass(frozen=True, eq=False)
 class Sums:

@@ -14,8 +14,6 @@ from typing import Any
 from headwise.errors import DataError, SettingError, require_choice, require_integer
 from headwise.roles.word_table import WordTable
 
-__all__ = ["AlignedRow", "Alignment", "Sentence", "align", "tokens_as_words", "words_of_tokens"]
-
 # One table, or the two of a pair of texts.
 Sentence = WordTable | tuple[WordTable, ...]
 

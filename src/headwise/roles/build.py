@@ -23,8 +23,6 @@ from headwise.roles.idf import IDF
 from headwise.roles.roles import Dependency, Found, Major, Rare, Role, RoleSetting, Separator, Window
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Roles"]
-
 
 @dataclass(frozen=True, init=False)
 class Roles:

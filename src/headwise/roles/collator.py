@@ -16,8 +16,6 @@ from headwise.roles.align import align
 from headwise.roles.build import Roles
 from headwise.roles.word_table import WordTable
 
-__all__ = ["ROLE_MASK", "RoleCollator"]
-
 # The keyword of a forward under which a batch brings its mask.
 ROLE_MASK = "role_mask"
 

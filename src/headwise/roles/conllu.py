@@ -14,8 +14,6 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.roles.word_table import WordTable
 
-__all__ = ["read_conllu"]
-
 FIELDS = 10
 
 

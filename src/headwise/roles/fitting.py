@@ -13,8 +13,6 @@ from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.scores import ScoreCall
 
-__all__ = ["name_of", "own_keys", "require_fitting", "require_self_attention"]
-
 
 def require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, prompts: int | None) -> None:
     """Raise `MaskError` unless the mask is of the sentences and the tokens of this call.

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["MaskedGenerate"]
-
 # What transformers calls the prompts.
 PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
 

@@ -29,8 +29,6 @@ from headwise.roles.generation import MaskedGenerate
 from headwise.roles.position_tables import longest_text
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Guidance", "guide"]
-
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
 

@@ -16,8 +16,6 @@ from headwise.atomic import write_whole
 from headwise.errors import DataError, require_integer
 from headwise.roles.word_table import WordTable
 
-__all__ = ["IDF", "idf"]
-
 FORMAT = 1
 
 

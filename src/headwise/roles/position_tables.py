@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["longest_text"]
-
 # What models call a table of positions.
 POSITIONS = ("position", "wpe")
 

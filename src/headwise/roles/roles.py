@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from headwise.errors import SettingError, require_choice, require_integer, require_range
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Dependency", "Major", "Rare", "Role", "RoleSetting", "Separator", "Window"]
-
 # Words every word may attend to (columns), or pairs (word that attends, word attended to).
 Found = Sequence[int] | Sequence[tuple[int, int]]
 

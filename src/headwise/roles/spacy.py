@@ -19,8 +19,6 @@ from headwise.errors import DataError
 from headwise.roles.spacy_cache import Parse, ParseCache, digest
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Parser"]
-
 # A file of the cache is written after so many texts, so that an interrupted run keeps what it parsed.
 TEXTS_A_FILE = 20_000
 BATCH = 256

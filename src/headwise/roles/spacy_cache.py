@@ -19,8 +19,6 @@ import numpy as np
 from headwise.atomic import write_whole
 from headwise.errors import DataError
 
-__all__ = ["Parse", "ParseCache", "digest"]
-
 FORMAT = 1
 DIGEST_BYTES = 16
 

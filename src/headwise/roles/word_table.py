@@ -14,8 +14,6 @@ from itertools import pairwise
 
 from headwise.errors import DataError, SettingError
 
-__all__ = ["WordTable"]
-
 
 @dataclass(frozen=True)
 class WordTable:

@@ -18,8 +18,6 @@ from headwise.routing.gate import Gate
 from headwise.routing.modules import Aggregator, Residual, Setting, build, require_setting
 from headwise.routing.save import SavePretrained, aggregators_of
 
-__all__ = ["Aggregation", "Replaced", "aggregate"]
-
 
 @dataclass(frozen=True)
 class Replaced:

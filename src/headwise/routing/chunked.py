@@ -21,8 +21,6 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.routing.votes import full_precision
 
-__all__ = ["Kernel", "compiled_kernel", "routed_in_chunks"]
-
 _logger = logging.getLogger(__name__)
 
 # Votes to which any batch is padded for a compiled kernel: a chunk that a CPU keeps in cache.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from headwise.routing.votes import full_precision
 
-__all__ = ["EMGradient", "EMKernel", "EMState", "em_forward", "em_gradient", "em_schedule"]
-
 _NATS_PER_DIMENSION = 0.5 * (1.0 + math.log(2.0 * math.pi))
 
 

@@ -20,8 +20,6 @@ from headwise.routing.votes import full_precision
 if TYPE_CHECKING:
     from headwise.routing.em import EMKernel
 
-__all__ = ["FusedEMKernel", "fused_kernel", "runs_on"]
-
 _logger = logging.getLogger(__name__)
 
 # Numbers of one token's votes, each axis rounded up to a power of two, that a program keeps in registers.

@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["launch_backward", "launch_forward"]
-
 NATS_PER_DIMENSION = tl.constexpr(0.5 * (1.0 + math.log(2.0 * math.pi)))
 # Each program walks over some tokens, so that it adds up the gradients of the betas itself.
 MOST_PROGRAMS = 1024

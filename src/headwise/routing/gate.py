@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 
-__all__ = ["Gate", "GatedProjection"]
-
 
 @dataclass(frozen=True)
 class Gate:

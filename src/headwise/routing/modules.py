@@ -20,19 +20,6 @@ from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.routing.simple import SimpleKernel
 from headwise.routing.votes import Votes, full_precision
 
-__all__ = [
-    "Aggregator",
-    "EMAggregator",
-    "Residual",
-    "ResidualAggregator",
-    "Routing",
-    "Setting",
-    "SimpleAggregator",
-    "TrunkAggregator",
-    "build",
-    "require_setting",
-]
-
 Routing = SimpleRouting | EMRouting | Trunk
 
 

@@ -25,8 +25,6 @@ from headwise.routing.modules import Aggregator, Residual, ResidualAggregator, b
 from headwise.routing.setting_records import record, restored, setting_of
 from headwise.routing.shards import fill, shard_limit, shards_of, tensors_of
 
-__all__ = ["SavePretrained", "aggregators_of", "load", "save"]
-
 FORMAT = 1
 RECORD, CONFIG = "headwise.json", "config.json"
 STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")

@@ -15,8 +15,6 @@ from headwise.routing.modules import Residual, ResidualAggregator, Setting
 from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
-__all__ = ["record", "restored", "setting_of"]
-
 KNOWN: tuple[type, ...] = (
     Chunks,
     DistinctCapsules,

@@ -25,17 +25,6 @@ from headwise.routing.em import em_forward, em_schedule
 from headwise.routing.simple import simple_forward
 from headwise.routing.votes import SharedTrunk, VoteSetting
 
-__all__ = [
-    "Chunks",
-    "EMRouting",
-    "Routed",
-    "SimpleRouting",
-    "Trunk",
-    "em_routing",
-    "simple_routing",
-    "uniform_routing",
-]
-
 
 @dataclass(frozen=True)
 class Chunks:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError, SettingError
 
-__all__ = ["fill", "shard_limit", "shards_of", "tensors_of"]
-
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

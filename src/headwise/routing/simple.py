@@ -13,8 +13,6 @@ from torch import Tensor
 
 from headwise.routing.votes import full_precision
 
-__all__ = ["SimpleKernel", "simple_forward", "simple_gradient"]
-
 
 @dataclass(frozen=True)
 class SimpleKernel:

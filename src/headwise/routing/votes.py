@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from headwise.errors import SettingError, require_integer
 
-__all__ = ["DistinctCapsules", "PerHead", "SharedTrunk", "VoteSetting", "VoteWeight", "Votes", "full_precision"]
-
 
 @dataclass(frozen=True)
 class VoteWeight:

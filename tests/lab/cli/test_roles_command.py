@@ -108,7 +108,7 @@ def test_the_command_end_to_end_and_its_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     spacy = pytest.importorskip("spacy")
-    from masks import test_parser  # its toy component
+    from roles import test_parser  # its toy component
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")

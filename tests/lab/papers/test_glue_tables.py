@@ -23,7 +23,7 @@ from headwise.lab.papers.repulsive.glue import SVGD
 from headwise.lab.papers.repulsive.glue_averages import averages
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.papers.sizes import sized
-from headwise.lab.results.grids import NONE
+from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.glue import scales
 from headwise.lab.tasks.pretraining import scales as pretraining_scales
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES

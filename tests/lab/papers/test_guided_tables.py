@@ -12,7 +12,7 @@ from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
 from headwise.lab.papers.sizes import sized
-from headwise.lab.results.grids import NONE
+from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from lab.sentences import parse_without_spacy, write_sentences

@@ -21,8 +21,8 @@ from headwise.lab.papers.records import Reproduced, published_grid, render
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.run import Plan, do_plans, make_plans, report
 from headwise.lab.papers.sizes import Size
+from headwise.lab.results.cells import NONE
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.grids import NONE
 from headwise.lab.results.results import read_results
 from headwise.lab.results.table import make_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison

@@ -20,8 +20,6 @@ from headwise.repulsion.gram import geometry
 from headwise.repulsion.mixing import blend
 from headwise.repulsion.rules import Rule
 
-__all__ = ["measure_directions", "radial_share"]
-
 
 def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
     """Return the radial share of the repulsion on a run's heads as drawn, and as trained; nothing without repulsion."""

@@ -25,8 +25,6 @@ from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, numbers_of
 from headwise.lab.results.statistics import estimate
 from headwise.lab.training.trained import Trained, load_trained
 
-__all__ = ["measure_redundancy"]
-
 # What is done so far; gone once the analysis is kept.
 UNFINISHED = "unfinished-redundancy.json"
 RESAMPLES = 500

@@ -16,8 +16,6 @@ from headwise.heads.taps import Taps
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training.trained import load_trained
 
-__all__ = ["head_vectors", "measure_head_vectors", "vector_cosine"]
-
 KIND = "self"
 
 

@@ -17,20 +17,6 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.results import STEP_TIME
 
-__all__ = [
-    "ABOUT",
-    "ANALYSES",
-    "ATTENTION_MAPS",
-    "ENTROPY",
-    "FORCE_DIRECTIONS",
-    "HEAD_VECTORS",
-    "ONCE",
-    "RELIABILITY",
-    "AnalysisSettings",
-    "analyse",
-    "is_analysed",
-]
-
 HEAD_VECTORS = "head-vectors"
 RELIABILITY = "reliability"
 ENTROPY = "predictive-entropy"

@@ -26,8 +26,6 @@ from headwise.lab.results.results import STEP_RATIO
 from headwise.lab.training.armed import armed
 from headwise.lab.training.optimizer import optimizer_of
 
-__all__ = ["measure_step_time"]
-
 # Batches, and how often each is stepped on by each model after one step that is not counted.
 BATCHES, ROUNDS = 3, 9
 

@@ -10,8 +10,6 @@ import typer
 
 from headwise.lab.cli.options import standard_console, stoppable
 
-__all__ = ["inspect"]
-
 
 def inspect(
     model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],

@@ -27,8 +27,6 @@ from headwise.report.report import Report, require_same_shape
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["inspect_models"]
-
 LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
 REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 

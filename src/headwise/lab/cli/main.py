@@ -44,8 +44,6 @@ from headwise.lab.tasks.translation import commands
 if TYPE_CHECKING:
     from headwise.lab.jobs.workers import Failure
 
-__all__ = ["app", "main"]
-
 DEMO_ARMS = "plain,svgd,output,em,output+em"
 
 app = typer.Typer(

@@ -20,29 +20,6 @@ if TYPE_CHECKING:
 
     from headwise.lab.experiment.task import Scale
 
-__all__ = [
-    "GOES_ON",
-    "Beams",
-    "DataFolder",
-    "Embeddings",
-    "Folds",
-    "LengthPenalty",
-    "OutOfDomain",
-    "Pipeline",
-    "Pretrained",
-    "ScaleName",
-    "Sizes",
-    "Stopped",
-    "TaskName",
-    "Workers",
-    "launch_options",
-    "require_known",
-    "require_task",
-    "scale_of",
-    "standard_console",
-    "stoppable",
-]
-
 TaskName = Annotated[
     str,
     typer.Argument(

@@ -10,8 +10,6 @@ import typer
 
 from headwise.lab.cli.options import Workers, require_known, standard_console, stoppable
 
-__all__ = ["probe"]
-
 GOES_ON = (
     "stopped; finished tasks are kept, of the one under way its encoded sentences at most; give the same command again "
     "to go on."

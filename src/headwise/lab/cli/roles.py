@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from headwise.roles.spacy import Parser
 
-__all__ = ["parser_of", "show"]
-
 
 def show(
     sentence: str,

@@ -29,8 +29,6 @@ from headwise.roles.word_table import WordTable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["RoleCells", "folder_of", "percent", "role_cells", "roles_for", "show_roles"]
-
 # Inches of a panel's side at most, and words that can be read beside one.
 LARGEST, READABLE = 8.0, 32
 ALLOWED, FALLEN_BACK, FORBIDDEN = 2, 1, 0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from headwise.lab.data.line_streams import TextLine
 
-__all__ = ["STANDARD_INPUT", "StandardStreams", "standard_streams", "window_of"]
-
 STANDARD_INPUT = "standard input"
 # What a shell reports of a program whose reader has gone: 128 and SIGPIPE.
 READER_GONE = 141

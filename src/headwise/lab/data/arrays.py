@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError, ShapeError
 
-__all__ = ["Ragged", "cached_arrays", "digest", "numbered_lines", "require_files", "stable_key"]
-
 
 @dataclass(frozen=True, eq=False)
 class Ragged:

@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 
 from headwise.errors import DataError, require_integer
 
-__all__ = ["LengthBatches", "length_sorted"]
-
 
 class LengthBatches(Sampler[list[int]]):
     """A batch sampler: shuffled, yet with little padding, and the same for the same (seed, epoch).

@@ -25,8 +25,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from headwise.errors import DataError, SettingError, require_integer
 
-__all__ = ["Download", "fetch"]
-
 CHUNK = 1 << 20
 SILENCE = 60.0  # seconds without a byte after which a transfer has failed
 

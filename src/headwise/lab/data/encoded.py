@@ -17,8 +17,6 @@ from headwise.errors import DataError
 from headwise.lab.data.batching import length_sorted
 from headwise.roles.word_table import WordTable
 
-__all__ = ["BATCH", "Encoded", "Pieces", "Row", "Span", "batched", "pieces", "read_sentences"]
-
 BATCH = 32
 # The first character of a token and the one after its last; None for a token that is added to the text.
 Span = tuple[int, int] | None

@@ -15,8 +15,6 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
-__all__ = ["LAYOUTS", "LabelledText", "Layout", "find_layout", "read_labelled", "read_rows", "read_texts"]
-
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}

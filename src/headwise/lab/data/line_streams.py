@@ -13,8 +13,6 @@ from typing import IO, NamedTuple, TypeVar
 
 from headwise.errors import DataError, require_integer
 
-__all__ = ["LONGEST_LINE", "TextLine", "answer_lines", "read_lines"]
-
 # Bytes of a line that are looked at: far more than any sentence. A stream without ends of lines still fits in memory.
 LONGEST_LINE = 1 << 16
 

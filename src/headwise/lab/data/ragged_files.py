@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from headwise.errors import DataError, HeadwiseError
 from headwise.lab.data.arrays import Ragged
 
-__all__ = ["RaggedWriter", "open_ragged"]
-
 
 class RaggedWriter:
     """Writes sequences one batch after another in memory of one batch; `open_ragged` reads them back.

@@ -11,8 +11,6 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest
 
-__all__ = ["pipeline_digest", "pipeline_files"]
-
 
 def pipeline_files(pipeline: Path) -> list[Path]:
     """Return the files of a pipeline: a folder, or the name of an installed package.

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 
-__all__ = ["TENTHS", "cut", "parts", "without"]
-
 TENTHS = 10
 
 

@@ -17,8 +17,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from headwise.errors import DataError, require_integer
 
-__all__ = ["END", "PADDING", "SPECIAL", "START", "Subwords", "learn_subwords", "read_subwords"]
-
 # the ids the models of the laboratory know
 PADDING, START, END = 0, 1, 2
 # merges never join letters with punctuation, so that no text can teach one of these

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from headwise.errors import DataError
 
-__all__ = ["TextPart", "bounded_lines"]
-
 # Bytes of a part at most.
 LONGEST = 1 << 20
 

@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 
 from headwise.errors import DataError, SettingError, require_integer
 
-__all__ = ["TokenBatches", "token_sorted"]
-
 # The shorter sides in a batch differ by less than this where there is a choice: less pads them less, more mixes more.
 BUCKET = 4
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
-__all__ = ["read_word_vectors"]
-
 
 def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
     """Return the vectors of those of `words` that the file has, each float32 [width].

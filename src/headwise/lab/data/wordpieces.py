@@ -17,8 +17,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from headwise.errors import DataError, require_integer
 
-__all__ = ["WordPieces", "learn_word_pieces", "read_word_pieces"]
-
 PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_OFTEN = 2
 # BERT's own limit; letters beyond it are unknown.

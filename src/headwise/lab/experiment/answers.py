@@ -15,8 +15,6 @@ from torch import Tensor
 
 from headwise.lab.data.batching import length_sorted
 
-__all__ = ["BATCH", "Logits", "cross_entropies", "predicted_classes"]
-
 # Items answered at once.
 BATCH = 256
 

@@ -20,10 +20,9 @@ from headwise.lab.experiment.guided import PARSED, ROLES, Guided
 from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.function_rule import FunctionSVGD
 from headwise.repulsion.kernels import NormalizedRBF
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Relative, Rule
+from headwise.repulsion.mixing import Relative
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
-
-__all__ = ["Aggregation", "Arm", "combine", "control_of", "folder_of", "named_arms"]
 
 Aggregation = SimpleRouting | EMRouting | Trunk
 KINDS = ("self", "decoder", "cross")

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.arm import Arm, combine, control_of, named_arms
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, NormalizedRBF
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
-
-__all__ = ["parse_arm", "parse_arms", "settings_of", "with_settings"]
 
 # Settings whose value is itself a value with settings: the words that choose one.
 WORDS: Mapping[str, Mapping[str, Any]] = {

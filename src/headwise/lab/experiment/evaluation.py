@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from headwise import metrics
+from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.taps import Taps
 from headwise.lab.experiment.metrics import Metric
-
-__all__ = ["Diversity", "diversity", "scores_by_bin", "spread_evenly"]
 
 PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import ShapeError
 
-__all__ = ["ACCURACY", "MATTHEWS", "SPEARMAN", "GlueScore", "glue_score"]
-
 ACCURACY, MATTHEWS, SPEARMAN = range(3)
 
 Array = NDArray[np.float64]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from headwise.errors import DataError, SettingError, require_choice
 
-__all__ = ["PARSED", "ROLES", "Guided", "require_parses"]
-
 # In the paper's order, which is that of the heads.
 ROLES = ("rare", "separator", "dependency", "major", "window")
 # The roles that need a parse.

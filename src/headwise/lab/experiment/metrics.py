@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from headwise.errors import ShapeError, require_choice, require_integer
 from headwise.lab.experiment.glue_score import GlueScore
 
-__all__ = ["METRICS", "Accuracy", "Auc", "Bleu", "Loss", "Measure", "Metric"]
-
 ORDERS = 4
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from headwise.errors import require_choice
 from headwise.lab.experiment.task import Task
 
-__all__ = ["TASKS", "named_task"]
-
 TASKS = (
     "logic",
     "translation",

@@ -21,27 +21,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError, SettingError
 
-__all__ = [
-    "Cell",
-    "analysis_file",
-    "as_record",
-    "claim",
-    "first_difference",
-    "is_finished",
-    "keep_checkpoint",
-    "latest_checkpoint",
-    "prepare_folder",
-    "read_json",
-    "read_progress",
-    "require_same",
-    "whole_folder",
-    "write_answers",
-    "write_arrays",
-    "write_json",
-    "write_lines",
-    "write_text",
-]
-
 SETTINGS = "settings.json"
 EPOCHS = "epochs.jsonl"
 PROGRESS = "progress.json"

@@ -17,8 +17,6 @@ from headwise.errors import SettingError
 if typing.TYPE_CHECKING:
     from headwise.lab.experiment.task import Scale
 
-__all__ = ["ScaleOptions", "with_options"]
-
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Chosen by an option of their own, or by nothing.
 APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "folds", "fold"}

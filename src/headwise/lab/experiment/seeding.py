@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from headwise.errors import SettingError
 
-__all__ = ["initialise", "key"]
-
 
 def key(*parts: int | str) -> int:
     """Return a seed in [0, 2^63) that depends on all of `parts`, their order and their types, on any machine.

@@ -13,8 +13,6 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.experiment.task import Scale
 
-__all__ = ["SAVE_SECONDS", "RunSettings", "Whole"]
-
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0
 

@@ -19,24 +19,6 @@ from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.metrics import Measure
 from headwise.masks.head_mask import HeadMask
 
-__all__ = [
-    "UNRECORDED",
-    "Answers",
-    "Batches",
-    "Data",
-    "Exporting",
-    "MakesMasks",
-    "Preparing",
-    "Recipe",
-    "Scale",
-    "Task",
-    "WithModels",
-    "WithParts",
-    "WithRoles",
-    "WithRuleLayers",
-    "WithStarts",
-]
-
 Batch = Mapping[str, Tensor]
 # Metadata of a scale's field that says where something lies on disk: what lies there is part of the data's digest.
 UNRECORDED: Mapping[str, bool] = {"recorded": False}

@@ -11,8 +11,6 @@ import numpy as np
 import sacrebleu
 from numpy.typing import NDArray
 
-__all__ = ["bleu_statistics"]
-
 
 def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
     """Return what `metric.Bleu` needs of each text, [N, 10], as sacreBLEU counts it.

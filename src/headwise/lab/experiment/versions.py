@@ -7,8 +7,6 @@ from importlib.metadata import version
 
 from headwise import __version__
 
-__all__ = ["versions"]
-
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python, headwise and some packages.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from headwise.lab.data.encoded import Encoded
 
-__all__ = ["Agreement", "Fidelity"]
-
 
 class _Moved(ABC):
     """A score beside the output of the whole model."""

@@ -21,8 +21,6 @@ from headwise.lab.models.pretrained import require_whole
 from headwise.lab.training.start import MODEL, open_tokenizer
 from headwise.routing.save import RECORD, load
 
-__all__ = ["frozen_folder"]
-
 # Tokens of a sentence that are read; what stands behind them is left out.
 LONGEST = 256
 # What a folder holds that states do not follow from.

@@ -16,8 +16,6 @@ from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded, read_sentences
 from headwise.lab.frozen.fidelity import Agreement, Fidelity
 
-__all__ = ["Frozen", "run_name", "through"]
-
 
 @dataclass(frozen=True, eq=False)
 class Frozen:

@@ -29,8 +29,6 @@ from headwise.lab.training.finished import finished_record
 from headwise.lab.training.start import DISCRIMINATOR, MODEL
 from headwise.lab.training.trained import read_arm
 
-__all__ = ["open_frozen", "source_batches"]
-
 # Tasks whose encoder reads words, and whose heads may have roles.
 CLASSIFIERS = ("classification", "probing")
 OTHERS = {"sentence": frozen_sentence, "logic": frozen_logic, "graph2text": frozen_graphs}

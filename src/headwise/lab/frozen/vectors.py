@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.heads.taps import Capture, Taps
+from headwise.heads.capture import Capture
+from headwise.heads.taps import Taps
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.frozen.model import Frozen
-
-__all__ = ["Encodings", "Shape", "encodings", "fingerprint", "shape_of"]
 
 PROBED = (
     "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining or glue"

@@ -43,8 +43,6 @@ from headwise.lab.training.trained import revived
 from headwise.roles.guide import Guidance, guide
 from headwise.roles.word_table import WordTable
 
-__all__ = ["VOCABULARY", "frozen_classifier", "frozen_logic", "frozen_sentence", "kept_words"]
-
 VOCABULARY = "vocabulary.json"
 MODELS: Mapping[str, type[SentenceTransformer]] = {"classification": SentenceTransformer, "probing": ProbedTransformer}
 FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"

@@ -16,8 +16,6 @@ from headwise.lab.training import processes
 from headwise.lab.training.baseline import BaselineSettings, baseline_run
 from headwise.lab.training.cross_validation import gather
 
-__all__ = ["do_job"]
-
 
 def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
     """Do one run on one thread in its folder; see `train_run`, `baseline_run` and `analyse`."""

@@ -18,8 +18,6 @@ from headwise.errors import SettingError, require_choice
 from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.workers import Failure, Job, Watch, attempt
 
-__all__ = ["LAUNCHERS", "LOCAL", "Engine", "Launcher", "Submitted", "open_engine", "run_elsewhere"]
-
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2
 # What an engine says of a process that died may hold all of its log.

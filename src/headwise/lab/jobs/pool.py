@@ -21,8 +21,6 @@ from headwise.lab.jobs.torchrun import run_together
 from headwise.lab.jobs.workers import Failure, Job, run_jobs
 from headwise.lab.training import processes
 
-__all__ = ["default_workers", "do_analyses", "do_jobs"]
-
 
 def do_jobs(
     jobs: Sequence[Job], finished: int, workers: int, console: Console, *, engine: Engine | None = None

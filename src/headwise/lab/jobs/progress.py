@@ -15,8 +15,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from headwise.lab.experiment.run_folder import read_progress
 from headwise.lab.jobs.workers import Failure, Job, Watch
 
-__all__ = ["Bars", "Clock", "Lines", "watch_for"]
-
 # Less work than this says nothing about the pace.
 LEAST_SHARE = 0.02
 

@@ -17,8 +17,6 @@ from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.workers import Failure, Job, Watch
 from headwise.lab.training import processes
 
-__all__ = ["follow", "leading", "run_together"]
-
 INTERRUPTED = 130
 
 

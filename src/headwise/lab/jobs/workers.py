@@ -24,8 +24,6 @@ from typing import Any
 from headwise.errors import HeadwiseError
 from headwise.lab.experiment.run_folder import LOG
 
-__all__ = ["Failure", "Heartbeat", "Job", "Target", "Watch", "attempt", "run_jobs"]
-
 Heartbeat = Callable[[], bool]
 Target = Callable[[Any, Path, Heartbeat], None]
 

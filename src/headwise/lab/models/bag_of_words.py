@@ -14,8 +14,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from threadpoolctl import threadpool_limits
 
-__all__ = ["counts", "naive_bayes"]
-
 # Stands in no word, since words hold no white space.
 BETWEEN = "\n"
 

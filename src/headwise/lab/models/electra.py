@@ -22,8 +22,6 @@ from headwise.errors import SettingError, require_integer, require_positive, req
 from headwise.lab.models.encoder import sinusoids
 from headwise.lab.models.normal_start import DEVIATION, clear_bias, draw_normal
 
-__all__ = ["ElectraPretraining", "ElectraSizes", "decayed_apart"]
-
 # Fine-tuning takes texts longer than those of pre-training.
 LONGEST = 512
 

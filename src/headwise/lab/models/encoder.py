@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from headwise.errors import SettingError, require_integer, require_range
 from headwise.lab.models.sized_attention import SizedAttention
 
-__all__ = ["Encoder", "EncoderLayer", "sinusoids"]
-
 MAX_TIMESCALE = 1000.0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["DEVIATION", "clear_bias", "draw_normal"]
-
 # BERT's, and the default of most of transformers.
 DEVIATION = 0.02
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from headwise.errors import DataError
 
-__all__ = ["require_vocabulary", "require_whole"]
-
 # A pooler that the head in use does not read lacks in many folders.
 UNREAD = "pooler"
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["quietly"]
-
 
 @contextmanager
 def quietly() -> Iterator[None]:

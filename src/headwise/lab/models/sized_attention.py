@@ -11,8 +11,6 @@ from torch import nn
 from headwise.errors import require_integer
 from headwise.nn.multihead import MultiheadAttention
 
-__all__ = ["SizedAttention"]
-
 
 class SizedAttention(MultiheadAttention):
     """`headwise.nn.MultiheadAttention`, batch first and without biases, with H heads of e numbers each.

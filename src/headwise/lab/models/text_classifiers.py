@@ -19,17 +19,6 @@ from headwise.errors import ShapeError, require_integer
 from headwise.lab.models.encoder import Encoder
 from headwise.lab.tasks.classification.scales import ClassificationScale
 
-__all__ = [
-    "DRAWN",
-    "SentenceCNN",
-    "SentenceClassifier",
-    "SentenceLSTM",
-    "SentenceTransformer",
-    "TextClassifier",
-    "WordVectors",
-    "masked_mean",
-]
-
 # Words a filter of the CNN sees at once (Kim 2014).
 FILTER_WIDTHS = (3, 4, 5)
 # Standard deviation of the vectors of words where none are known; chosen on dev of TREC and CR.

@@ -1,3 +1,1 @@
 """The papers' tables and figures: which runs make each one, and what the paper claims of it."""
-
-__all__: list[str] = []

@@ -18,8 +18,6 @@ from headwise.lab.results.evidence import Evidence, by_seed, by_shared_seed
 from headwise.lab.results.results import Run, starts_of
 from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
 
-__all__ = ["MEASURED", "Claim", "Contrast", "Found", "Judged", "judge"]
-
 # A claim is settled at this adjusted p-value.
 LEVEL = 0.05
 MEASURED, UNMEASURED = "measured, not tested", "no verdict (nothing measured)"

@@ -15,8 +15,6 @@ from headwise.lab.experiment.task import FindsData, Task, WithStarts
 from headwise.lab.papers.data_names import is_there
 from headwise.lab.papers.reproduction import Reproduction
 
-__all__ = ["data_of", "folder_of_part", "require_data", "text_of", "with_data"]
-
 # Where below --data text to pre-train on is looked for; prepared shards first.
 TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from headwise.lab.experiment.run_folder import read_json
 
-__all__ = ["corpus_name", "folder_word", "is_there"]
-
 RECORD = "record.json"
 # A layout of a few files of a corpus; what was trained on it was not trained on the corpus.
 PARTIAL = "partial"

@@ -21,8 +21,6 @@ from headwise.plots.heads import head_embedding
 from headwise.plots.style import drawing, to_png
 from headwise.plots.sweeps import draw_sweep
 
-__all__ = ["curve", "head_map"]
-
 COLUMNS = 3
 
 

@@ -21,8 +21,6 @@ from headwise.lab.results.grids import Grid
 from headwise.lab.results.statistics import estimate, holm
 from headwise.lab.results.table import Row, Table
 
-__all__ = ["grouped_grid"]
-
 MAJORITY = "majority"
 # What runs on labelled data keep, their labels among it.
 VOCABULARY = "vocabulary.json"

@@ -16,8 +16,6 @@ from headwise.lab.papers.repulsive.sentences import SENTENCES
 from headwise.lab.papers.repulsive.texts import SENTENCE_FIGURES
 from headwise.lab.papers.repulsive.translation import REPULSIVE
 
-__all__ = ["REPRODUCTIONS"]
-
 # What needs a task or an analysis that is not there yet is not listed.
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction

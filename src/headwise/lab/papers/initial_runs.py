@@ -14,8 +14,6 @@ from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.papers.data_names import corpus_name
 from headwise.lab.results.results import COMPARISON
 
-__all__ = ["Begun", "read_begun", "require_begun"]
-
 
 @dataclass(frozen=True)
 class Begun:

@@ -26,8 +26,6 @@ from headwise.lab.papers.sizes import sized
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.results import COMPARISON
 
-__all__ = ["show_list", "show_plans"]
-
 
 def show_list(out: Path, scale: str, console: Console) -> None:
     """Show every reproduction with its place in the paper, its runs at a scale and, where runs show it, their cost."""

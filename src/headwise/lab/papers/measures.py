@@ -13,8 +13,6 @@ from typing import Protocol
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.results import STEP_RATIO
 
-__all__ = ["Least", "Numbers", "Shown", "StepTimes"]
-
 ABSENT, UNMEASURED = "not run", "not measured"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from headwise.atomic import write_whole
 from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_json, write_text
@@ -24,18 +25,6 @@ from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import NOTE, Grid, diversity_grid, grids, markdown_of, verdict_grid
 from headwise.lab.results.table import PLAIN, Table
-from headwise.report.html import write_whole
-
-__all__ = [
-    "Reproduced",
-    "claims_grid",
-    "measures_grid",
-    "published_grid",
-    "record",
-    "render",
-    "summed_grid",
-    "write_records",
-]
 
 FOLDER = "results"
 PAGE = "RESULTS.md"

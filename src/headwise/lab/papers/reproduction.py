@@ -18,8 +18,6 @@ from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import Grid
 from headwise.lab.results.table import Table
 
-__all__ = ["Column", "Draws", "PaperRow", "Part", "Published", "Reproduction", "Writes", "lack_of"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from headwise.atomic import write_whole
 from headwise.errors import DataError
 from headwise.lab.analyses.registry import ABOUT, HEAD_VECTORS
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
@@ -42,9 +43,6 @@ from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import terminal_grid
 from headwise.lab.results.results import STEP_TIME
 from headwise.lab.results.table import Table, make_table
-from headwise.report.html import write_whole
-
-__all__ = ["Plan", "do_plans", "make_plans", "report", "seeds_at"]
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"

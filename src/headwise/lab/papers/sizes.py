@@ -14,8 +14,6 @@ from typing import Any
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 
-__all__ = ["Size", "Sizes", "arm_name", "arm_names", "base", "big", "big_few_heads", "logic", "sized", "small"]
-
 CAPSULES = 64
 REDUCED = ("demo", "cpu", "gpu")
 

@@ -18,8 +18,6 @@ from headwise.plots.style import GRAY, drawing_panels, styles_of, to_png
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["NOTE", "heads_grid", "heads_picture", "layers_grid", "layers_picture", "sets_grid"]
-
 NOTE = (
     "Accuracy on test, %. In parentheses: not told from the majority baseline, or from guessing where that is more "
     "(one-sided binomial test at 0.05, Holm-adjusted over all that was probed on the task). ± is the widest half of a "

@@ -22,8 +22,6 @@ from threadpoolctl import threadpool_limits
 from headwise.errors import SettingError, require_choice, require_integer
 from headwise.lab.probing.softmax_regression import SoftmaxRegression
 
-__all__ = ["FORM", "Classifier", "Fitted", "Split", "fit"]
-
 FORM = "fit-2"  # changes with anything that changes what is fitted
 
 KINDS = ("regression", "mlp")

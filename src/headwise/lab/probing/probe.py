@@ -21,22 +21,6 @@ from headwise.lab.probing.fit import Classifier, Fitted, Split, fit
 from headwise.lab.results.statistics import holm
 from headwise.lab.tasks.probing.data import ProbingData
 
-__all__ = [
-    "ALL",
-    "EMBEDDINGS",
-    "NONE",
-    "Chosen",
-    "Probed",
-    "ProbedTask",
-    "Vectors",
-    "choose_sentences",
-    "heads_asked",
-    "judged",
-    "layers_asked",
-    "probe_vectors",
-    "sentences_of",
-]
-
 EMBEDDINGS = "emb"
 ALL, NONE = "all", "none"
 # How a capped number of sentences is shared between training, dev and test.

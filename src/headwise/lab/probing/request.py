@@ -19,8 +19,6 @@ from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_a
 from headwise.lab.results.results import COMPARISON
 from headwise.lab.tasks.probing.files import FORMS, PROBES, probing_file
 
-__all__ = ["CONFIG", "SENTENCES", "Asked", "default_folder", "task_files", "vectors_asked"]
-
 CONFIG = "config.json"
 # Sentences of a task unless the command says.
 SENTENCES = 10_000

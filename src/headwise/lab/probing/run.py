@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment import run_folder
@@ -38,9 +39,6 @@ from headwise.lab.results.results import COMPARISON
 from headwise.lab.tasks.probing.data import load_probing
 from headwise.lab.tasks.probing.files import PROBES
 from headwise.lab.tasks.probing.scales import PROBING_SCALES
-from headwise.report.html import write_whole
-
-__all__ = ["probe_model"]
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
 

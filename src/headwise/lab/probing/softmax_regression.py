@@ -15,8 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from headwise.errors import require_integer, require_positive
 
-__all__ = ["SoftmaxRegression"]
-
 # Of the largest entry of the gradient, times the number of classes, as a class has so small a part in the mean loss:
 # scikit-learn's tolerance at a hundred of them.
 TOLERANCE = 1e-2

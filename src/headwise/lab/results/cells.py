@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Difference
 
-__all__ = ["MINUS", "NONE", "number", "p_range", "percent", "points", "signed"]
-
 NONE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "draw_differences",
-    "draw_line",
-    "draw_means",
-    "name_ends",
-    "span_a_point",
-    "styles",
-]
-
 # In points: the height of a line of text, and how far from its dot a name is led to it by a line.
 LINE, LEADER = 12.0, 14.0
 

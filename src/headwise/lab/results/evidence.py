@@ -17,8 +17,6 @@ from headwise.lab.experiment.arm import folder_of
 from headwise.lab.experiment.run_folder import ANALYSIS, RESULT, read_json
 from headwise.lab.results.results import COMPARISON, Results, Run, read_results
 
-__all__ = ["Evidence", "by_seed", "by_shared_seed", "read_evidence", "run_numbers"]
-
 
 @dataclass(frozen=True)
 class Evidence:

@@ -13,25 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
+from headwise.atomic import write_whole
 from headwise.lab.results.cells import MINUS
 from headwise.lab.results.drawing import draw_differences, draw_line, draw_means, name_ends, span_a_point, styles
 from headwise.lab.results.head_drops import LOSS
 from headwise.lab.results.table import PLAIN, Table
 from headwise.plots.heads import draw_ablations
 from headwise.plots.style import GRAY_DASHED, draw_range, drawing, logarithmic, to_png, whole_numbers
-from headwise.report.html import write_whole
-
-__all__ = [
-    "OF_HEADS",
-    "Picture",
-    "costs_of_heads",
-    "dev_by_epoch",
-    "pictures",
-    "score_by_bin",
-    "score_by_force",
-    "score_by_similarity",
-    "write_pictures",
-]
 
 # How the names of pictures about single heads begin.
 OF_HEADS = "heads-by-"

@@ -19,22 +19,6 @@ from headwise.lab.results.head_drops import LOSS, Drop, pooled
 from headwise.lab.results.table import PLAIN, Table
 from headwise.lab.results.terminal_columns import ColumnBlocks
 
-__all__ = [
-    "Grid",
-    "bins_grid",
-    "cost_grid",
-    "diversity_grid",
-    "grids",
-    "head_grids",
-    "markdown_of",
-    "paired_grids",
-    "plain_grid",
-    "signature_grid",
-    "terminal",
-    "terminal_grid",
-    "verdict_grid",
-]
-
 # More bins than this do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 5
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}

@@ -15,8 +15,6 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 
-__all__ = ["LOSS", "REDUNDANCY", "Drop", "HeadDrops", "numbers_of", "pooled", "read_head_drops"]
-
 REDUNDANCY = "redundancy"
 LOSS = "loss"
 # A head is redundant when the score falls, or the loss rises, by less than this share of itself without it.

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Box", "overlap", "place_labels"]
-
 Box = tuple[float, float, float, float]
 
 # How far from its dot a label is tried, in points.

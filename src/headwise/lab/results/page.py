@@ -24,8 +24,6 @@ from headwise.lab.results.statistics import MINIMUM_SEEDS
 from headwise.lab.results.table import Row, Table
 from headwise.report.html import Page
 
-__all__ = ["headline", "printed", "report_page", "write_report"]
-
 # What a reader cannot guess from the name of a column.
 COLUMNS = (
     "Dist is the mean distance between the outputs of two heads (An et al. 2020), which grows with their size; the "

@@ -19,8 +19,6 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, numbered_lines
 from headwise.lab.experiment.run_folder import read_json, write_json
 
-__all__ = ["Pair", "PairedTests", "SystemTest", "do_paired_tests", "paired_p_values", "read_paired_tests"]
-
 # sacreBLEU's own defaults, named so that an environment variable or a later version changes nothing unseen.
 SEED, RESAMPLES, TRIALS = 12345, 1000, 10_000
 METRICS = ("BLEU", "chrF")

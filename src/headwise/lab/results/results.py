@@ -23,8 +23,6 @@ from headwise.lab.experiment.run_folder import EPOCHS, PREDICTIONS, RESULT, TEXT
 from headwise.lab.results.head_drops import HeadDrops, read_head_drops
 from headwise.lab.results.paired_tests import Pair, PairedTests, read_paired_tests
 
-__all__ = ["MEASURES", "Results", "Run", "pairs_of", "read_results", "starts_of"]
-
 COMPARISON = "comparison.json"
 TEST = "test.npz"
 REFERENCES = "references.txt"

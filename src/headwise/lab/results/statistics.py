@@ -15,19 +15,6 @@ from scipy import stats
 
 from headwise.errors import SettingError, require_integer, require_range
 
-__all__ = [
-    "MINIMUM_SEEDS",
-    "RESAMPLES",
-    "Estimate",
-    "difference",
-    "estimate",
-    "estimate_over_starts",
-    "holm",
-    "score",
-    "undecided",
-    "verdict",
-]
-
 MINIMUM_SEEDS = 5
 RESAMPLES = 2000
 

@@ -23,8 +23,6 @@ from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.results import MEASURES, Results, Run, read_results, starts_of
 from headwise.lab.results.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
 
-__all__ = ["PLAIN", "Difference", "Point", "Row", "Table", "make_table", "read_table"]
-
 PLAIN = "plain"
 # Two runs whose measures differ by less, and whose answers are the same, have done the same thing.
 SAME = 1e-6

@@ -15,8 +15,6 @@ from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Difference, Row, Table
 
-__all__ = ["record", "write_record"]
-
 
 def record(table: Table) -> dict[str, Any]:
     """Return the table as JSON data whose keys keep their order."""

@@ -14,8 +14,6 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ColumnBlocks"]
-
 # Columns of a table that leaves one space between them, and letters of a word that is not broken.
 CROWDED = 8
 LONGEST_WORD = 16

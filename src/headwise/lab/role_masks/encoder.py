@@ -18,8 +18,6 @@ from headwise.heads.heads import Heads
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.guide import Guidance, guide
 
-__all__ = ["EncoderMasks", "MaskFunction", "mask_encoder"]
-
 MaskFunction = Callable[[Tensor, Tensor], HeadMask]
 
 

@@ -15,8 +15,6 @@ from headwise.masks.head_mask import HeadMask
 from headwise.roles.idf import IDF
 from headwise.roles.word_table import WordTable
 
-__all__ = ["LineMasks"]
-
 
 class LineMasks:
     """Makes the masks of batches of lines, one token a word with one before and one after them.

@@ -27,8 +27,6 @@ from headwise.roles.idf import IDF
 from headwise.roles.roles import Dependency, Major, Rare, RoleSetting, Separator, Window
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Donors", "RoleMasks"]
-
 AS_STATED: tuple[RoleSetting, ...] = (Rare(), Separator(), Dependency(), Major(), Window())
 # The paper and its code agree about the dependency role.
 AS_RELEASED: tuple[RoleSetting, ...] = (

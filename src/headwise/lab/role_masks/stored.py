@@ -15,8 +15,6 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.roles.idf import IDF
 
-__all__ = ["RARITY", "ROLES", "KeptRoles", "keep_roles", "kept_roles"]
-
 RARITY, ROLES = "idf.json", "roles.json"
 
 

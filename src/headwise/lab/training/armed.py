@@ -22,8 +22,6 @@ from headwise.lab.experiment.task import (
 )
 from headwise.lab.training.methods import Methods
 
-__all__ = ["armed", "bare", "left_of"]
-
 
 def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
     """Return a new model whose parameters are drawn, and the arm's methods on it.

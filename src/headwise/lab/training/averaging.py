@@ -14,8 +14,6 @@ from torch import nn
 
 from headwise.errors import DataError
 
-__all__ = ["drop_epoch_weights", "keep_epoch_weights", "load_averaged"]
-
 PREFIX = "epoch-"
 
 

@@ -20,8 +20,6 @@ from headwise.lab.experiment.task import Scale
 from headwise.lab.experiment.versions import versions
 from headwise.lab.results.results import MEASURES
 
-__all__ = ["BaselineSettings", "baseline_run"]
-
 
 @dataclass(frozen=True)
 class BaselineSettings:

@@ -25,8 +25,6 @@ from headwise.lab.jobs.workers import Heartbeat
 from headwise.lab.training import processes
 from headwise.lab.training.averaging import keep_epoch_weights
 
-__all__ = ["RunCallback"]
-
 SHOW_SECONDS = 0.5
 # Enough for a median, few enough for a checkpoint.
 KEPT_STEPS = 2000

@@ -12,8 +12,6 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import write_json
 
-__all__ = ["seal", "verify"]
-
 MANIFEST = "manifest.json"
 
 

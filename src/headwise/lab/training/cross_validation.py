@@ -24,8 +24,6 @@ from headwise.lab.jobs.workers import Job
 from headwise.lab.results.results import MEASURES, TEST
 from headwise.lab.training.baseline import BaselineSettings
 
-__all__ = ["gather", "part_jobs", "run_of", "scales_of"]
-
 PART = "part-"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from headwise.heads.heads import Heads
 
-__all__ = ["DropHead"]
-
 
 class DropHead:
     """Zero each head of each example with probability `rate` while training, and rescale the rest.

@@ -17,8 +17,6 @@ from headwise.lab.results.results import COMPARISON
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["finished_record", "kept_file", "scale_record"]
-
 Scale = TypeVar("Scale", bound="DataclassInstance")
 
 

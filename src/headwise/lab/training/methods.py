@@ -28,8 +28,6 @@ from headwise.roles.guide import Guidance, guide
 from headwise.routing.aggregate import aggregate
 from headwise.routing.modules import Residual, Routing
 
-__all__ = ["Methods"]
-
 
 class Methods:
     """The methods of one arm, attached to one model whose parameters they draw.

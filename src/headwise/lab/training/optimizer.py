@@ -12,8 +12,6 @@ from torch import nn
 
 from headwise.lab.experiment.task import Recipe
 
-__all__ = ["Grouped", "optimizer_of"]
-
 MOMENTUM = 0.9
 
 

@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 
 from headwise.lab.training import processes
 
-__all__ = ["OwnBatches", "counted"]
-
 # What torch's losses leave out.
 IGNORED = -100
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 
-__all__ = ["agreed", "alone", "by_first", "count", "end", "group", "launched", "mean", "meet", "rank", "total", "wait"]
-
 # The others wait while the first one reads data, decodes the test set and writes the page.
 PATIENCE = timedelta(days=2)
 

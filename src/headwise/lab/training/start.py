@@ -27,18 +27,6 @@ from headwise.lab.models.pretrained import require_vocabulary, require_whole
 from headwise.lab.models.quiet import quietly
 from headwise.routing.save import RECORD, load
 
-__all__ = [
-    "DISCRIMINATOR",
-    "FORMS",
-    "MODEL",
-    "Classifier",
-    "Start",
-    "find_start",
-    "losses",
-    "open_tokenizer",
-    "require_positions",
-]
-
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "
     "glue, where each arm begins with its own run"

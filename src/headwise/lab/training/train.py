@@ -38,8 +38,6 @@ from headwise.lab.training.methods import Methods
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.lab.training.own_batches import OwnBatches, counted
 
-__all__ = ["HeadTrainer", "never", "train_run"]
-
 RUN = "run.pt"
 
 

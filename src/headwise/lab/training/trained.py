@@ -26,8 +26,6 @@ from headwise.lab.training.armed import bare, left_of
 from headwise.lab.training.methods import Methods
 from headwise.routing.setting_records import restored
 
-__all__ = ["Trained", "load_trained", "read_arm", "revived"]
-
 # What of an arm a trained model still has; the rest acts on gradients, or while training alone.
 OUTLIVES = ("aggregation", "aggregation_layers", "aggregation_kinds", "guided", "model")
 

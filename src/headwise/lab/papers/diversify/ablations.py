@@ -7,8 +7,6 @@ from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import base
 
-__all__ = ["ABLATIONS"]
-
 ZH_EN = "WMT17 Zh-En, Transformer-base; case-sensitive NIST BLEU"
 EN_DE = "WMT14 En-De, Transformer-base; case-sensitive NIST BLEU"
 SPEED = Column("Speed, steps/s", "step time", per_second=True)

@@ -10,8 +10,6 @@ from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, 
 from headwise.lab.papers.sizes import Size
 from headwise.lab.tasks.probing.files import CATEGORIES, PROBES
 
-__all__ = ["TABLE_7"]
-
 AGGREGATION, TRUNK = "em:layers={two}", "trunk:layers={two}"
 COMBINED = f"output+{AGGREGATION}"
 SCALES = ("demo", "cpu", "gpu", "paper")

@@ -13,8 +13,6 @@ from headwise.lab.papers.measures import Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import base, big, big_few_heads, logic
 
-__all__ = ["DIVERSIFY"]
-
 SHORT, LONG, ALL = (1, 6), (7, 12), (1, 12)
 
 FIGURE_4 = Reproduction(

@@ -16,8 +16,6 @@ from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN
 from headwise.plots.style import drawing, styles_of, to_png
 
-__all__ = ["worth_of_roles"]
-
 WHOLE = "all five"
 REPLACED = {
     "drop": "by the padding mask",

@@ -13,8 +13,6 @@ from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
 
-__all__ = ["GUIDED"]
-
 # What the paper calls each set, and the name of its folder.
 SETS = {"CR": "cr", "TREC": "trec", "SUBJ": "subj", "MPQA": "mpqa", "MR": "mr", "SST": "sst2"}
 ALL = tuple(SETS)

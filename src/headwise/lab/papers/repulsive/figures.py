@@ -22,8 +22,6 @@ from headwise.lab.results.table import PLAIN, Table
 from headwise.lab.tasks.sentence.uncertainty import read_reliability
 from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap, to_png
 
-__all__ = ["AttentionMaps", "entropies", "reliabilities"]
-
 
 @dataclass(frozen=True)
 class AttentionMaps:

@@ -12,8 +12,6 @@ from headwise.lab.papers.repulsive.glue_averages import AFTER, averages, glue_gr
 from headwise.lab.papers.repulsive.training_curves import training_curves
 from headwise.lab.papers.sizes import Size, Sizes
 
-__all__ = ["REPULSIVE_GLUE"]
-
 SCALES = ("demo", "cpu", "gpu")
 # Appendix B.3; the layer is the task's own choice.
 SVGD = "svgd:alpha=0.1,step_size=0.01"

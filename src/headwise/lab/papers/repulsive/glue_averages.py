@@ -17,8 +17,6 @@ from headwise.lab.results.grids import Grid
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.results.table import Table
 
-__all__ = ["AFTER", "averages", "glue_grid"]
-
 # A set fine-tuned from the model that was fine-tuned on another set, and the column it takes the place of.
 AFTER = {"RTE after MNLI": "RTE"}
 

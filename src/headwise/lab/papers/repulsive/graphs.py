@@ -13,8 +13,6 @@ from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, 
 from headwise.lab.papers.repulsive.outputs import OutputPages
 from headwise.lab.papers.sizes import Size, Sizes
 
-__all__ = ["GRAPHS", "RELEASED_R"]
-
 R, RMA = "cosine-penalty:alpha=0.01,step_size=1", "svgd"
 RELEASED_R = "cosine-penalty:alpha=0,step_size=1"
 NEAREST, BLIND = "nearest", "no-graph"

@@ -13,8 +13,6 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.tasks.graph2text.rating import outputs_page, read_items, write_rating
 
-__all__ = ["OutputPages"]
-
 READ, RATED = 10, 50
 OUTPUTS = "outputs.html"
 

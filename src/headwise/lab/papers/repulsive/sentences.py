@@ -13,8 +13,6 @@ from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, 
 from headwise.lab.papers.repulsive.strength_pictures import strengths
 from headwise.lab.papers.sizes import Size, Sizes
 
-__all__ = ["SENTENCES", "SMOOTH", "on", "regularised", "svgd"]
-
 # Repulsive weight of the released commands, whose step size is 1; their kernel gradient is another (DEVIATIONS.md).
 WEIGHTS = {"Age": 0.01, "Yelp": 1, "SNLI": 0.005}
 PAPER = {"Age": ("hidden=2000",), "Yelp": (), "SNLI": ("hidden=4000", "attention=150")}

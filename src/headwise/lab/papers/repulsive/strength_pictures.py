@@ -16,8 +16,6 @@ from headwise.lab.results.figures import Picture, score_by_force
 from headwise.lab.results.table import Table
 from headwise.plots.style import drawing, logarithmic, to_png
 
-__all__ = ["strengths"]
-
 Measures = Mapping[str, float | None]
 Reads = Callable[[Measures], float | None]
 FORCE = "force ratio: norm of the repulsion over norm of the drive"

@@ -13,8 +13,6 @@ from headwise.lab.papers.repulsive.figures import AttentionMaps, entropies, reli
 from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
 from headwise.lab.papers.sizes import Size, Sizes
 
-__all__ = ["SENTENCE_FIGURES"]
-
 ERROR = "error"
 HEADS = (1, 5, 10, 20, 30, 40)
 _AMONG = tuple(f"{heads} heads" for heads in HEADS[1:])

@@ -20,8 +20,6 @@ from headwise.lab.results.results import Run
 from headwise.lab.results.table import Table
 from headwise.plots.style import draw_range, drawing_panels, to_png, whole_numbers
 
-__all__ = ["training_curves"]
-
 COLUMNS = 2
 # Fewer rounds are no curve.
 FEWEST = 3

@@ -11,8 +11,6 @@ from headwise.lab.papers.measures import Least, Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import base, big, small
 
-__all__ = ["REPULSIVE"]
-
 BLEU = Column("BLEU")
 TIME = Column("Time", "step time")
 IWSLT = "IWSLT14 De-En, Transformer-small"

@@ -23,17 +23,6 @@ from headwise.lab.data.splits import TENTHS, cut, without
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import Texts, load_texts
 
-__all__ = [
-    "SPECIAL",
-    "ClassificationData",
-    "Sentence",
-    "Sentences",
-    "classification_parts",
-    "collate",
-    "data_of",
-    "load_data",
-]
-
 SPECIAL = ("<pad>", "<unk>", "<start>", "<end>")
 PADDING, UNKNOWN, START, END = range(len(SPECIAL))
 

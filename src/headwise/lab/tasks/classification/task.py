@@ -44,8 +44,6 @@ from headwise.lab.tasks.classification.data import (
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.roles.idf import idf
 
-__all__ = ["ClassificationTask", "predict", "word_vectors", "words_of"]
-
 PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (5, 10, 20, 40, 90)

@@ -23,8 +23,6 @@ from headwise.lab.data.word_vectors import read_word_vectors
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
 
-__all__ = ["Texts", "load_texts", "stands_apart", "texts_of", "word_tables"]
-
 ENCODING = "classification-1"  # changes with anything below that changes the arrays
 PARSES = "parses"
 # Marks that stand apart from words in a text that was cut into words before.

@@ -31,8 +31,6 @@ from headwise.lab.tasks.glue.files import (
 from headwise.lab.tasks.glue.scales import GlueScale
 from headwise.lab.training.start import Start, find_start, open_tokenizer, require_positions
 
-__all__ = ["EncodedText", "GlueData", "GlueSplit", "collator", "load_glue", "require_set"]
-
 FORMAT = "glue-2"  # changes with anything below that changes what is trained on
 DEV_SHARE, DEV_MOST = 0.1, 1_000
 DRAWS = 1 << 64

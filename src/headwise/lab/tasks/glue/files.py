@@ -14,18 +14,6 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.experiment.glue_score import ACCURACY, MATTHEWS, SPEARMAN
 
-__all__ = [
-    "GLUE",
-    "GlueExample",
-    "GlueSet",
-    "glue_set",
-    "labelled_files",
-    "lacking",
-    "read_split",
-    "submission",
-    "unlabelled_files",
-]
-
 NOT = ("entailment", "not_entailment")
 YES = ("0", "1")
 BOM = "\ufeff"

@@ -12,8 +12,6 @@ from pathlib import Path
 from headwise.errors import SettingError, require_integer, require_positive, require_range
 from headwise.lab.experiment.task import UNRECORDED, Recipe
 
-__all__ = ["GLUE_SCALES", "GlueScale"]
-
 
 @dataclass(frozen=True)
 class GlueScale:

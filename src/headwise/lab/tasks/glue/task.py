@@ -30,8 +30,6 @@ from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
 from headwise.lab.training.start import MODEL, Classifier, losses
 from headwise.routing.save import aggregators_of, save
 
-__all__ = ["GlueTask"]
-
 SUBMISSION = "submission"
 BATCH, PROBED = 64, 128
 # The last token count of each bin of test items; the last bin takes what is longer.

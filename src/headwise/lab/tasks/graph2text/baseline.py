@@ -14,8 +14,6 @@ from headwise.lab.tasks.graph2text.files import spelled
 if TYPE_CHECKING:
     from headwise.lab.tasks.graph2text.files import Graph
 
-__all__ = ["filled_in", "nearest_texts"]
-
 
 def nearest_texts(train: Sequence[Graph], asked: Sequence[Graph]) -> list[str]:
     """Return for each graph the text of the training graph with the likest title and entities, filled in.

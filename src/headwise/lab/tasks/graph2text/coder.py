@@ -13,8 +13,6 @@ from typing import TypedDict
 
 from headwise.lab.tasks.graph2text.files import Graph
 
-__all__ = ["END", "PADDING", "SPECIAL", "START", "UNKNOWN", "EncodedGraph", "GraphCoder", "learned_coder"]
-
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 PADDING, UNKNOWN, START, END = range(len(SPECIAL))
 # Rows of the table of nodes: padding, the root, a relation not seen in training and its inverse; then two a relation.

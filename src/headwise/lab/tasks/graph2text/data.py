@@ -22,8 +22,6 @@ from headwise.lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, Gr
 from headwise.lab.tasks.graph2text.files import Graph, read_graphs
 from headwise.lab.tasks.graph2text.scales import GraphScale
 
-__all__ = ["GraphData", "Graphs", "collate", "load_graphs", "test_graphs"]
-
 IGNORED = -100
 # The row of a root in the table of nodes; `GraphCoder` numbers the relations.
 ROOT = 1

@@ -19,8 +19,6 @@ from headwise.lab.tasks.graph2text.data import collate
 if TYPE_CHECKING:
     from headwise.lab.tasks.graph2text.model import GraphWriter
 
-__all__ = ["search", "written"]
-
 # Graphs written about at once, times the beams; and the pairs of nodes of those graphs, which attention grows with.
 ROWS = 128
 PAIRS = 1 << 22

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from headwise.errors import ShapeError
 from headwise.lab.models.sized_attention import SizedAttention
 
-__all__ = ["CORRECT", "RELEASED", "Departures", "GraphBlock", "GraphEncoder", "Places", "pack"]
-
 
 @dataclass(frozen=True)
 class Departures:

@@ -13,8 +13,6 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
-__all__ = ["Graph", "GraphSet", "parse_triples", "read_agenda", "read_graphs", "read_triples", "spelled"]
-
 RELATIONS = "relations.vocab"
 AGENDA: Mapping[str, str] = {
     "train": "preprocessed.train.tsv",

@@ -21,8 +21,6 @@ from headwise.lab.tasks.graph2text.files import Graph, read_triples
 from headwise.lab.tasks.graph2text.task import VOCABULARY
 from headwise.lab.tasks.graph2text.writer import Writer, open_writer
 
-__all__ = ["frozen_graphs", "node_names"]
-
 ROOT, INVERSE = "(root)", "\N{LEFTWARDS ARROW} "
 
 

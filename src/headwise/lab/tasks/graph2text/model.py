@@ -17,8 +17,6 @@ from headwise.errors import ShapeError
 from headwise.lab.tasks.graph2text.encoder import CORRECT, Departures, GraphEncoder
 from headwise.lab.tasks.graph2text.phrases import PhraseEncoder, WordBias, WordVectors
 
-__all__ = ["GraphWriter", "Memory", "State"]
-
 IGNORED = -100
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PhraseEncoder", "WordBias", "WordVectors"]
-
 
 class PhraseEncoder(nn.Module):
     """A bidirectional LSTM of two layers, d/2 units in each direction; padding is not read."""

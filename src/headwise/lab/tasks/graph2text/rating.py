@@ -21,8 +21,6 @@ from headwise.lab.tasks.graph2text.data import test_graphs
 from headwise.lab.tasks.graph2text.files import Graph
 from headwise.report.html import Page
 
-__all__ = ["CRITERIA", "FORM", "KEY", "Item", "outputs_page", "read_items", "write_rating"]
-
 # An et al. 2020, Table 5.
 CRITERIA: tuple[tuple[str, str], ...] = (
     ("structure", "Structure: which is built better, without repeating itself?"),

@@ -12,8 +12,6 @@ import typer
 
 from headwise.lab.cli.options import standard_console, stoppable
 
-__all__ = ["rate", "ratings"]
-
 
 def rate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run that is judged, OUT/ARM/seed-N.")],

@@ -21,8 +21,6 @@ from headwise.lab.results.grids import Grid
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.tasks.graph2text.rating import CRITERIA, SIDES
 
-__all__ = ["Ratings", "ratings_grid", "read_ratings", "record_ratings"]
-
 ANALYSIS = "ratings"
 VALUES: Mapping[str, int] = {"win": 1, "lose": -1, "tie": 0}
 

@@ -14,8 +14,6 @@ from typing import Literal
 from headwise.errors import SettingError, require_choice, require_integer, require_positive, require_range
 from headwise.lab.experiment.task import Recipe
 
-__all__ = ["GRAPH_SCALES", "GraphScale"]
-
 
 @dataclass(frozen=True)
 class GraphScale:

@@ -14,8 +14,6 @@ import sacrebleu
 from headwise.errors import HeadwiseError
 from headwise.lab.experiment.metrics import Measure
 
-__all__ = ["SHOWN", "coverage", "repeated_clauses", "scores", "signatures"]
-
 SHOWN = (
     *(Measure(f"BLEU-{order}", f"BLEU-{order}") for order in (1, 2, 3)),
     Measure("METEOR", "METEOR"),

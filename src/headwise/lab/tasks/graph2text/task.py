@@ -36,8 +36,6 @@ from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
 
-__all__ = ["VOCABULARY", "Graph2TextTask", "graph_writer", "texts_of"]
-
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
 BINS = (2, 5, 10, 20)

@@ -25,8 +25,6 @@ from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, graph_writer, 
 from headwise.lab.training.finished import finished_record, kept_file, scale_record
 from headwise.lab.training.trained import read_arm, revived
 
-__all__ = ["Writer", "open_writer", "read_asked", "write_lines"]
-
 TASK = "graph2text"
 # A graph of AGENDA has at most some 100 nodes. Time and memory grow with the square of the one and with the other.
 MOST_NODES, MOST_WORDS = 1_000, 100

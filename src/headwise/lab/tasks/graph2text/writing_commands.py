@@ -13,8 +13,6 @@ import typer
 from headwise.lab.cli.options import Beams, LengthPenalty, stoppable
 from headwise.lab.cli.streams import STANDARD_INPUT, standard_streams, window_of
 
-__all__ = ["write"]
-
 # Graphs written about together: sorting by size inside pays, and the first text does not wait long.
 WINDOW = 128
 

@@ -14,8 +14,6 @@ from headwise.errors import require_integer
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.tasks.logic.data import LogicSplit
 
-__all__ = ["counts", "majority", "token_counts"]
-
 
 def majority(train: LogicSplit, test: LogicSplit) -> NDArray[np.int64]:
     """Return the most frequent training label for every test item, [N]; of equals, the one that comes first."""

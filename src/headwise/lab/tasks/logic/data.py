@@ -26,8 +26,6 @@ from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic.generator import generate
 from headwise.lab.tasks.logic.scales import Scale
 
-__all__ = ["Example", "LogicData", "LogicSplit", "collate", "find_files", "load_logic"]
-
 PADDING, UNKNOWN = "<pad>", "<unk>"
 GENERATOR_SEED = 0
 ENCODING = "logic-1"  # changes with anything below that changes the arrays

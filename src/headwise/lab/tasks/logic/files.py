@@ -13,8 +13,6 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair, bracket_fault
 
-__all__ = ["read_pairs"]
-
 
 def read_pairs(path: Path, operators: int) -> Iterator[Pair]:
     """Yield the pairs of one file; any words may stand for variables and operators.

@@ -11,19 +11,6 @@ from typing import NamedTuple
 
 from headwise.errors import DataError
 
-__all__ = [
-    "ALL_WORLDS",
-    "OPERATORS",
-    "RELATIONS",
-    "VARIABLES",
-    "VARIABLE_WORLDS",
-    "Pair",
-    "bracket_fault",
-    "operators",
-    "relation",
-    "worlds",
-]
-
 RELATIONS = ("=", "<", ">", "^", "|", "v", "#")
 OPERATORS = ("and", "or", "not")
 VARIABLES = ("a", "b", "c", "d", "e", "f")

@@ -17,8 +17,6 @@ from headwise.errors import require_integer
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.tasks.logic.formulas import ALL_WORLDS, VARIABLE_WORLDS, VARIABLES, Pair, relation
 
-__all__ = ["generate"]
-
 LENGTH_BUDGET = 12
 BRANCHING = 4 / 9
 NEGATION = 1 / 3

@@ -14,8 +14,6 @@ from headwise.lab.models.encoder import Encoder
 from headwise.lab.tasks.logic.scales import Scale
 from headwise.nn.multihead import MultiheadAttention
 
-__all__ = ["HeLinear", "PairClassifier", "QueryPooling"]
-
 
 class HeLinear(nn.Linear):
     """Returns x W^T + b, with W drawn from N(0, 2 / inputs) and b = 0 (He et al. 2015).

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from headwise.errors import SettingError, require_integer, require_positive, require_range
 from headwise.lab.experiment.task import Recipe
 
-__all__ = ["SCALES", "Scale"]
-
 
 @dataclass(frozen=True)
 class Scale:

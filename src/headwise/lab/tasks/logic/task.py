@@ -23,8 +23,6 @@ from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collat
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import SCALES, Scale
 
-__all__ = ["LogicTask", "predict"]
-
 PROBED = 512
 
 

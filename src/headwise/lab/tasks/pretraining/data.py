@@ -33,8 +33,6 @@ from headwise.lab.tasks.pretraining.prepare import (
 from headwise.lab.tasks.pretraining.rows import masked_positions, segments
 from headwise.lab.tasks.pretraining.text import text_files
 
-__all__ = ["MaskedRow", "PretrainingData", "Rows", "StreamBatches", "load_text", "open_text"]
-
 # Shards whose rows are shuffled together: memory is that of their order.
 TOGETHER = 8
 

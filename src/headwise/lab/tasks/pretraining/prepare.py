@@ -26,8 +26,6 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.pretraining.rows import Packer
 from headwise.lab.tasks.pretraining.text import Piece, pieces
 
-__all__ = ["RECORD", "SPLITS", "TOKENIZER", "TextPreparation", "fingerprint_of", "prepare_text", "shard_file"]
-
 FORMAT = "pretraining-2"  # changes with anything below that changes what is written
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"
 SPLITS = ("train", "dev", "test")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from headwise.errors import SettingError
 from headwise.lab.data.arrays import stable_key
 
-__all__ = ["Packer", "masked_positions", "segments"]
-
 # Share of rows that are one segment (Clark et al. 2020, released code).
 ONE_SEGMENT = 0.1
 DRAWS = 1 << 64

@@ -16,8 +16,6 @@ from headwise.lab.models.electra import ElectraSizes
 from headwise.lab.models.normal_start import DEVIATION
 from headwise.lab.tasks.pretraining.prepare import TextPreparation
 
-__all__ = ["PRETRAINING_SCALES", "PretrainingScale"]
-
 
 @dataclass(frozen=True)
 class PretrainingScale:

@@ -19,8 +19,6 @@ from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.pretraining.data import MaskedRow, Rows
 
-__all__ = ["SHOWN", "judged", "judged_batches", "row_losses", "statistics_of"]
-
 # Rows judged at once.
 BATCH = 64
 SHOWN = (

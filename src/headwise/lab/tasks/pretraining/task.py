@@ -28,8 +28,6 @@ from headwise.lab.tasks.pretraining.scores import SHOWN, judged, row_losses, sta
 from headwise.lab.tasks.pretraining.text import FORMS, text_files
 from headwise.lab.training.start import DISCRIMINATOR
 
-__all__ = ["PretrainingTask"]
-
 PROBED, PROBED_TOGETHER = 64, 32
 # Test rows are binned by how many of their tokens continue a word, in tens.
 BIN = 10

@@ -15,8 +15,6 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.data.text_files import TextPart, bounded_lines
 
-__all__ = ["FORMS", "Piece", "pieces", "text_files"]
-
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "
     '"text" is a document, each plain or .gz'

@@ -17,8 +17,6 @@ from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import texts_of
 from headwise.lab.tasks.probing.files import DEV, TEST, TRAIN, distinct, layout_of, probing_file, read_probing
 
-__all__ = ["ProbingData", "load_probing"]
-
 # Changes with anything in `probing_files` that changes which lines are kept.
 KEPT = "probing-1"
 ALL = "all"

@@ -14,8 +14,6 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.data.labelled_texts import LabelledText, Layout
 
-__all__ = ["CATEGORIES", "PROBES", "Distinct", "Probe", "distinct", "layout_of", "probing_file", "read_probing"]
-
 
 @dataclass(frozen=True)
 class Probe:

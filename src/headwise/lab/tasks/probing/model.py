@@ -10,8 +10,6 @@ from torch import nn
 from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification.scales import ClassificationScale
 
-__all__ = ["ProbedTransformer"]
-
 
 class ProbedTransformer(SentenceTransformer):
     """Returns the logits of a property of a sentence (Li et al. 2021, section 4.2.2), trained end to end.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from headwise.lab.tasks.classification.scales import ClassificationScale
 
-__all__ = ["PROBING_SCALES"]
-
 PROBING_SCALES: Mapping[str, ClassificationScale] = {
     scale.name: scale
     for scale in (

@@ -22,8 +22,6 @@ from headwise.lab.tasks.probing.files import probing_file
 from headwise.lab.tasks.probing.model import ProbedTransformer
 from headwise.lab.tasks.probing.scales import PROBING_SCALES
 
-__all__ = ["ProbingTask"]
-
 # Beyond so many classes a linear model of pairs of words takes gigabytes.
 MANY = 100
 # Beside sinusoids of that size a sentence of twenty words is read sooner than with smaller vectors (chosen on dev).

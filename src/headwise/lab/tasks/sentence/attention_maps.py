@@ -21,8 +21,6 @@ from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.task import SentenceTask
 from headwise.lab.training.trained import load_trained
 
-__all__ = ["agreement", "chosen_texts", "measure_attention"]
-
 TEXTS = 3
 # Words of a text that is shown: as many as the paper's review has, about.
 SHORTEST, LONGEST = 20, 40

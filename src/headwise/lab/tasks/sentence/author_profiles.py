@@ -15,8 +15,6 @@ from xml.etree import ElementTree as ET
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
-__all__ = ["Profile", "Profiles", "read_profiles", "truth_of"]
-
 TRUTH = "truth.txt"
 BETWEEN = ":::"
 # What the corpora write where an author's age is not known.

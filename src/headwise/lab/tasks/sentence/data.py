@@ -23,8 +23,6 @@ from headwise.lab.data.splits import cut, without
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import Words, load_words
 
-__all__ = ["SPECIAL", "UNKNOWN", "Encoded", "SentenceData", "Sentences", "collate", "encode", "load_sentences"]
-
 SPECIAL = ("<pad>", "<unk>")
 PADDING, UNKNOWN = range(len(SPECIAL))
 # The label that `SentenceScale.positive` is about.

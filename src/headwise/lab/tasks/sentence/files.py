@@ -15,8 +15,6 @@ from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.data.labelled_texts import LabelledText, Layout, find_layout, read_labelled, read_rows
 from headwise.lab.tasks.sentence.author_profiles import read_profiles, truth_of
 
-__all__ = ["Example", "SentenceSet", "read_set"]
-
 # The released code takes the first lines of Yelp's own file.
 YELP_LINES = 504_000
 YELP = ("review.json", "yelp_academic_dataset_review.json")

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from headwise.errors import ShapeError, require_integer
 from headwise.lab.models.text_classifiers import TextClassifier, WordVectors
 from headwise.lab.tasks.sentence.scales import SentenceScale
-from headwise.nn.multihead import AdditiveAttention
-
-__all__ = ["HeadGate", "SelfAttentive"]
+from headwise.nn.additive import AdditiveAttention
 
 
 class HeadGate(nn.Module):

@@ -14,8 +14,6 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-__all__ = ["log_count_ratio", "naive_bayes_regression"]
-
 # Stands in no word, since words hold no white space.
 BETWEEN = "\n"
 SMOOTHING = 1.0

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from headwise.lab.experiment.metrics import Measure
 from headwise.metrics.calibration import reliability_of
 
-__all__ = ["SHOWN", "scores"]
-
 SHOWN = (
     Measure("NLL", "NLL", better="lower", digits=3),
     Measure("ECE", "ECE", better="lower", digits=3),

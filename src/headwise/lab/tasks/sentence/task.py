@@ -33,8 +33,6 @@ from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
 
-__all__ = ["SentenceTask", "probabilities"]
-
 BATCH = 128
 PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.

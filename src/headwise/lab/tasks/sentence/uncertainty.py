@@ -25,8 +25,6 @@ from headwise.lab.tasks.sentence.words import tokenized
 from headwise.lab.training.trained import load_trained
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
 
-__all__ = ["measure_entropy", "measure_reliability", "read_reliability", "texts_of"]
-
 # Other texts that a model is asked about, at most.
 ASKED = 2_000
 

@@ -25,8 +25,6 @@ from headwise.lab.tasks.sentence.scales import SentenceScale
 if TYPE_CHECKING:
     from spacy.tokenizer import Tokenizer
 
-__all__ = ["Words", "load_words", "tokenized", "words_in_place"]
-
 ENCODING = "sentence-1"  # changes with anything below that changes the arrays
 TOKENIZER = "en"
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from headwise.nn.multihead import MultiheadAttention
 
-__all__ = ["CachedAttention"]
-
 
 class CachedAttention(MultiheadAttention):
     """`headwise.nn.MultiheadAttention`, batch first, with keys and values that outlive a call.

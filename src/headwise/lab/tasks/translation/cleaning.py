@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from headwise.errors import require_integer, require_range
 from headwise.lab.data.arrays import stable_key
 
-__all__ = ["Cleaning", "Sieve"]
-
 
 @dataclass(frozen=True)
 class Cleaning:

@@ -23,8 +23,6 @@ from headwise.lab.cli.options import (
 )
 from headwise.lab.cli.streams import standard_streams, window_of
 
-__all__ = ["download", "prepare", "translate"]
-
 # Batches of a window: sorting by length inside it pays, and the first line does not wait long.
 WINDOW_BATCHES = 8
 

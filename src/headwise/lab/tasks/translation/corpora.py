@@ -22,18 +22,6 @@ from headwise.lab.tasks.translation.recipes import (
     UNITED_NATIONS,
 )
 
-__all__ = [
-    "CORPORA",
-    "Corpus",
-    "Files",
-    "Layout",
-    "Part",
-    "Parts",
-    "fetch_corpus",
-    "find_files",
-    "present",
-]
-
 Files = dict[str, tuple[tuple[Path, Path], ...]]
 
 

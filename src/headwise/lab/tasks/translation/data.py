@@ -27,16 +27,6 @@ from headwise.lab.tasks.translation.cleaning import Cleaning
 from headwise.lab.tasks.translation.corpora import Corpus, find_files
 from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, fingerprint_of, prepare
 
-__all__ = [
-    "TranslationData",
-    "TranslationExample",
-    "TranslationSplit",
-    "collate",
-    "load_translation",
-    "open_prepared",
-    "prepare_translation",
-]
-
 IGNORED = -100
 
 

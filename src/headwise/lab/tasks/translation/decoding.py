@@ -18,8 +18,6 @@ from headwise.lab.data.token_batches import token_sorted
 from headwise.lab.tasks.translation.data import collate
 from headwise.lab.tasks.translation.model import PADDING, START
 
-__all__ = ["decoded", "longest_source"]
-
 # A target may be this many times as long as its source, and this many tokens longer.
 LONGER, EXTRA = 2, 10
 # Tokens of sources decoded at once, times the beams.

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
-__all__ = ["Line", "TextPair", "read_pairs", "read_side"]
-
 SEGMENT = re.compile(r"<seg\b[^>]*\bid=\"([^\"]*)\"[^>]*>(.*)</seg>", re.IGNORECASE)
 # what stands in an IWSLT training file beside the talk itself; title and description are text in both languages
 NOT_SPOKEN = re.compile(r"</?(?:url|talkid|keywords|speaker|reviewer|translator|doc)\b", re.IGNORECASE)

@@ -16,8 +16,6 @@ from headwise.lab.data.token_batches import token_sorted
 from headwise.lab.tasks.translation.data import TranslationSplit, collate
 from headwise.lab.tasks.translation.model import IGNORED, PADDING
 
-__all__ = ["negative_log_likelihood", "pair_losses"]
-
 TOKENS = 4_096
 
 

@@ -18,8 +18,6 @@ from typing_extensions import override
 from headwise.lab.models.normal_start import draw_normal
 from headwise.lab.tasks.translation.model import END, IGNORED, PADDING, START, Seq2SeqConfig
 
-__all__ = ["Marian"]
-
 LONGEST = 512
 
 

@@ -19,8 +19,6 @@ from headwise.errors import SettingError, require_integer, require_range
 from headwise.lab.models.encoder import sinusoids
 from headwise.lab.tasks.translation.attention import CachedAttention
 
-__all__ = ["Seq2Seq", "Seq2SeqConfig"]
-
 PADDING, START, END = 0, 1, 2
 IGNORED = -100
 

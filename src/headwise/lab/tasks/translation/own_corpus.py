@@ -10,8 +10,6 @@ from pathlib import Path
 from headwise.errors import DataError, SettingError
 from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part, find_files, present
 
-__all__ = ["FORMS", "corpus_at", "own_corpus", "own_folder"]
-
 DEV_NAMES = "dev", "valid", "val"
 FORMS = (
     f"a folder with the files of {', '.join(CORPORA)}; FOLDER:en-de for train.en and train.de of your own; "

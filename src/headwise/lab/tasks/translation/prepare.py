@@ -26,8 +26,6 @@ from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
 from headwise.lab.tasks.translation.corpora import Corpus, Files, Layout
 from headwise.lab.tasks.translation.files import TextPair, read_pairs
 
-__all__ = ["RECORD", "TOKENIZER", "Preparation", "fingerprint_of", "prepare"]
-
 FORMAT = "translation-1"  # changes with anything below that changes what is written
 RECORD, TOKENIZER = "record.json", "tokenizer.json"
 SIDES = "source", "target"

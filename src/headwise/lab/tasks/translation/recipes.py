@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from headwise.lab.data.downloads import Download
 
-__all__ = ["COMMON_CRAWL", "CWMT", "DEV_SETS", "EUROPARL", "MULTI30K", "NEWS_COMMENTARY", "UNITED_NATIONS"]
-
 STATMT = "http://www.statmt.org"
 WMT = "http://data.statmt.org"
 CWMT_SERVER = "ftp://cwmt-wmt:cwmt-wmt@nlp.nju.edu.cn/parallel"

@@ -24,8 +24,6 @@ from headwise.masks.head_mask import HeadMask
 from headwise.roles.idf import IDF, idf
 from headwise.roles.word_table import WordTable
 
-__all__ = ["PARSED_BY", "SourceMasks", "Sources", "kept_masks", "learned_masks", "parser"]
-
 Parse = Callable[[Sequence[str]], list[WordTable]]
 # Stands in the digest of data between that of the corpus and that of the pipeline.
 PARSED_BY = "+"

@@ -13,8 +13,6 @@ from typing import Literal
 from headwise.errors import require_choice, require_integer, require_positive, require_range
 from headwise.lab.experiment.task import UNRECORDED, Recipe
 
-__all__ = ["TRANSLATION_SCALES", "TranslationScale"]
-
 
 @dataclass(frozen=True)
 class TranslationScale:

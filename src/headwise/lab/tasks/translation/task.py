@@ -44,8 +44,6 @@ from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learned_masks, parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
 
-__all__ = ["TranslationTask", "translated", "translation_model"]
-
 PROBED, PROBED_TOKENS = 256, 4_096
 BIN = 10
 # Parses of the sources, inside the folder of the prepared data.

@@ -10,8 +10,6 @@ from typing import IO, Protocol
 
 from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 
-__all__ = ["translate_lines"]
-
 
 class Translating(Protocol):
     """What translates encoded lines; `translator.Translator` does."""

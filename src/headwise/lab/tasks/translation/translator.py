@@ -23,8 +23,6 @@ from headwise.lab.tasks.translation.task import translation_model
 from headwise.lab.training.finished import finished_record, kept_file, scale_record
 from headwise.lab.training.trained import read_arm, revived
 
-__all__ = ["Decoding", "Translator", "open_translator"]
-
 TASK = "translation"
 
 
