@@ -126,11 +126,11 @@ def naive_output(model: Translation) -> Callable[[], Tensor]:
 
 def naive_svgd(model: nn.Module) -> None:
     """SVGD by double loops over pairs of heads, one projection at a time."""
-    for slab in hw.find_heads(model).slabs():
-        theta = slab.view(slab.parameter.detach()).flatten(1)
-        assert slab.parameter.grad is not None
-        gradient = slab.view(slab.parameter.grad)
-        flat, count = gradient.flatten(1).clone(), slab.heads
+    for head_slice in hw.find_heads(model).slices():
+        theta = head_slice.view(head_slice.parameter.detach()).flatten(1)
+        assert head_slice.parameter.grad is not None
+        gradient = head_slice.view(head_slice.parameter.grad)
+        flat, count = gradient.flatten(1).clone(), head_slice.heads
         distances = sorted(
             math.sqrt(float((theta[i] - theta[j]).square().sum())) for i in range(count) for j in range(i)
         )
@@ -241,7 +241,9 @@ def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
     ensembles = ensembles_of(hw.find_heads(model), joint=False)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    numbers = sum(slab.view(slab.parameter).numel() for ensemble in ensembles for slab in ensemble.slabs)
+    numbers = sum(
+        head_slice.view(head_slice.parameter).numel() for ensemble in ensembles for head_slice in ensemble.slices
+    )
     moved = 3 * 4 * numbers
     source = torch.randn(COPIED[device.type], device=device)
     target = torch.empty_like(source)

@@ -106,17 +106,20 @@ def check_layout(
         1 sites verified: (model)
     """
     heads = find_heads(model, layouts)
-    for slab in heads.slabs():
-        marked = torch.full_like(slab.parameter, -1.0)
-        view = slab.view(marked)
-        for head in range(slab.heads):
+    for head_slice in heads.slices():
+        marked = torch.full_like(head_slice.parameter, -1.0)
+        view = head_slice.view(marked)
+        for head in range(head_slice.heads):
             view[head] = float(head)
-        for head in range(slab.heads):
+        for head in range(head_slice.heads):
             own = int((marked == head).sum())
-            expected = slab.parameter.numel() // slab.parameter.shape[slab.axis] * slab.head_size
+            expected = (
+                head_slice.parameter.numel() // head_slice.parameter.shape[head_slice.axis] * head_slice.head_size
+            )
             _require(
                 own == expected,
-                f"{slab.name}: head {head} of its {slab.projection} holds {own} entries; expected {expected}.",
+                f"{head_slice.name}: head {head} of its {head_slice.projection} holds {own} entries; "
+                f"expected {expected}.",
             )
     return verify(heads, inputs)
 

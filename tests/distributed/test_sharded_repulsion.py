@@ -271,8 +271,8 @@ def test_equal_heads_are_refused_and_jitter_separates_them_as_in_one_process(two
 def assert_jittered(engine: str) -> None:
     def equal() -> nn.Module:
         model = made()
-        for slab in hw.find_heads(model).slabs():
-            view = slab.view(slab.parameter.detach())
+        for head_slice in hw.find_heads(model).slices():
+            view = head_slice.view(head_slice.parameter.detach())
             view.copy_(view[:1].expand_as(view).clone())
         return model
 

@@ -210,7 +210,7 @@ def test_seven_equal_particles_and_a_far_one_get_bandwidth_one_and_finite_repuls
     assert RBF().matrices(shape).repulsion.float().isfinite().all()
 
 
-def test_grams_of_slabs_add_up_to_the_joint_particles():
+def test_grams_of_slices_add_up_to_the_joint_particles():
     first, second = draw(4, 3, 5), draw(4, 2, 7, seed=1)
     joint = geometry(torch.cat([first.flatten(1), second.flatten(1)], dim=1), inner=True)
     summed = geometry_from_grams(shifted_gram(first) + shifted_gram(second), plain_gram(first) + plain_gram(second))

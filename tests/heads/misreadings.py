@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.heads import Heads, Site, Slab
+from headwise.heads.heads import Heads, HeadSlice, Site
 
 
 def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
@@ -19,59 +19,62 @@ def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
         yield "half the heads", _resized(site, 0.5)
     factor = next(p for p in (2, 3, 5, 7) if site.head_size % p == 0)
     yield f"{factor} times the heads", _resized(site, factor)
-    query, key, value = site.slabs
-    yield "keys and values swapped", replace(site, slabs=(query, *_swapped(key, value)))
+    query, key, value = site.slices
+    yield "keys and values swapped", replace(site, slices=(query, *_swapped(key, value)))
     if query.heads == key.heads:
-        yield "queries and keys swapped", replace(site, slabs=(*_swapped(query, key), value))
+        yield "queries and keys swapped", replace(site, slices=(*_swapped(query, key), value))
         yield "queries and values swapped", _queries_and_values_swapped(site)
-    fused = [slab for slab in site.slabs if slab.owner is value.owner]
+    fused = [head_slice for head_slice in site.slices if head_slice.owner is value.owner]
     if len(fused) > 1 and query.heads == key.heads:
         size, count = site.head_size, site.num_heads
-        apart = any(slab.stride > size for slab in fused)
+        apart = any(head_slice.stride > size for head_slice in fused)
         label = "alternating heads read as blocks" if apart else "blocks read as alternating heads"
         read = {
-            slab.projection: replace(
-                slab,
+            head_slice.projection: replace(
+                head_slice,
                 start=index * count * size if apart else index * size,
                 stride=size if apart else len(fused) * size,
                 bias_start=index * count * size if apart else index * size,
             )
-            for index, slab in enumerate(fused)
+            for index, head_slice in enumerate(fused)
         }
-        yield label, replace(site, slabs=tuple(read.get(slab.projection, slab) for slab in site.slabs))
+        yield (
+            label,
+            replace(site, slices=tuple(read.get(head_slice.projection, head_slice) for head_slice in site.slices)),
+        )
 
 
 def reordered(heads: Heads, site: Site, how: str) -> Heads:
     """The heads of a copy of the model in which the queries of one site really lie in another order."""
     twin = copy.deepcopy(heads.model)
     (found,) = hw.find_heads(twin).where(site.name or "").sites
-    slab = found.slabs[0]
-    count = slab.heads * slab.head_size
-    order = torch.arange(count).view(slab.head_size, slab.heads).T.flatten()
+    head_slice = found.slices[0]
+    count = head_slice.heads * head_slice.head_size
+    order = torch.arange(count).view(head_slice.head_size, head_slice.heads).T.flatten()
     if how == "random":
         order = torch.randperm(count, generator=torch.Generator().manual_seed(5))
 
     def reorder(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
         output = output.clone()
-        features = slab.features(output)
+        features = head_slice.features(output)
         features.copy_(features.flatten(-2)[..., order].unflatten(-1, features.shape[-2:]))
         return output
 
-    assert slab.module is not None
-    slab.module.register_forward_hook(reorder)
+    assert head_slice.module is not None
+    head_slice.module.register_forward_hook(reorder)
     return Heads(twin, (found,))
 
 
 def _resized(site: Site, factor: float) -> Site:
-    def resized(slab: Slab) -> Slab:
-        heads, size = round(slab.heads * factor), round(slab.head_size / factor)
+    def resized(head_slice: HeadSlice) -> HeadSlice:
+        heads, size = round(head_slice.heads * factor), round(head_slice.head_size / factor)
         # heads that alternate start inside the first of them, blocks where the block does
-        start = slab.start if slab.stride == slab.head_size else round(slab.start / factor)
-        return replace(slab, heads=heads, head_size=size, stride=round(slab.stride / factor), start=start)
+        start = head_slice.start if head_slice.stride == head_slice.head_size else round(head_slice.start / factor)
+        return replace(head_slice, heads=heads, head_size=size, stride=round(head_slice.stride / factor), start=start)
 
     return replace(
         site,
-        slabs=tuple(resized(slab) for slab in site.slabs),
+        slices=tuple(resized(head_slice) for head_slice in site.slices),
         output=None if site.output is None else resized(site.output),
         num_heads=round(site.num_heads * factor),
         key_value_heads=round(site.key_value_heads * factor),
@@ -79,11 +82,11 @@ def _resized(site: Site, factor: float) -> Site:
     )
 
 
-def _swapped(first: Slab, second: Slab) -> tuple[Slab, Slab]:
+def _swapped(first: HeadSlice, second: HeadSlice) -> tuple[HeadSlice, HeadSlice]:
     return replace(second, projection=first.projection), replace(first, projection=second.projection)
 
 
 def _queries_and_values_swapped(site: Site) -> Site:
-    query, key, value = site.slabs
+    query, key, value = site.slices
     query, value = _swapped(query, value)
-    return replace(site, slabs=(query, key, value))
+    return replace(site, slices=(query, key, value))

@@ -63,7 +63,7 @@ def test_a_refusal_leaves_the_model_as_it_was():
     heads = hw.find_heads(model)
     x = torch.randn(2, 3, 8)
     before = model(x)
-    blind = dataclasses.replace(heads.sites[1], seam=None, output=None)
+    blind = dataclasses.replace(heads.sites[1], output_projection=None, output=None)
     with pytest.raises(hw.LayoutError, match="no output projection"):
         hw.ablate(dataclasses.replace(heads, sites=(heads.sites[0], blind)), 1)
     torch.testing.assert_close(model(x), before)

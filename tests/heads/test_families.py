@@ -29,15 +29,15 @@ def test_the_sites_of_a_family_are_found_one_to_one(family: Family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_the_slabs_of_a_family_are_rows_of_its_own_parameters_and_no_row_is_of_two_heads(family: Family):
+def test_the_slices_of_a_family_are_rows_of_its_own_parameters_and_no_row_is_of_two_heads(family: Family):
     model = family.build()
     parameters = dict(model.named_parameters())
     for site in hw.find_heads(model):
-        assert [slab.projection for slab in site.slabs] == ["query", "key", "value"]
+        assert [head_slice.projection for head_slice in site.slices] == ["query", "key", "value"]
         counted: dict[str, torch.Tensor] = {}
-        for slab in site.slabs:
-            assert parameters[slab.name] is slab.parameter
-            slab.view(counted.setdefault(slab.name, torch.zeros_like(slab.parameter))).add_(1.0)
+        for head_slice in site.slices:
+            assert parameters[head_slice.name] is head_slice.parameter
+            head_slice.view(counted.setdefault(head_slice.name, torch.zeros_like(head_slice.parameter))).add_(1.0)
         for name, count in counted.items():
             assert count.max() == 1.0, name
             assert count.min() == 1.0, f"{name} has rows of no head"
@@ -53,7 +53,7 @@ def test_every_site_is_called_as_often_as_the_table_says_and_values_are_read_whe
     for site in heads:
         site.module.register_forward_hook(lambda *_, n=site.name: calls.update({n: calls.get(n, 0) + 1}))
         if site.value_module is not None:
-            value = site.slabs[2]
+            value = site.slices[2]
             site.value_module.register_forward_hook(
                 lambda _m, _i, out, n=site.name, v=value: seen.update({n: v.features(out).shape[-2:]})
             )
@@ -76,7 +76,7 @@ def test_the_table_says_truly_whether_a_family_uses_the_attention_interface(fami
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_the_heads_of_w_o_are_what_it_multiplies_the_features_of_a_head_by(family: Family):
     site = hw.find_heads(family.build()).sites[-1]
-    module, output = site.seam.module, site.output
+    module, output = site.output_projection.module, site.output
     x = torch.randn(3, site.num_heads * site.head_size)
     without = x.clone()
     output.features(without)[:, 1] = 0.0
@@ -106,7 +106,9 @@ def test_selections_of_an_encoder_decoder_name_its_attentions():
     with pytest.raises(hw.LayoutError, match=r"'cross' in decoder\.block, 'decoder' in decoder\.block, 'self' in enc"):
         heads.layer(0)
     only = heads.kind("self").projection("value")
-    assert [slab.name for slab in only.slabs()] == [f"encoder.block.{i}.layer.0.SelfAttention.v.weight" for i in (0, 1)]
+    assert [head_slice.name for head_slice in only.slices()] == [
+        f"encoder.block.{i}.layer.0.SelfAttention.v.weight" for i in (0, 1)
+    ]
 
 
 def test_grouped_heads_print_both_numbers():

@@ -11,7 +11,7 @@ from torch import nn
 import headwise as hw
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
-from headwise.heads.heads import Slab, check_slab
+from headwise.heads.heads import HeadSlice, check_head_slice
 
 
 def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():
@@ -26,21 +26,21 @@ def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer
 
 def test_packed_and_separate_weights_give_the_rows_of_each_projection():
     packed = nn.MultiheadAttention(6, 3)
-    views = [slab.view(slab.parameter) for slab in hw.find_heads(packed).slabs()]
+    views = [head_slice.view(head_slice.parameter) for head_slice in hw.find_heads(packed).slices()]
     weight = packed.in_proj_weight
     for index, view in enumerate(views):
         for head in range(3):
             start = 6 * index + 2 * head
             assert torch.equal(view[head], weight[start : start + 2])
     separate = nn.MultiheadAttention(6, 3, kdim=5, vdim=4)
-    shapes = [tuple(slab.view(slab.parameter).shape) for slab in hw.find_heads(separate).slabs()]
+    shapes = [tuple(head_slice.view(head_slice.parameter).shape) for head_slice in hw.find_heads(separate).slices()]
     assert shapes == [(3, 2, 6), (3, 2, 5), (3, 2, 4)]
 
 
 def test_grouped_queries_and_narrow_heads_are_counted_from_the_weights():
     site = hw.find_heads(SeparateAttention(key_value_heads=2)).sites[0]
     assert (site.num_heads, site.key_value_heads, site.head_size) == (4, 2, 5)
-    assert [slab.heads for slab in site.slabs] == [4, 2, 2]
+    assert [head_slice.heads for head_slice in site.slices] == [4, 2, 2]
     assert site.width == 12
 
 
@@ -58,13 +58,13 @@ def test_a_view_reads_and_writes_exactly_its_rows(heads, size, gap, start, axis,
     rows = start + heads * (size + gap)
     shape = (rows, 3) if axis == 0 else (3, rows)
     owner.weight = nn.Parameter(torch.arange(float(rows * 3)).reshape(shape))
-    slab = Slab("query", "weight", owner, "weight", heads, size, start=start, stride=size + gap, axis=axis)
-    check_slab(slab)
+    head_slice = HeadSlice("query", "weight", owner, "weight", heads, size, start=start, stride=size + gap, axis=axis)
+    check_head_slice(head_slice)
     tensor = torch.arange(float(rows * 3)).reshape(shape)
     if transposed:
         tensor = tensor.t().contiguous().t()
     before = tensor.clone()
-    view = slab.view(tensor)
+    view = head_slice.view(tensor)
     assert view.data_ptr() >= tensor.data_ptr()
     for head in range(heads):
         own = slice(start + head * (size + gap), start + head * (size + gap) + size)
@@ -231,7 +231,7 @@ def test_a_row_of_ones_own_is_one_line_and_the_one_that_the_message_shows_works(
     shown = shown.replace("'wq'", "'first'").replace("'wk'", "'second'").replace("'wv'", "'third'")
     names = {"model": Holding(attention=Mine()), "headwise": hw, **vars(hw)}
     (site,) = eval(shown, names)
-    assert (site.name, site.num_heads, site.seam.attribute) == ("attention", 2, "wo")
+    assert (site.name, site.num_heads, site.output_projection.attribute) == ("attention", 2, "wo")
 
 
 def test_a_fused_weight_is_read_only_beside_the_output_projection_its_row_names():
@@ -243,7 +243,7 @@ def test_a_fused_weight_is_read_only_beside_the_output_projection_its_row_names(
     ):
         hw.find_heads(model)
     row = hw.FusedLinear("mine", ("qkv",), ("merge",))
-    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].seam.attribute == "merge"
+    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].output_projection.attribute == "merge"
 
 
 def test_a_fused_weight_whose_rows_do_not_add_up_is_refused_with_the_numbers():
@@ -271,21 +271,21 @@ def test_flags_of_a_module_choose_between_rows_of_one_attribute():
 def test_w_o_is_found_by_the_order_of_its_names_and_not_by_what_else_has_its_width():
     model = SeparateAttention()
     model.dense = nn.Linear(20, 20)
-    assert hw.find_heads(model).sites[0].seam.attribute == "o_proj"
+    assert hw.find_heads(model).sites[0].output_projection.attribute == "o_proj"
     model.o_proj = nn.Bilinear(2, 2, 2)  # some module of another kind, in the same place
     (site,) = hw.find_heads(model).sites
-    assert (site.seam.attribute, site.output) == ("o_proj", None)
+    assert (site.output_projection.attribute, site.output) == ("o_proj", None)
     model.o_proj = nn.Linear(19, 12)  # cannot take 4 heads of 5
-    assert hw.find_heads(model).sites[0].seam.attribute == "dense"
+    assert hw.find_heads(model).sites[0].output_projection.attribute == "dense"
 
 
 def test_w_o_beside_the_attention_is_found_also_where_their_parent_is_the_model():
     bert = next(family for family in FAMILIES if family.name == "BERT").build()
     whole = hw.find_heads(bert).sites[0]
     (part,) = hw.find_heads(bert.encoder.layer[0].attention).sites
-    assert (part.name, part.seam.module) == ("self", whole.seam.module)
+    assert (part.name, part.output_projection.module) == ("self", whole.output_projection.module)
     (alone,) = hw.find_heads(bert.encoder.layer[0].attention.self).sites
-    assert alone.seam is None
+    assert alone.output_projection is None
     with pytest.raises(hw.LayoutError, match=r"the model .* no output projection was found"):
         alone.expose()
 

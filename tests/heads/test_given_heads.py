@@ -117,8 +117,8 @@ def test_changes_that_leave_the_layers_in_their_place_are_no_reason_to_refuse():
 def test_a_family_wrapped_too_late_is_refused(family):
     model = family.build()
     heads = hw.find_heads(model)
-    slab = heads.sites[-1].slabs[2]
-    parent, _, name = slab.name.removesuffix(".weight").rpartition(".")
+    head_slice = heads.sites[-1].slices[2]
+    parent, _, name = head_slice.name.removesuffix(".weight").rpartition(".")
     assert not isinstance(model.get_submodule(parent), LoraLinear)
     wrap(model.get_submodule(parent), name)
     with pytest.raises(hw.LayoutError, match="a LoraLinear has taken its place"):

@@ -283,7 +283,7 @@ def test_rows_of_a_tensor_are_those_of_the_queries_of_the_call():
     with hw.Taps(heads, outputs=True) as taps, hw.bias_heads(heads, bias):
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         (capture,) = taps.read()
-    values = site.slabs[2].features(projected[-1]).repeat_interleave(2, dim=2)
+    values = site.slices[2].features(projected[-1]).repeat_interleave(2, dim=2)
     torch.testing.assert_close(capture.outputs, values)
 
 

@@ -14,9 +14,9 @@ from heads.test_head_bias import weighed
 from heads.test_huggingface_taps import BY_NAME, checkpoint_activations, results, same
 
 
-def seam_weight(site: hw.Site) -> torch.Tensor:
+def output_weight(site: hw.Site) -> torch.Tensor:
     """W_O as [H * e, d], in whichever way its module stores it."""
-    module = site.seam.module
+    module = site.output_projection.module
     return module.weight if type(module).__name__ == "Conv1D" else module.weight.mT
 
 
@@ -35,10 +35,10 @@ def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_ba
     assert all(bool(tensor.isfinite().all()) for tensor in routed)
     sum(tensor.square().sum() for tensor in routed if tensor.is_floating_point()).backward()
     for site in heads.sites:
-        for name, parameter in site.seam.module.named_parameters():
+        for name, parameter in site.output_projection.module.named_parameters():
             assert parameter.grad is not None, (site.name, name)
             assert bool(parameter.grad.isfinite().all())
-        assert bool((site.seam.module.votes.vote_weight.grad != 0).any())
+        assert bool((site.output_projection.module.votes.vote_weight.grad != 0).any())
     twin = copy.deepcopy(model)
     assert same(routed, results(twin, inputs))
     aggregation.remove()
@@ -56,7 +56,7 @@ def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Famil
     found = results(model, inputs)
     assert same(plain, found)
     sum(tensor.square().sum() for tensor in found if tensor.is_floating_point()).backward()
-    assert all(bool(site.seam.module.gamma.grad != 0) for site in heads.sites)
+    assert all(bool(site.output_projection.module.gamma.grad != 0) for site in heads.sites)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -72,7 +72,7 @@ def test_an_ablated_head_equals_zeroed_rows_of_the_output_projection(family: Fam
     assert not same(whole, without)
     assert same(whole, results(model, inputs))
     with torch.no_grad():
-        seam_weight(site).unflatten(0, (site.num_heads, site.head_size))[1] = 0.0
+        output_weight(site).unflatten(0, (site.num_heads, site.head_size))[1] = 0.0
     for left, right in zip(without, results(model, inputs), strict=True):
         torch.testing.assert_close(left, right)
 
@@ -83,7 +83,7 @@ def test_importance_has_a_drop_for_every_head_and_leaves_the_model_as_it_was(nam
     model, inputs = family.build(), family.inputs(padded=True)
     heads = hw.find_heads(model)
     with torch.no_grad():
-        seam_weight(heads.sites[0]).unflatten(0, (4, -1))[2] = 0.0
+        output_weight(heads.sites[0]).unflatten(0, (4, -1))[2] = 0.0
     plain = results(model, inputs)
     result = hw.importance(heads, lambda: float(weighed(results(model, inputs)[0])))
     assert set(result.drops) == {site.name for site in heads.sites}

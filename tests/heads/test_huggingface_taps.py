@@ -248,10 +248,10 @@ def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: F
     torch.manual_seed(0)  # Wav2Vec2 leaves whole layers out at random
     model(**family.inputs(padded=family.maskable))
     penalty().backward()
-    for slab in heads.slabs():
-        if slab.projection == "value":
-            gradient = slab.view(slab.parameter.grad)
-            assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), slab.name
+    for head_slice in heads.slices():
+        if head_slice.projection == "value":
+            gradient = head_slice.view(head_slice.parameter.grad)
+            assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), head_slice.name
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "ModernBERT"])

@@ -1,4 +1,4 @@
-"""A slab reads and writes the rows, biases and features of its heads, in place."""
+"""A head slice reads and writes the rows, biases and features of its heads, in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.heads.heads import Slab, check_slab
+from headwise.heads.heads import HeadSlice, check_head_slice
 
 
 @pytest.mark.parametrize(
@@ -20,54 +20,56 @@ def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, st
     weight, bias = linear.weight.detach(), linear.bias.detach()
     owner = nn.Module()
     owner.weight = nn.Parameter(weight if axis == 0 else weight.T.contiguous())
-    slab = Slab("value", "weight", owner, "weight", 2, 3, start=start, stride=stride, axis=axis)
+    head_slice = HeadSlice("value", "weight", owner, "weight", 2, 3, start=start, stride=stride, axis=axis)
     x = torch.randn(5, 7, 4, dtype=torch.float64)
     output = linear(x).detach()
-    features = slab.features(output)
-    rows = slab.view(owner.weight.detach())
+    features = head_slice.features(output)
+    rows = head_slice.view(owner.weight.detach())
     rows = rows if axis == 0 else rows.transpose(1, 2)
-    expected = torch.einsum("bld,hed->blhe", x, rows) + slab.bias_view(bias)
+    expected = torch.einsum("bld,hed->blhe", x, rows) + head_slice.bias_view(bias)
     torch.testing.assert_close(features, expected)
     assert features.data_ptr() == output.data_ptr() + start * output.element_size()
 
 
 def test_features_write_through_carry_gradients_and_need_no_contiguous_tensor():
     linear = nn.Linear(4, 18)
-    slab = Slab("key", "weight", linear, "weight", 2, 3, start=3, stride=9)
+    head_slice = HeadSlice("key", "weight", linear, "weight", 2, 3, start=3, stride=9)
     tensor = torch.zeros(18, 5).t().requires_grad_()
-    (2.0 * slab.features(tensor)[:, 1]).sum().backward()
+    (2.0 * head_slice.features(tensor)[:, 1]).sum().backward()
     assert tensor.grad is not None
     assert tensor.grad.sum(0).nonzero().flatten().tolist() == [12, 13, 14]
     assert tensor.grad.unique().tolist() == [0.0, 2.0]
     plain = torch.zeros(5, 18)
-    slab.features(plain)[:, 0] = 1.0
+    head_slice.features(plain)[:, 0] = 1.0
     assert plain.sum(0).nonzero().flatten().tolist() == [3, 4, 5]
 
 
 def test_features_of_another_width_are_refused_with_both_numbers():
-    slab = Slab("key", "attention.qkv.weight", nn.Linear(4, 18), "weight", 2, 3, start=6)
+    head_slice = HeadSlice("key", "attention.qkv.weight", nn.Linear(4, 18), "weight", 2, 3, start=6)
     with pytest.raises(hw.LayoutError, match=r"attention\.qkv\.weight: a tensor of shape \(5, 17\).*expected 18"):
-        slab.features(torch.zeros(5, 17))
+        head_slice.features(torch.zeros(5, 17))
 
 
-def test_a_slab_of_nothing_or_beyond_its_weight_is_refused():
+def test_a_slice_of_nothing_or_beyond_its_weight_is_refused():
     with pytest.raises(hw.LayoutError, match=r"a\.w of Linear is not a plain floating-point matrix \(found nothing\)"):
-        check_slab(Slab("key", "a.w", nn.Linear(4, 18), "w", 2, 3))
+        check_head_slice(HeadSlice("key", "a.w", nn.Linear(4, 18), "w", 2, 3))
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.zeros(6, 2, 2))
     with pytest.raises(hw.LayoutError, match=r"found torch\.float32 of shape \(6, 2, 2\)"):
-        check_slab(Slab("key", "weight", owner, "weight", 2, 3))
+        check_head_slice(HeadSlice("key", "weight", owner, "weight", 2, 3))
     linear = nn.Linear(4, 18)
     with pytest.raises(hw.LayoutError, match="6 heads of 3 rows from 3 every 3 do not fit the 18 of the weight"):
-        check_slab(Slab("key", "weight", linear, "weight", 6, 3, start=3))
+        check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3, start=3))
     with pytest.raises(hw.LayoutError, match="2 heads of 3 rows from 0 every 2 do not fit"):
-        check_slab(Slab("key", "weight", linear, "weight", 2, 3, stride=2))
-    check_slab(Slab("key", "weight", linear, "weight", 6, 3))
+        check_head_slice(HeadSlice("key", "weight", linear, "weight", 2, 3, stride=2))
+    check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3))
 
 
 def test_what_stands_in_the_way_of_a_weight_is_said_whenever_it_is_asked_for():
-    slab = Slab("key", "k.weight", nn.Linear(4, 6), "weight", 2, 3, obstacle="is quantised; use the full weights")
-    assert slab.features(torch.zeros(5, 6)).shape == (5, 2, 3)
-    for ask in (lambda: slab.parameter, lambda: slab.view(torch.zeros(6, 4))):
+    head_slice = HeadSlice(
+        "key", "k.weight", nn.Linear(4, 6), "weight", 2, 3, obstacle="is quantised; use the full weights"
+    )
+    assert head_slice.features(torch.zeros(5, 6)).shape == (5, 2, 3)
+    for ask in (lambda: head_slice.parameter, lambda: head_slice.view(torch.zeros(6, 4))):
         with pytest.raises(hw.LayoutError, match=r"^k\.weight is quantised; use the full weights\.$"):
             ask()

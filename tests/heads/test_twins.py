@@ -54,7 +54,7 @@ def test_a_fused_model_steps_exactly_like_its_per_head_twin(case: str):
     make, name, part, kinds = CASES[case]
     model, inputs = make()
     heads = hw.find_heads(model)
-    site = next(s for s in heads if any(slab.name == name for slab in s.slabs))
+    site = next(s for s in heads if any(head_slice.name == name for head_slice in s.slices))
     weight = dict(model.named_parameters())[name]
     nn.init.normal_(weight)
     sizes = (site.num_heads, site.head_size)

@@ -74,13 +74,13 @@ def test_half_and_twice_the_heads_are_rejected(count, attention):
     assert hw.verify(heads, (X,)).sites == ("",)
     size = 32 // count
 
-    def misread(slab):
-        return replace(slab, heads=count, head_size=size, stride=size)
+    def misread(head_slice):
+        return replace(head_slice, heads=count, head_size=size, stride=size)
 
     (site,) = heads.sites
     wrong = replace(
         site,
-        slabs=tuple(misread(slab) for slab in site.slabs),
+        slices=tuple(misread(head_slice) for head_slice in site.slices),
         output=misread(site.output),
         num_heads=count,
         key_value_heads=count,
@@ -140,9 +140,9 @@ def test_gates_after_attention_and_norms_over_all_heads_do_not_hide_true_heads(a
 def test_gated_queries_are_read_beside_their_gates():
     (site,) = hw.find_heads(GatedAttention(key_value_heads=2)).sites
     assert (site.layout, site.num_heads, site.key_value_heads) == ("separate gated", 4, 2)
-    query = site.slabs[0]
+    query = site.slices[0]
     assert (query.heads, query.head_size, query.stride, query.along) == (4, 5, 10, 40)
-    gates = replace(site, slabs=(replace(query, start=5), *site.slabs[1:]))
+    gates = replace(site, slices=(replace(query, start=5), *site.slices[1:]))
     with pytest.raises(hw.LayoutError, match="misreads"):
         hw.verify(Heads(site.model, (gates,)), (X,))
 
@@ -189,7 +189,7 @@ def test_blocks_and_alternating_heads_are_told_apart(interleaved):
 def test_keys_and_values_fused_beside_the_queries_verify():
     heads = hw.find_heads(KeyValueAttention())
     assert heads.sites[0].layout == "fused key-value"
-    assert heads.sites[0].seam.module is heads.model.to_out[0]
+    assert heads.sites[0].output_projection.module is heads.model.to_out[0]
     assert hw.verify(heads, (X, X.flip(0)[:, :5])).sites == ("",)
 
 
@@ -198,10 +198,10 @@ def test_one_query_a_sequence_is_proved_by_the_number_of_its_tokens():
     heads = hw.find_heads(pool)
     inputs = {"query": X[:, :1], "key": X, "value": X}
     assert hw.verify(heads, inputs).sites == ("",)
-    query, key, value = heads.sites[0].slabs
+    query, key, value = heads.sites[0].slices
     swapped = (replace(key, projection="query"), replace(query, projection="key"), value)
     with pytest.raises(hw.LayoutError, match="misreads"):
-        hw.verify(Heads(pool, (replace(heads.sites[0], slabs=swapped),)), inputs)
+        hw.verify(Heads(pool, (replace(heads.sites[0], slices=swapped),)), inputs)
 
 
 def test_a_swapped_aggregator_stands_where_the_output_projection_stood_and_its_heads_verify():
@@ -209,7 +209,7 @@ def test_a_swapped_aggregator_stands_where_the_output_projection_stood_and_its_h
     model.dense = nn.Linear(20, 20)
     hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
     (site,) = hw.find_heads(model).sites
-    assert site.seam.attribute == "o_proj"
+    assert site.output_projection.attribute == "o_proj"
     assert site.output is None
     assert hw.verify(hw.find_heads(model), (X,)).sites == ("",)
 
@@ -232,7 +232,7 @@ def test_a_model_that_is_random_or_does_not_run_is_told_apart_from_a_misread_one
     with pytest.raises(hw.HeadwiseError, match=r"could not be run on the given inputs \(TypeError"):
         hw.verify(hw.find_heads(SeparateAttention()), {"y": X})
     site = hw.find_heads(SeparateAttention()).sites[0]
-    outside = replace(site, slabs=(replace(site.slabs[0], start=3), *site.slabs[1:]))
+    outside = replace(site, slices=(replace(site.slices[0], start=3), *site.slices[1:]))
     with pytest.raises(hw.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
         hw.verify(Heads(site.model, (outside,)), (X,))
 

@@ -64,7 +64,7 @@ def test_lora_layers_are_found_with_the_features_they_really_return(names):
     heads = hw.find_heads(model)
     (site,) = heads.sites
     assert site.value_module is model.v_proj
-    assert [slab.name for slab in site.slabs] == [
+    assert [head_slice.name for head_slice in site.slices] == [
         f"{name}.base_layer.weight" if name in names else f"{name}.weight" for name in PROJECTIONS[:3]
     ]
     assert (site.num_heads, site.head_size, site.width) == (4, 5, 12)

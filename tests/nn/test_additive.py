@@ -73,8 +73,8 @@ def test_its_heads_are_the_rows_of_the_score_matrix():
     heads = hw.find_heads(found)
     (site,) = heads
     assert (site.kind, site.num_heads, site.key_value_heads, site.head_size) == ("pooling", HEADS, 1, WIDTH)
-    (slab,) = heads.slabs()
-    view = slab.view(found.attention.score.weight)
+    (head_slice,) = heads.slices()
+    view = head_slice.view(found.attention.score.weight)
     assert torch.equal(view, found.attention.score.weight.unsqueeze(1))
     assert len(heads.kind("pooling")) == 1
     assert "pooling" in str(heads)
@@ -84,7 +84,7 @@ def test_changing_one_row_changes_one_head():
     found, (states, padding) = model(), batch()
     before = found.attention(states, padding)[0].unflatten(-1, (HEADS, WIDTH))
     with torch.no_grad():
-        hw.find_heads(found).slabs()[0].view(found.attention.score.weight)[1] += 1.0
+        hw.find_heads(found).slices()[0].view(found.attention.score.weight)[1] += 1.0
     after = found.attention(states, padding)[0].unflatten(-1, (HEADS, WIDTH))
     assert [bool((before[:, h] != after[:, h]).any()) for h in range(HEADS)] == [False, True, False]
 
@@ -219,8 +219,8 @@ def test_verify_proves_the_rows():
 def test_verify_refuses_rows_that_are_no_heads():
     found, inputs = model(), batch()
     heads = hw.find_heads(found)
-    (slab,) = heads.slabs()
+    (head_slice,) = heads.slices()
     # one head more than there is a row of its own for
-    site = dataclasses.replace(heads.sites[0], slabs=(dataclasses.replace(slab, heads=2, head_size=1, start=1),))
+    site = dataclasses.replace(heads.sites[0], slices=(dataclasses.replace(head_slice, heads=2, head_size=1, start=1),))
     with pytest.raises(hw.LayoutError, match=r"changing the query of head 0 changes the outputs of heads \[1\]"):
         hw.verify(dataclasses.replace(heads, sites=(site,)), inputs)

@@ -29,12 +29,12 @@ def model_with_gradients(seed: int = 0, dtype: torch.dtype = torch.float32, **si
 def expected_gradients(model: nn.Module, rule: Rule, strength: float = 1.0) -> dict[str, Tensor]:
     """Every parameter's gradient after the rule, computed apart in float64."""
     expected = {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
-    for slab in hw.find_heads(model).slabs():
-        particles = slab.view(slab.parameter.detach()).double().flatten(1)
-        gradients = slab.view(slab.parameter.grad).double().flatten(1)
+    for head_slice in hw.find_heads(model).slices():
+        particles = head_slice.view(head_slice.parameter.detach()).double().flatten(1)
+        gradients = head_slice.view(head_slice.parameter.grad).double().flatten(1)
         forces = update(rule, particles, gradients)
-        shape = slab.view(slab.parameter).shape
-        slab.view(expected[slab.name]).copy_((forces.drive - strength * forces.repulsion).view(shape))
+        shape = head_slice.view(head_slice.parameter).shape
+        head_slice.view(expected[head_slice.name]).copy_((forces.drive - strength * forces.repulsion).view(shape))
     return expected
 
 

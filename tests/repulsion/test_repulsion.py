@@ -65,12 +65,12 @@ def test_a_fused_weight_steps_exactly_like_its_per_head_twin():
 def test_joint_particles_share_one_kernel():
     model = model_with_gradients()
     heads = hw.find_heads(model)
-    slabs = heads.slabs()
-    particles = torch.cat([s.view(s.parameter.detach()).flatten(1) for s in slabs], 1).double()
-    gradients = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slabs], 1).double()
+    slices = heads.slices()
+    particles = torch.cat([s.view(s.parameter.detach()).flatten(1) for s in slices], 1).double()
+    gradients = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1).double()
     forces = update(RULE, particles, gradients)
     hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), heads, RULE, joint=True).apply()
-    result = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slabs], 1)
+    result = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1)
     torch.testing.assert_close(result.double(), forces.gradient, rtol=2e-5, atol=2e-6)
     grouped = SeparateAttention(key_value_heads=2)
     optimizer = torch.optim.SGD(grouped.parameters(), lr=0.1)
@@ -244,9 +244,9 @@ def test_strength_is_a_schedule_on_the_repulsion_alone():
 
 def test_the_reported_norms_are_those_of_the_forces():
     model = model_with_gradients()
-    (slab, *_) = hw.find_heads(model).slabs()
-    particles = slab.view(slab.parameter.detach()).double().flatten(1)
-    forces = update(RULE, particles, slab.view(slab.parameter.grad).double().flatten(1))
+    (head_slice, *_) = hw.find_heads(model).slices()
+    particles = head_slice.view(head_slice.parameter.detach()).double().flatten(1)
+    forces = update(RULE, particles, head_slice.view(head_slice.parameter.grad).double().flatten(1))
     handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
     handle.apply()
     record = handle.last
@@ -319,19 +319,19 @@ def test_frozen_heads_are_refused_by_name():
 def test_columns_as_heads_are_mixed_without_a_copy():
     from dataclasses import replace
 
-    from headwise.heads.heads import Heads, Slab
+    from headwise.heads.heads import Heads, HeadSlice
 
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.randn(6, 12))
     owner.weight.grad = torch.randn(6, 12)
-    slab = Slab("query", "weight", owner, "weight", 3, 4, axis=1)
-    site = replace(hw.find_heads(SeparateAttention()).sites[0], module=owner, slabs=(slab,), num_heads=3)
-    particles = slab.view(owner.weight.detach()).flatten(1).double()
-    gradients = slab.view(owner.weight.grad).flatten(1).double()
+    head_slice = HeadSlice("query", "weight", owner, "weight", 3, 4, axis=1)
+    site = replace(hw.find_heads(SeparateAttention()).sites[0], module=owner, slices=(head_slice,), num_heads=3)
+    particles = head_slice.view(owner.weight.detach()).flatten(1).double()
+    gradients = head_slice.view(owner.weight.grad).flatten(1).double()
     expected = update(RULE, particles, gradients).gradient
     handle = hw.repel(torch.optim.SGD(owner.parameters(), lr=0.0), Heads(owner, (site,)), RULE)
     handle.apply()
-    result = slab.view(owner.weight.grad).flatten(1).double()
+    result = head_slice.view(owner.weight.grad).flatten(1).double()
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -341,13 +341,13 @@ def test_near_heads_keep_their_repulsion_in_single_precision(far):
 
     name = "near" if far is None else f"far {far}"
     model = model_with_gradients()
-    slab = hw.find_heads(model).slabs()[0]
+    head_slice = hw.find_heads(model).slices()[0]
     with torch.no_grad():
-        slab.view(slab.parameter).copy_(particles_near_collapse(4, 60, seed=1)[name].view(4, 5, 12))
-    slab.parameter.grad.zero_()
+        head_slice.view(head_slice.parameter).copy_(particles_near_collapse(4, 60, seed=1)[name].view(4, 5, 12))
+    head_slice.parameter.grad.zero_()
     expected = expected_gradients(model, hw.SVGD(alpha=0.7))["q_proj.weight"]
     hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), hw.SVGD(alpha=0.7)).apply()
-    error = (slab.parameter.grad.double() - expected).abs().max() / expected.abs().max()
+    error = (head_slice.parameter.grad.double() - expected).abs().max() / expected.abs().max()
     # coefficients times the parameters themselves, in single precision, would be off by 4e-5
     assert error < 1e-6
 

@@ -50,7 +50,9 @@ def test_a_saved_model_comes_back_with_the_same_outputs_to_the_bit(family: Famil
     assert not again.training
     assert same(expected, results(again, inputs))
     found = hw.find_heads(again)
-    assert [type(site.seam.module) for site in found] == [type(site.seam.module) for site in heads]
+    assert [type(site.output_projection.module) for site in found] == [
+        type(site.output_projection.module) for site in heads
+    ]
     assert again.state_dict().keys() == model.state_dict().keys()
 
 
@@ -154,14 +156,14 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path):
     model, heads = swapped(family)
     assert model.lm_head.weight is model.transformer.wte.weight
     # and a tie of the user's own, between two aggregators
-    second = copy.deepcopy(heads.sites[0].seam.module)
-    second.beta_a = heads.sites[0].seam.module.beta_a
-    setattr(heads.sites[1].seam.owner, heads.sites[1].seam.attribute, second)
+    second = copy.deepcopy(heads.sites[0].output_projection.module)
+    second.beta_a = heads.sites[0].output_projection.module.beta_a
+    setattr(heads.sites[1].output_projection.owner, heads.sites[1].output_projection.attribute, second)
     model.save_pretrained(tmp_path)
     again = hw.load(tmp_path)
     assert again.lm_head.weight is again.transformer.wte.weight
     found = hw.find_heads(again).sites
-    assert found[0].seam.module.beta_a is found[1].seam.module.beta_a
+    assert found[0].output_projection.module.beta_a is found[1].output_projection.module.beta_a
     assert same(results(model, family.inputs()), results(again, family.inputs()))
     written = sum(path.stat().st_size for path in tmp_path.glob("headwise-*.pt"))
     assert written < sum(p.numel() * 4 for p in model.state_dict().values()) + 40_000

@@ -5,7 +5,7 @@ from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.capture import Capture
 from headwise.heads.find import LAYOUTS, find_heads
 from headwise.heads.fused_layouts import FusedLinear
-from headwise.heads.heads import KINDS, PROJECTIONS, Heads, Seam, Site, Slab
+from headwise.heads.heads import KINDS, PROJECTIONS, Heads, HeadSlice, OutputProjection, Site
 from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
@@ -20,13 +20,13 @@ __all__ = [
     "Capture",
     "FusedLinear",
     "HeadBias",
+    "HeadSlice",
     "Heads",
     "Importance",
     "Layout",
-    "Seam",
+    "OutputProjection",
     "SeparateLinears",
     "Site",
-    "Slab",
     "Taps",
     "TorchMultihead",
     "Verification",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import NotFired, SettingError, require_integer
 from headwise.heads.capture import require_joined
 from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, Seam, Site
+from headwise.heads.heads import Heads, OutputProjection, Site
 from headwise.nn.checkpointing import in_checkpoint
 from headwise.nn.hooks import Handle, Hook, first_argument, with_first_argument
 
@@ -31,11 +31,11 @@ class Ablation(Handle):
         self.heads, self.indices = heads, indices
         self._reached: set[str] = set()
         # every site is reached before the first is changed: a refusal leaves the model as it was
-        for site, seam in [(site, site.expose()) for site in heads.sites]:
-            projection = seam.module
+        for site, output_projection in [(site, site.expose()) for site in heads.sites]:
+            projection = output_projection.module
             # first of all: what reads the input of W_O then reads what W_O gets, whoever was attached before
             self._before(projection, self._zeroing(site), prepend=True)
-            self._before(site.module, _requiring(site, seam, projection))
+            self._before(site.module, _requiring(site, output_projection, projection))
 
     @property
     def called(self) -> bool:
@@ -79,12 +79,15 @@ class Ablation(Handle):
         return zeroed
 
 
-def _requiring(site: Site, seam: Seam, projection: nn.Module) -> Callable[[nn.Module, tuple, dict], None]:
+def _requiring(
+    site: Site, output_projection: OutputProjection, projection: nn.Module
+) -> Callable[[nn.Module, tuple, dict], None]:
     def require(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if seam.module is not projection:
+        if output_projection.module is not projection:
             raise NotFired(
-                f"{site.name or 'the model'}: its output projection is now a {type(seam.module).__name__}, put there "
-                "after ablate(), and would get the removed heads whole; call remove() on the ablation and ablate again."
+                f"{site.name or 'the model'}: its output projection is now a "
+                f"{type(output_projection.module).__name__}, put there after ablate(), and would get the removed "
+                "heads whole; call remove() on the ablation and ablate again."
             )
 
     return require

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.fused_layouts import FusedLinear
-from headwise.heads.heads import Heads, Site, check_slab
+from headwise.heads.heads import Heads, Site, check_head_slice
 from headwise.heads.layout_steps import letters, projects
 from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
 
@@ -101,8 +101,8 @@ def find_heads(
         for layout in layouts:
             site = layout.site(model, name, module)
             if site is not None:
-                for slab in (*site.slabs, *(() if site.output is None else (site.output,))):
-                    check_slab(slab)
+                for head_slice in (*site.slices, *(() if site.output is None else (site.output,))):
+                    check_head_slice(head_slice)
                 sites.append(site)
                 break
     unread = _unread(modules, sites)

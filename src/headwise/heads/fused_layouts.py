@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
-from headwise.heads.heads import PROJECTIONS, Seam, Site
+from headwise.heads.heads import PROJECTIONS, OutputProjection, Site
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
@@ -22,7 +22,7 @@ from headwise.heads.layout_steps import (
     read_child,
     refuse_others,
 )
-from headwise.heads.naming import find_seam, joined, projection_slab, seam_width
+from headwise.heads.naming import find_output_projection, joined, output_width, projection_slice
 from headwise.heads.projection import Projection, read_projection
 
 
@@ -82,28 +82,33 @@ class FusedLinear:
             return None
         if any(getattr(module, attribute, None) not in allowed for attribute, allowed in self.when):
             return None
-        seam = find_seam(model, name, module, self.output, None)
-        if seam is None:
+        output_projection = find_output_projection(model, name, module, self.output, None)
+        if output_projection is None:
             return None
         refuse_others(self.name, name, module, {fused, query or fused}, self.beside)
         projection = read_child(module, fused)
         beside = None if query is None else read_child(module, query)
-        heads, groups, size = self._counts(joined(name, fused), module, projection, beside, seam)
+        heads, groups, size = self._counts(joined(name, fused), module, projection, beside, output_projection)
         counts = {kind: heads if kind == "query" else groups for kind in PROJECTIONS}
-        stride, start, slabs = (len(self.order) * size if self.interleaved else size), 0, {}
+        stride, start, slices = (len(self.order) * size if self.interleaved else size), 0, {}
         for kind in self.order:
             path = joined(name, fused)
-            slabs[kind] = projection_slab(kind, path, projection, counts[kind], size, start, stride)
+            slices[kind] = projection_slice(kind, path, projection, counts[kind], size, start, stride)
             start += size if self.interleaved else counts[kind] * size
         if beside is not None:
-            slabs["query"] = projection_slab("query", joined(name, str(query)), beside, heads, size)
-        return assembled(model, name, module, self.name, [slabs[kind] for kind in PROJECTIONS], seam)
+            slices["query"] = projection_slice("query", joined(name, str(query)), beside, heads, size)
+        return assembled(model, name, module, self.name, [slices[kind] for kind in PROJECTIONS], output_projection)
 
     def _counts(
-        self, name: str, module: nn.Module, fused: Projection, query: Projection | None, seam: Seam
+        self,
+        name: str,
+        module: nn.Module,
+        fused: Projection,
+        query: Projection | None,
+        output_projection: OutputProjection,
     ) -> tuple[int, int, int]:
         """Return query heads, key/value heads and head size; W_O's width, where it is known, says how many heads."""
-        width = seam_width(seam) or (None if query is None else query.rows)
+        width = output_width(output_projection) or (None if query is None else query.rows)
         given = integer(module, self.num_heads)
         size = integer(module, self.head_size)
         if size is None:

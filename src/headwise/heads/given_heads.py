@@ -36,17 +36,17 @@ def require_heads(given: object) -> None:
 
 def _require_current(site: Site) -> None:
     """Raise `LayoutError` unless the layers of a site stand where they stood when it was found."""
-    for slab, before, now in zip(site.slabs, site.found_at, site.paths(), strict=True):
+    for head_slice, before, now in zip(site.slices, site.found_at, site.paths(), strict=True):
         if before != now:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)
             there = None if place is None else _at(site, place)
             raise LayoutError(
-                f"{slab.name} is not where the model calls it any more"
+                f"{head_slice.name} is not where the model calls it any more"
                 f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
                 "prune, replace or quantise layers first, then call find_heads."
             )
-        if slab.obstacle is None and slab.owner._parameters.get(slab.attribute) is None:
-            raise LayoutError(slab.vanished)
+        if head_slice.obstacle is None and head_slice.owner._parameters.get(head_slice.attribute) is None:
+            raise LayoutError(head_slice.vanished)
 
 
 def _at(site: Site, place: str) -> object:

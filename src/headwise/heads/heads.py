@@ -1,6 +1,6 @@
-"""Where the heads of a model live: slabs of parameters, attention sites, and the collection a user holds.
+"""Where the heads of a model live: slices of parameters, attention sites, and the collection a user holds.
 
-Owns the only reading of a weight as heads (`Slab.view`). Finding sites is `layouts`' business; what is done
+Owns the only reading of a weight as heads (`HeadSlice.view`). Finding sites is `layouts`' business; what is done
 with them is everybody else's.
 """
 
@@ -24,7 +24,7 @@ KINDS = ("self", "decoder", "cross", "pooling")
 
 
 @dataclass(frozen=True, eq=False)
-class Slab:
+class HeadSlice:
     """The part of one parameter that belongs to the heads of one projection of one site.
 
     Head i owns `head_size` consecutive rows (columns when `axis` is 1) starting at `start + i * stride`.
@@ -140,7 +140,7 @@ class Slab:
         return tensor.as_strided(size, strides, tensor.storage_offset() + start)
 
     def features(self, tensor: Tensor) -> Tensor:
-        """Return the heads among the features of a call of the module that holds this slab, without a copy.
+        """Return the heads among the features of a call of the module that holds this head slice, without a copy.
 
         For query, key and value these are features of the module's output: a fused projection returns all three in
         one tensor, and this is the part of one of them, so values can be read where they are projected in every
@@ -158,7 +158,7 @@ class Slab:
 
         Example:
             >>> owner = nn.Linear(4, 18)  # [query; key; value] of 2 heads of 3
-            >>> value = Slab("value", "qkv.weight", owner, "weight", heads=2, head_size=3, start=12)
+            >>> value = HeadSlice("value", "qkv.weight", owner, "weight", heads=2, head_size=3, start=12)
             >>> value.features(owner(torch.randn(5, 7, 4))).shape
             torch.Size([5, 7, 2, 3])
         """
@@ -180,7 +180,7 @@ class Slab:
 
 
 @dataclass(frozen=True, eq=False)
-class Seam:
+class OutputProjection:
     """The place of the module that plays W_O: its input is the concatenated heads [B, Q, H * e]."""
 
     owner: nn.Module
@@ -208,13 +208,13 @@ class Site:
         num_heads: Query heads H.
         key_value_heads: Key/value heads G; H unless queries are grouped.
         head_size: Width e of one head.
-        slabs: One slab a projection, in the order query, key, value; that of the query alone where keys and values are
-            shared by all heads, in additive attention.
-        output: The slab of W_O (columns are heads), or None where W_O was not found.
-        seam: The place of the module that plays W_O, or None where it was not found.
-        value_module: The module whose output holds the projected values, at `slabs[2].features(output)`; None where
+        slices: The query, key and value head slices; the query alone in additive attention, whose keys and values are
+            shared by all heads.
+        output: The head slice of W_O (columns are heads), or None where W_O was not found.
+        output_projection: The place of the module that plays W_O, or None where it was not found.
+        value_module: The module whose output holds the projected values, at `slices[2].features(output)`; None where
             no module call returns them (`nn.MultiheadAttention`).
-        prepare: Makes a call of the seam visible (the swap of a stock torch module), given model and module.
+        prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
@@ -229,9 +229,9 @@ class Site:
     num_heads: int
     key_value_heads: int
     head_size: int
-    slabs: tuple[Slab, ...]
-    output: Slab | None = None
-    seam: Seam | None = None
+    slices: tuple[HeadSlice, ...]
+    output: HeadSlice | None = None
+    output_projection: OutputProjection | None = None
     value_module: nn.Module | None = None
     prepare: Callable[[nn.Module, nn.Module], object] | None = None
     scores: Callable[[nn.Module], Scores] | None = None
@@ -240,25 +240,35 @@ class Site:
     def __post_init__(self) -> None:
         object.__setattr__(self, "found_at", self.paths())
 
-    def paths(self) -> tuple[tuple[str | None, str | None], ...]:
-        """Return, for each slab, where in the attention module its owner and the module that is called stand now."""
-        paths = {id(part): path for path, part in self.module.named_modules()}
-        return tuple((paths.get(id(slab.owner)), paths.get(id(slab.module))) for slab in self.slabs)
+    @property
+    def slabs(self) -> tuple[HeadSlice, ...]:
+        """`slices`, under its name in version 0.1."""
+        return self.slices
 
-    def expose(self) -> Seam:
-        """Make the output projection's call visible and return its seam.
+    @property
+    def seam(self) -> OutputProjection | None:
+        """`output_projection`, under its name in version 0.1."""
+        return self.output_projection
+
+    def paths(self) -> tuple[tuple[str | None, str | None], ...]:
+        """Return the current paths of each head slice's owner and called module inside the attention module."""
+        paths = {id(part): path for path, part in self.module.named_modules()}
+        return tuple((paths.get(id(head_slice.owner)), paths.get(id(head_slice.module))) for head_slice in self.slices)
+
+    def expose(self) -> OutputProjection:
+        """Make the output projection's call visible and return the output projection.
 
         Raises:
             LayoutError: The module that plays W_O was not found.
         """
-        if self.seam is None:
+        if self.output_projection is None:
             raise LayoutError(
                 f"{self.name or 'the model'} ({type(self.module).__name__}): no output projection was found beside "
                 "its query, key and value; name it in the layout row (output=...)."
             )
         if self.prepare is not None:
             self.prepare(self.model, self.module)
-        return self.seam
+        return self.output_projection
 
     def reach_scores(self) -> Scores:
         """Return what reaches the attention scores of the module: its weights and what is added to them.
@@ -279,7 +289,7 @@ class Site:
     @property
     def divided(self) -> bool:
         """Whether tensor parallel has each process compute some of the heads."""
-        query = self.slabs[0]
+        query = self.slices[0]
         return computes_part(query.owner, query.attribute, query.axis)
 
     def all_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
@@ -290,17 +300,17 @@ class Site:
             axis: The axis along which the heads are.
             size: Its size for all heads.
         """
-        query = self.slabs[0]
+        query = self.slices[0]
         return gathered(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
 
     def own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
         """Return the part of `tensor`, given for all heads along an axis, of the `heads` this process computes with."""
-        query = self.slabs[0]
+        query = self.slices[0]
         return own_slice(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
 
     def scaled(self, joined: Tensor, factors: Tensor) -> Tensor:
         """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
-        query = self.slabs[0]
+        query = self.slices[0]
         every = factors.repeat_interleave(self.head_size)
         return scaled(joined, every, query.owner._parameters.get(query.attribute), query.axis)
 
@@ -315,7 +325,7 @@ class Site:
     def _of_all(self, computed: int, size: int) -> int:
         if computed == size:
             return size
-        query = self.slabs[0]
+        query = self.slices[0]
         parts = pieces(query.owner._parameters.get(query.attribute), query.axis)
         return size if computed * parts == size else computed
 
@@ -415,9 +425,13 @@ class Heads:
             raise SettingError("projection() was given nothing; expected some of query, key, value.")
         return replace(self, projections=tuple(p for p in PROJECTIONS if p in projections))
 
-    def slabs(self) -> tuple[Slab, ...]:
-        """Return the slabs of the selected projections, site by site."""
-        return tuple(slab for site in self.sites for slab in site.slabs if slab.projection in self.projections)
+    def slices(self) -> tuple[HeadSlice, ...]:
+        """Return the slices of the selected projections, site by site."""
+        return tuple(part for site in self.sites for part in site.slices if part.projection in self.projections)
+
+    def slabs(self) -> tuple[HeadSlice, ...]:
+        """Return `slices()`, under its name in version 0.1."""
+        return self.slices()
 
     def _selected(self, sites: tuple[Site, ...], description: str) -> Heads:
         if not sites:
@@ -437,7 +451,9 @@ class Heads:
                 else f"{site.num_heads}/{site.key_value_heads}",
                 str(site.head_size),
                 site.layout,
-                "-" if site.seam is None else f"{site.seam.attribute}: {type(site.seam.module).__name__}",
+                "-"
+                if site.output_projection is None
+                else f"{site.output_projection.attribute}: {type(site.output_projection.module).__name__}",
             )
             for site in self.sites
         ]
@@ -447,30 +463,40 @@ class Heads:
         ]
         total = sum(site.num_heads for site in self.sites)
         lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
-        obstacles = {slab.obstacle: slab.name for slab in reversed(self.slabs()) if slab.obstacle is not None}
+        obstacles = {
+            head_slice.obstacle: head_slice.name
+            for head_slice in reversed(self.slices())
+            if head_slice.obstacle is not None
+        }
         lines += [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()]
         return "\n".join(lines)
 
 
-def check_slab(slab: Slab) -> None:
-    """Raise `LayoutError` unless the slab lies inside its parameter and its heads do not overlap.
+def check_head_slice(head_slice: HeadSlice) -> None:
+    """Raise `LayoutError` unless the head slice lies inside its parameter and its heads do not overlap.
 
     Raises:
         LayoutError: The parameter is absent or no floating-point matrix and no obstacle says so, or the rows do not
             fit.
     """
-    if slab.obstacle is None:
-        tensor = slab.owner._parameters.get(slab.attribute)
+    if head_slice.obstacle is None:
+        tensor = head_slice.owner._parameters.get(head_slice.attribute)
         if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != 2:
             found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise LayoutError(
-                f"{slab.name} of {type(slab.owner).__name__} is not a plain floating-point matrix (found {found}); "
-                "a layout row that reads it must say so in the slab's obstacle."
+                f"{head_slice.name} of {type(head_slice.owner).__name__} is not a plain floating-point matrix "
+                f"(found {found}); a layout row that reads it must say so in the head slice's obstacle."
             )
-    starts = [slab.start + i * slab.stride for i in range(slab.heads)]
-    overlap = any(b - a < slab.head_size for a, b in pairwise(starts))
-    if slab.heads < 1 or slab.head_size < 1 or overlap or starts[-1] + slab.head_size > slab.along:
+    starts = [head_slice.start + i * head_slice.stride for i in range(head_slice.heads)]
+    overlap = any(b - a < head_slice.head_size for a, b in pairwise(starts))
+    if (
+        head_slice.heads < 1
+        or head_slice.head_size < 1
+        or overlap
+        or starts[-1] + head_slice.head_size > head_slice.along
+    ):
         raise LayoutError(
-            f"{slab.name}: {slab.heads} heads of {slab.head_size} {'rows' if slab.axis == 0 else 'columns'} from "
-            f"{slab.start} every {slab.stride} do not fit the {slab.along} of the weight."
+            f"{head_slice.name}: {head_slice.heads} heads of {head_slice.head_size} "
+            f"{'rows' if head_slice.axis == 0 else 'columns'} from {head_slice.start} every {head_slice.stride} do "
+            f"not fit the {head_slice.along} of the weight."
         )

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from headwise.errors import LayoutError
-from headwise.heads.heads import Seam, Site, Slab
-from headwise.heads.naming import joined, output_slab, place
+from headwise.heads.heads import HeadSlice, OutputProjection, Site
+from headwise.heads.naming import joined, output_slice, place
 from headwise.heads.projection import Projection, read_projection
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -40,10 +40,15 @@ def letters(name: str) -> set[str]:
 
 
 def assembled(
-    model: nn.Module, name: str, module: nn.Module, layout: str, slabs: Sequence[Slab], seam: Seam | None
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    layout: str,
+    slices: Sequence[HeadSlice],
+    output_projection: OutputProjection | None,
 ) -> Site:
-    """Return the site with these slabs of query, key and value."""
-    query, key, value = slabs
+    """Return the site with these slices of query, key and value."""
+    query, key, value = slices
     return Site(
         model=model,
         name=name,
@@ -53,16 +58,18 @@ def assembled(
         num_heads=query.heads,
         key_value_heads=key.heads,
         head_size=query.head_size,
-        slabs=tuple(slabs),
-        output=None if seam is None else output_slab(_name_in(model, seam), seam, query.heads, query.head_size),
-        seam=seam,
+        slices=tuple(slices),
+        output=None
+        if output_projection is None
+        else output_slice(_name_in(model, output_projection), output_projection, query.heads, query.head_size),
+        output_projection=output_projection,
         value_module=value.module,
     )
 
 
-def _name_in(model: nn.Module, seam: Seam) -> str:
-    owner = next((name for name, module in model.named_modules() if module is seam.owner), "")
-    return joined(owner, seam.attribute)
+def _name_in(model: nn.Module, output_projection: OutputProjection) -> str:
+    owner = next((name for name, module in model.named_modules() if module is output_projection.owner), "")
+    return joined(owner, output_projection.attribute)
 
 
 def read_child(module: nn.Module, attribute: str) -> Projection:

@@ -12,7 +12,7 @@ from torch import nn
 
 from headwise import nn as headwise_nn
 from headwise.errors import LayoutError, require_names
-from headwise.heads.heads import PROJECTIONS, Seam, Site, Slab
+from headwise.heads.heads import PROJECTIONS, HeadSlice, OutputProjection, Site
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
@@ -24,7 +24,7 @@ from headwise.heads.layout_steps import (
     read_child,
     refuse_others,
 )
-from headwise.heads.naming import find_seam, joined, output_slab, place, projection_slab, seam_width
+from headwise.heads.naming import find_output_projection, joined, output_slice, output_width, place, projection_slice
 from headwise.heads.projection import obstacle_to, read_projection
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.scores import TorchScores
@@ -57,12 +57,12 @@ class TorchMultihead:
         heads, size = module.num_heads, module.head_dim
         bias = None if module.in_proj_bias is None else "in_proj_bias"
         packed = module.in_proj_weight is not None
-        slabs = []
+        slices = []
         for index, projection in enumerate(PROJECTIONS):
             attribute = "in_proj_weight" if packed else f"{projection[0]}_proj_weight"
             weight = getattr(module, attribute)
-            slabs.append(
-                Slab(
+            slices.append(
+                HeadSlice(
                     projection,
                     joined(name, attribute),
                     module,
@@ -77,7 +77,7 @@ class TorchMultihead:
                     obstacle=obstacle_to(module, attribute),
                 )
             )
-        seam = Seam(module, "out_proj")
+        output_projection = OutputProjection(module, "out_proj")
         return Site(
             model=model,
             name=name,
@@ -87,9 +87,9 @@ class TorchMultihead:
             num_heads=heads,
             key_value_heads=heads,
             head_size=size,
-            slabs=tuple(slabs),
-            output=output_slab(joined(name, "out_proj"), seam, heads, size),
-            seam=seam,
+            slices=tuple(slices),
+            output=output_slice(joined(name, "out_proj"), output_projection, heads, size),
+            output_projection=output_projection,
             prepare=headwise_nn.adopt,
             scores=TorchScores,
         )
@@ -99,7 +99,7 @@ class TorchMultihead:
 class AdditiveQueries:
     """`headwise.nn.AdditiveAttention`: the rows of its score matrix, each the learned query of one head.
 
-    Keys and values are the same for all heads, so there is one key/value head and no slab of them.
+    Keys and values are the same for all heads, so there is one key/value head and no head slice of them.
     """
 
     name: str = "additive"
@@ -109,7 +109,7 @@ class AdditiveQueries:
         if not isinstance(module, AdditiveAttention):
             return None
         weight = joined(joined(name, "score"), "weight")
-        query = Slab(
+        query = HeadSlice(
             "query",
             weight,
             module.score,
@@ -129,8 +129,8 @@ class AdditiveQueries:
             num_heads=module.num_heads,
             key_value_heads=1,
             head_size=module.embed_dim,
-            slabs=(query,),
-            seam=Seam(module, "output"),
+            slices=(query,),
+            output_projection=OutputProjection(module, "output"),
             scores=TorchScores,
         )
 
@@ -195,13 +195,13 @@ class SeparateLinears:
         # a module under tensor parallel may count the heads that it computes itself
         divided = computes_part(found["query"].owner, "weight", found["query"].axis)
         size = self._size(name, module, rows, divided)
-        seam, gated = find_seam(model, name, module, self.output, rows), 1
-        if seam is None and rows % (2 * size) == 0:
-            seam = find_seam(model, name, module, self.output, rows // 2)
-            gated = 1 if seam is None else 2
+        output_projection, gated = find_output_projection(model, name, module, self.output, rows), 1
+        if output_projection is None and rows % (2 * size) == 0:
+            output_projection = find_output_projection(model, name, module, self.output, rows // 2)
+            gated = 1 if output_projection is None else 2
         elif (
-            seam is not None
-            and seam_width(seam) is None
+            output_projection is not None
+            and output_width(output_projection) is None
             and not divided
             and integer(module, self.num_heads) == rows / (2 * size)
         ):
@@ -216,8 +216,8 @@ class SeparateLinears:
                 f"{name or 'the model'}: {counts['query']} query, {counts['key']} key and {counts['value']} value "
                 f"heads of {size} rows do not group; the layout row does not describe this module."
             )
-        slabs = [
-            projection_slab(
+        slices = [
+            projection_slice(
                 kind,
                 joined(name, paths[kind]),
                 projection,
@@ -228,7 +228,7 @@ class SeparateLinears:
             for kind, projection in found.items()
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        return assembled(model, name, module, layout, slabs, seam)
+        return assembled(model, name, module, layout, slices, output_projection)
 
     def _size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
         size = integer(module, self.head_size)

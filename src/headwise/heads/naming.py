@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from headwise.heads.heads import Seam, Slab
+from headwise.heads.heads import HeadSlice, OutputProjection
 from headwise.heads.projection import Projection, read_projection
 
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
@@ -40,9 +40,9 @@ def place(model: nn.Module, name: str) -> dict:
     return {"kind": kind, "layer": layer, "stack": stack}
 
 
-def find_seam(
+def find_output_projection(
     model: nn.Module, name: str, module: nn.Module, candidates: Sequence[str], width: int | None
-) -> Seam | None:
+) -> OutputProjection | None:
     """Return the place of W_O: the first candidate at which a module stands that can take the concatenated heads.
 
     A projection of another width cannot. A module that is no projection, such as an aggregator, can.
@@ -69,22 +69,22 @@ def find_seam(
         projection = read_projection(found)
         fits = candidate not in AMBIGUOUS if projection is None else width in (None, projection.columns)
         if fits:
-            return Seam(owner, attribute)
+            return OutputProjection(owner, attribute)
     return None
 
 
-def seam_width(seam: Seam | None) -> int | None:
+def output_width(output_projection: OutputProjection | None) -> int | None:
     """Return the input features of the module that plays W_O, where it is a projection."""
-    projection = None if seam is None else read_projection(seam.module)
+    projection = None if output_projection is None else read_projection(output_projection.module)
     return None if projection is None else projection.columns
 
 
-def output_slab(name: str, seam: Seam, heads: int, size: int) -> Slab | None:
+def output_slice(name: str, output_projection: OutputProjection, heads: int, size: int) -> HeadSlice | None:
     """Return the heads of W_O, whose module has this name, or None where that module is no projection of them."""
-    projection = read_projection(seam.module)
+    projection = read_projection(output_projection.module)
     if projection is None or projection.columns != heads * size:
         return None
-    return Slab(
+    return HeadSlice(
         "output",
         f"{name}.{projection.path}weight",
         projection.owner,
@@ -99,11 +99,11 @@ def output_slab(name: str, seam: Seam, heads: int, size: int) -> Slab | None:
     )
 
 
-def projection_slab(
+def projection_slice(
     kind: str, name: str, projection: Projection, heads: int, size: int, start: int = 0, stride: int = 0
-) -> Slab:
+) -> HeadSlice:
     """Return the heads of one of query, key and value in a projection."""
-    return Slab(
+    return HeadSlice(
         kind,
         f"{name}.{projection.path}weight",
         projection.owner,

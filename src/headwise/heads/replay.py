@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
-from headwise.heads.heads import Site, Slab
+from headwise.heads.heads import HeadSlice, Site
 from headwise.nn.hooks import first_argument
 
 Edit = Callable[[Tensor], None]
@@ -65,7 +65,7 @@ class Replay:
         """
         with self._in_hand(edits):
             seen = self._outputs_seen()
-        missing = [slab.projection for slab in self.site.slabs if slab.projection not in self.draws]
+        missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
             raise NotFired(f"{self.name}: {silent} was not called in a forward pass on the given inputs.")
@@ -104,12 +104,12 @@ class Replay:
         done: set[int | None] = set()
         module: Any = self.site.module
         handles = []
-        for projecting in {id(slab.module): slab.module for slab in self.site.slabs}.values():
-            slabs = [slab for slab in self.site.slabs if slab.module is projecting]
+        for projecting in {id(head_slice.module): head_slice.module for head_slice in self.site.slices}.values():
+            slices = [head_slice for head_slice in self.site.slices if head_slice.module is projecting]
             if projecting is None:
-                module._project = self._projected(slabs, edits)
+                module._project = self._projected(slices, edits)
             else:
-                hook = self._returned(slabs, edits, done)
+                hook = self._returned(slices, edits, done)
                 handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
         try:
             yield
@@ -118,7 +118,7 @@ class Replay:
             for handle in handles:
                 handle.remove()
 
-    def _returned(self, slabs: list[Slab], edits: Mapping[str, Edit], done: set[int | None]):
+    def _returned(self, slices: list[HeadSlice], edits: Mapping[str, Edit], done: set[int | None]):
         def returned(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if id(module) in done:
                 # further calls project something else: the positions of DeBERTa
@@ -126,41 +126,45 @@ class Replay:
             done.add(id(module))
             self._inputs[id(module)] = tree_map(_drawn, args), tree_map(_drawn, kwargs)
             if not isinstance(output, Tensor):
-                self.refuse(f"its {slabs[0].projection} projection returns a {type(output).__name__}, not a tensor")
+                self.refuse(f"its {slices[0].projection} projection returns a {type(output).__name__}, not a tensor")
             output = output.clone()
-            for slab in slabs:
-                self._replace(slab, slab.features(output), edits)
+            for head_slice in slices:
+                self._replace(head_slice, head_slice.features(output), edits)
             return output
 
         return returned
 
-    def _projected(self, slabs: list[Slab], edits: Mapping[str, Edit]):
+    def _projected(self, slices: list[HeadSlice], edits: Mapping[str, Edit]):
         def projected(*inputs: Tensor) -> tuple[Tensor, ...]:
             self._inputs[None] = tuple(_drawn(tensor) for tensor in inputs), {}
             outputs = [output.clone() for output in self._torch_project(*inputs)]
-            for slab, output in zip(slabs, outputs, strict=True):
-                self._replace(slab, output.unflatten(-1, (slab.heads, slab.head_size)), edits)
+            for head_slice, output in zip(slices, outputs, strict=True):
+                self._replace(head_slice, output.unflatten(-1, (head_slice.heads, head_slice.head_size)), edits)
             return tuple(outputs)
 
         return projected
 
-    def _replace(self, slab: Slab, features: Tensor, edits: Mapping[str, Edit]) -> None:
-        if slab.projection not in self.draws:
+    def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit]) -> None:
+        if head_slice.projection not in self.draws:
             # on a grid, so that a norm over all heads is the same to the bit after a shift, in float32 too
             drawn = noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
-            self.draws[slab.projection] = (drawn * 4.0).round() / 4.0
-        features.copy_(self.draws[slab.projection])
-        if slab.projection in edits:
-            edits[slab.projection](features)
+            self.draws[head_slice.projection] = (drawn * 4.0).round() / 4.0
+        features.copy_(self.draws[head_slice.projection])
+        if head_slice.projection in edits:
+            edits[head_slice.projection](features)
 
-    def project(self, slab: Slab) -> Tensor:
-        """Return the features of a slab as its projection computes them from random inputs."""
-        if slab.module is None:
+    def project(self, head_slice: HeadSlice) -> Tensor:
+        """Return the features of a head slice as its projection computes them from random inputs."""
+        if head_slice.module is None:
             args, _ = self._inputs[None]
             outputs = self._torch_project(*args)
-            return outputs[self.site.slabs.index(slab)].unflatten(-1, (slab.heads, slab.head_size)).clone()
-        args, kwargs = self._inputs[id(slab.module)]
-        return slab.features(slab.module(*args, **kwargs)).clone()
+            return (
+                outputs[self.site.slices.index(head_slice)]
+                .unflatten(-1, (head_slice.heads, head_slice.head_size))
+                .clone()
+            )
+        args, kwargs = self._inputs[id(head_slice.module)]
+        return head_slice.features(head_slice.module(*args, **kwargs)).clone()
 
     def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         module: Any = self.site.module

@@ -145,10 +145,14 @@ class Taps(Handle):
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
                 self._before(site.module, self._queries_called(site))
         for site in self.heads.sites:
-            seam = site.expose() if self.outputs or isinstance(site.module, nn.MultiheadAttention) else site.seam
+            output_projection = (
+                site.expose()
+                if self.outputs or isinstance(site.module, nn.MultiheadAttention)
+                else site.output_projection
+            )
             self._before(site.module, self._site_called(site))
-            if self.outputs and seam is not None:
-                self._before(seam.module, self._outputs_given(site))
+            if self.outputs and output_projection is not None:
+                self._before(output_projection.module, self._outputs_given(site))
             inside = isinstance(site.module, nn.MultiheadAttention)
             if self.mean_weights and site.divided:
                 raise LayoutError(
@@ -241,20 +245,22 @@ class Taps(Handle):
 
     def _outputs_given(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            seam = site.seam
-            capture = self._newest(site) if seam is not None and module is seam.module else None
+            output_projection = site.output_projection
+            capture = (
+                self._newest(site) if output_projection is not None and module is output_projection.module else None
+            )
             if capture is not None:
                 capture.outputs = split_heads(first_argument(module, args, kwargs), site)
 
         return called
 
     def _values_projected(self, site: Site) -> Callable[[nn.Module, tuple, Tensor], None]:
-        slab = next(slab for slab in site.slabs if slab.projection == "value")
+        head_slice = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             capture = self._newest(site)
             if capture is not None:
-                capture.values = slab.features(site.all_heads(output, -1, slab.along))
+                capture.values = head_slice.features(site.all_heads(output, -1, head_slice.along))
 
         return called
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, Site, Slab, check_slab
+from headwise.heads.heads import Heads, HeadSlice, Site, check_head_slice
 from headwise.heads.replay import Call, Replay
 from headwise.heads.verify_experiments import Experiments, learned_queries
 
@@ -86,10 +86,10 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
-    for slab in (slab for site in heads.sites for slab in site.slabs):
-        check_slab(slab)
-    sites = [site for site in copies if site.seam is not None]
-    skipped = tuple(site.name or "(model)" for site in copies if site.seam is None)
+    for head_slice in (head_slice for site in heads.sites for head_slice in site.slices):
+        check_head_slice(head_slice)
+    sites = [site for site in copies if site.output_projection is not None]
+    skipped = tuple(site.name or "(model)" for site in copies if site.output_projection is None)
     if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
@@ -107,7 +107,7 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
 
 def _run(site: Site, call: Call) -> None:
     try:
-        if [slab.projection for slab in site.slabs] == ["query"]:
+        if [head_slice.projection for head_slice in site.slices] == ["query"]:
             learned_queries(Replay(site, call))
         else:
             Experiments(Replay(site, call)).run()
@@ -143,8 +143,8 @@ def _calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]
 
     wanted: dict[str, list[str]] = {}
     for site in sites:
-        assert site.seam is not None
-        common = _common(site.name, names[id(site.seam.owner)])
+        assert site.output_projection is not None
+        common = _common(site.name, names[id(site.output_projection.owner)])
         wanted[site.name] = [common[:depth] for depth in _depths(common)]
     around = {*(place for places in wanted.values() for place in places), *wanted}
     handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
@@ -191,26 +191,28 @@ def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Si
         found = None if module is None else memo.get(id(module))
         return found if isinstance(found, nn.Module) else None
 
-    def slab_again(slab: Slab) -> Slab:
-        owner = again(slab.owner)
+    def same_slice(head_slice: HeadSlice) -> HeadSlice:
+        owner = again(head_slice.owner)
         assert owner is not None  # the heads are those of the model as it is
-        return replace(slab, owner=owner, module=again(slab.module))
+        return replace(head_slice, owner=owner, module=again(head_slice.module))
 
     copies = []
     for site in sites:
         module = again(site.module)
         assert module is not None
-        seam = site.seam
-        seam_owner = None if seam is None else again(seam.owner)
+        output_projection = site.output_projection
+        output_owner = None if output_projection is None else again(output_projection.owner)
         copies.append(
             replace(
                 site,
                 model=twin,
                 module=module,
-                slabs=tuple(slab_again(slab) for slab in site.slabs),
+                slices=tuple(same_slice(head_slice) for head_slice in site.slices),
                 # an aggregator may stand in the place of W_O since the heads were found
-                output=None if site.output is None or again(site.output.owner) is None else slab_again(site.output),
-                seam=None if seam is None or seam_owner is None else replace(seam, owner=seam_owner),
+                output=None if site.output is None or again(site.output.owner) is None else same_slice(site.output),
+                output_projection=None
+                if output_projection is None or output_owner is None
+                else replace(output_projection, owner=output_owner),
                 value_module=again(site.value_module),
             )
         )

@@ -23,7 +23,7 @@ class Experiments:
 
     def __init__(self, replay: Replay) -> None:
         self.replay, self.site = replay, replay.site
-        self.slabs = {slab.projection: slab for slab in self.site.slabs}
+        self.slices = {head_slice.projection: head_slice for head_slice in self.site.slices}
         self.members = self.site.num_heads // self.site.key_value_heads
 
     def run(self) -> None:
@@ -45,21 +45,23 @@ class Experiments:
 
     def _weights_make_features(self) -> None:
         """The rows of a head in the weight make its features, and no others."""
-        for slab in self.site.slabs:
-            if slab.obstacle is not None:
+        for head_slice in self.site.slices:
+            if head_slice.obstacle is not None:
                 continue
-            before = self.replay.project(slab)
-            views = [("rows", slab.view(slab.parameter))]
-            bias = slab.owner._parameters.get(slab.bias or "")
+            before = self.replay.project(head_slice)
+            views = [("rows", head_slice.view(head_slice.parameter))]
+            bias = head_slice.owner._parameters.get(head_slice.bias or "")
             if bias is not None:
-                views.append(("biases", slab.bias_view(bias)))
+                views.append(("biases", head_slice.bias_view(bias)))
             for what, view in views:
-                for head in range(slab.heads):
+                for head in range(head_slice.heads):
                     saved = view[head].clone()
                     view[head] += noise(saved)
-                    changed = _changes(before, self.replay.project(slab), (-2,))
+                    changed = _changes(before, self.replay.project(head_slice), (-2,))
                     view[head] = saved
-                    self._require(f"changing the {slab.projection} {what} of head {head}", changed, [head], "features")
+                    self._require(
+                        f"changing the {head_slice.projection} {what} of head {head}", changed, [head], "features"
+                    )
 
     def _features_of_a_head_share_its_weights(self) -> None:
         """Constant values: with V_jc = u_j for all features c, O_tc = sum_j A_tj u_j is one number a head.
@@ -89,9 +91,9 @@ class Experiments:
     def _heads_are_apart(self) -> None:
         """Changing the query, key or value of a head changes its outputs, and no others."""
         before = self.replay.heads({})
-        for projection, slab in self.slabs.items():
+        for projection, head_slice in self.slices.items():
             members = 1 if projection == "query" else self.members
-            for head in range(slab.heads):
+            for head in range(head_slice.heads):
 
                 def change(features: Tensor, head: int = head) -> None:
                     features[..., head, :] = _shifted(features[..., head, :])
@@ -161,10 +163,10 @@ def learned_queries(replay: Replay) -> None:
         LayoutError: It does not; the message says which heads change.
         NotFired: The module that plays W_O was not called.
     """
-    (slab,) = replay.site.slabs
+    (head_slice,) = replay.site.slices
     before = replay.outputs()
-    for head in range(slab.heads):
-        own = slab.view(slab.parameter.data)[head]
+    for head in range(head_slice.heads):
+        own = head_slice.view(head_slice.parameter.data)[head]
         kept = own.clone()
         own += 1.0
         changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()

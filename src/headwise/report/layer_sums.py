@@ -118,10 +118,10 @@ def _over_all(cosines: PairSums) -> tuple[Tensor, Tensor]:
 
 def _of_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
     found: dict[str, Matrix] = {}
-    for slab in site.slabs:
-        name = "value_parameter" if slab.projection == "value" else slab.projection
+    for head_slice in site.slices:
+        name = "value_parameter" if head_slice.projection == "value" else head_slice.projection
         try:
-            particles = slab.view(slab.parameter.detach()).flatten(1)
+            particles = head_slice.view(head_slice.parameter.detach()).flatten(1)
             cosine, distance = parameter_pairs(particles)
         except HeadwiseError as error:
             notes.append(f"parameters were left out: {error}")

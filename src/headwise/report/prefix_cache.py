@@ -124,8 +124,8 @@ def record(heads: Heads) -> Iterator[Recording]:
 
     try:
         for site in heads.sites:
-            seam = site.expose().module
-            handles.append(seam.register_forward_pre_hook(Hook(seam, reached(site))))
+            output_projection = site.expose().module
+            handles.append(output_projection.register_forward_pre_hook(Hook(output_projection, reached(site))))
         for module in replayable_modules(heads):
             handles.append(module.register_forward_pre_hook(Hook(module, begun)))
             handles.append(module.register_forward_hook(Hook(module, ended)))
@@ -153,7 +153,7 @@ def replayable_modules(heads: Heads) -> list[nn.Module]:
             found |= dict.fromkeys(heads.model.get_submodule(".".join(parts[:depth])).children())
     for site in heads.found:
         found[site.module] = None
-        found |= dict.fromkeys(slab.module for slab in site.slabs if slab.module is not None)
+        found |= dict.fromkeys(head_slice.module for head_slice in site.slices if head_slice.module is not None)
     return [module for module in found if module is not heads.model]
 
 

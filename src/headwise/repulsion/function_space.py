@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.heads import Heads, Site, Slab
+from headwise.heads.heads import Heads, HeadSlice, Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.repulsion.function_rule import FunctionSVGD, products, pulled_back
 from headwise.repulsion.gram import collapsed, geometry_from_grams, plain_gram, shifted_gram
@@ -23,7 +23,7 @@ from headwise.repulsion.step import Ensemble, ForceNorms
 
 @dataclass(frozen=True, eq=False)
 class FunctionEnsemble(Ensemble):
-    """M heads whose function is the product of two slabs, or of one and of a module's weight that all heads share.
+    """M heads whose function is the product of two slices, or of one and of a module's weight that all heads share.
 
     Attributes:
         shared: The module of that weight, [e, b]; None where both factors are the head's own.
@@ -33,9 +33,9 @@ class FunctionEnsemble(Ensemble):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [M, e, a] and B [M, e, b] in at least single precision."""
-        first = _rows(self.slabs[0], self.slabs[0].parameter)
+        first = _rows(self.slices[0], self.slices[0].parameter)
         if self.shared is None:
-            second = _rows(self.slabs[1], self.slabs[1].parameter)
+            second = _rows(self.slices[1], self.slices[1].parameter)
         else:
             # one row of a score matrix is a column of A
             first, weight = first.mT, self.shared._parameters["weight"]
@@ -56,7 +56,7 @@ def function_ensembles_of(heads: Heads) -> tuple[FunctionEnsemble, ...]:
     for site in heads.sites:
         if isinstance(site.module, AdditiveAttention):
             if "query" in heads.projections:
-                found.append(FunctionEnsemble(f"{site.name} scores".strip(), site.slabs, site.module.hidden))
+                found.append(FunctionEnsemble(f"{site.name} scores".strip(), site.slices, site.module.hidden))
             continue
         if site.num_heads != site.key_value_heads:
             raise SettingError(
@@ -77,17 +77,17 @@ def function_ensembles_of(heads: Heads) -> tuple[FunctionEnsemble, ...]:
 
 
 def _of_site(site: Site, projections: Sequence[str]) -> list[FunctionEnsemble]:
-    slabs = {slab.projection: slab for slab in site.slabs}
+    slices = {head_slice.projection: head_slice for head_slice in site.slices}
     found = []
     if {"query", "key"} <= set(projections):
-        found.append(FunctionEnsemble(f"{site.name} query-key".strip(), (slabs["query"], slabs["key"])))
+        found.append(FunctionEnsemble(f"{site.name} query-key".strip(), (slices["query"], slices["key"])))
     if "value" in projections:
         if site.output is None:
             raise LayoutError(
                 f"{site.name or 'the model'}: no output projection of its heads was found, so what they add is not "
                 "known; select heads.projection('query', 'key')."
             )
-        found.append(FunctionEnsemble(f"{site.name} output-value".strip(), (site.output, slabs["value"])))
+        found.append(FunctionEnsemble(f"{site.name} output-value".strip(), (site.output, slices["value"])))
     return found
 
 
@@ -110,7 +110,7 @@ def apply_function_rule(
         if gradients is None:
             skipped.append(ensemble.name)
         else:
-            views = [slab.view(gradient) for slab, gradient in zip(ensemble.slabs, gradients, strict=True)]
+            views = [head_slice.view(gradient) for head_slice, gradient in zip(ensemble.slices, gradients, strict=True)]
             records.append(_apply(rule, ensemble, views, strength, scale))
     if not records:
         return None
@@ -137,7 +137,10 @@ def _apply(
         # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
         torch.where(finite, (drive - factor * push).to(gradient.dtype), gradient, out=gradient)
     unscale = 1.0 if scale is None else scale.reciprocal()
-    sizes = [torch.linalg.vector_norm(slab.view(slab.parameter).float(), dim=(1, 2)) for slab in ensemble.slabs]
+    sizes = [
+        torch.linalg.vector_norm(head_slice.view(head_slice.parameter).float(), dim=(1, 2))
+        for head_slice in ensemble.slices
+    ]
     return ForceNorms(
         (ensemble.name,),
         (drive_norm * unscale).view(1),
@@ -149,16 +152,16 @@ def _apply(
     )
 
 
-def _rows(slab: Slab, tensor: Tensor) -> Tensor:
+def _rows(head_slice: HeadSlice, tensor: Tensor) -> Tensor:
     """Return the heads of a tensor shaped like the parameter as [M, e, other], whichever way the weight lies."""
-    view = slab.view(tensor)
-    return view if slab.axis == 0 else view.mT
+    view = head_slice.view(tensor)
+    return view if head_slice.axis == 0 else view.mT
 
 
 def _as_view(ensemble: FunctionEnsemble, index: int, force: Tensor) -> Tensor:
     if ensemble.shared is not None:
         return force.mT
-    return force if ensemble.slabs[index].axis == 0 else force.mT
+    return force if ensemble.slices[index].axis == 0 else force.mT
 
 
 def _mixed(repulsion: Tensor, functions: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Accumulation is in float64 whatever the parameters' dtype, and distances are taken between particles shifted by
 particle 0 of their group: when heads collapse the Gram of unshifted fp32 weights has no correct digit left. A group
-made of several slabs adds their Gram matrices. No kernel and no bandwidth here.
+made of several slices adds their Gram matrices. No kernel and no bandwidth here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def geometry_from_grams(shifted: Tensor, plain: Tensor | None) -> Geometry:
     """The `Geometry` of groups whose Gram matrices are already there: D_ij = S_ii + S_jj - 2 S_ij, never below 0.
 
     Args:
-        shifted: float64 [*, M, M], sums of `shifted_gram` over the slabs of a group.
+        shifted: float64 [*, M, M], sums of `shifted_gram` over the slices of a group.
         plain: float64 [*, M, M], the same sums of `plain_gram`, or None.
 
     Returns:

@@ -12,7 +12,7 @@ import torch
 
 from headwise.errors import HeadwiseError, LayoutError, require_integer, require_positive
 from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import PROJECTIONS, Heads, Slab
+from headwise.heads.heads import PROJECTIONS, Heads, HeadSlice
 from headwise.parallel import is_sharded, whole, write_own_part
 from headwise.repulsion.gram import geometry, geometry_from_grams, shifted_gram
 from headwise.repulsion.rules import Rule
@@ -34,7 +34,9 @@ def require_several(ensembles: Sequence[Ensemble], heads: Heads) -> None:
     """Raise `LayoutError` where no ensemble has more than one particle, and say which projections have."""
     if any(ensemble.particles > 1 for ensemble in ensembles):
         return
-    grouped = {slab.projection: slab.heads for site in heads for slab in site.slabs if slab.heads > 1}
+    grouped = {
+        head_slice.projection: head_slice.heads for site in heads for head_slice in site.slices if head_slice.heads > 1
+    }
     choose = " or ".join(f"heads.projection({name!r})" for name in PROJECTIONS if name in grouped)
     listed = ", ".join(f"{ensemble.name}: {ensemble.particles}" for ensemble in ensembles[:4])
     raise LayoutError(
@@ -50,8 +52,8 @@ def require_several(ensembles: Sequence[Ensemble], heads: Heads) -> None:
 
 def require_apart(ensemble: Ensemble) -> None:
     """Raise `HeadwiseError` where heads of an ensemble are not finite, or all of them equal; `LayoutError` on meta."""
-    for slab in ensemble.slabs:
-        _require_finite(slab)
+    for head_slice in ensemble.slices:
+        _require_finite(head_slice)
     if ensemble.particles > 1 and spread(ensemble) == 0.0:
         raise HeadwiseError(
             f"{ensemble.name}: all {ensemble.particles} heads are equal, so their repulsion is zero and stays so. "
@@ -62,7 +64,10 @@ def require_apart(ensemble: Ensemble) -> None:
 def spread(ensemble: Ensemble) -> float:
     """Return the largest distance between two particles."""
     with torch.no_grad():
-        gram = sum((shifted_gram(slab.view(whole(slab.parameter))) for slab in ensemble.slabs), torch.zeros(()))
+        gram = sum(
+            (shifted_gram(head_slice.view(whole(head_slice.parameter))) for head_slice in ensemble.slices),
+            torch.zeros(()),
+        )
         return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
 
 
@@ -89,28 +94,31 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
     require_heads(heads)
     require_positive("scale", scale)
     require_integer("seed", seed)
-    for slab in heads.slabs():
-        _require_finite(slab)
+    for head_slice in heads.slices():
+        _require_finite(head_slice)
     with torch.no_grad():
-        for slab in heads.slabs():
-            sharded = is_sharded(slab.parameter)
-            every = whole(slab.parameter)
-            view = slab.view(every)
+        for head_slice in heads.slices():
+            sharded = is_sharded(head_slice.parameter)
+            every = whole(head_slice.parameter)
+            view = head_slice.view(every)
             size = view.float().square().mean().sqrt()
-            generator = torch.Generator(view.device).manual_seed(noise_key(seed, "jitter", slab.name, slab.projection))
+            generator = torch.Generator(view.device).manual_seed(
+                noise_key(seed, "jitter", head_slice.name, head_slice.projection)
+            )
             noise = torch.randn(view.shape, generator=generator, device=view.device)
             view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
             if sharded:
-                write_own_part(slab.parameter, every)
+                write_own_part(head_slice.parameter, every)
 
 
-def _require_finite(slab: Slab) -> None:
-    if slab.parameter.is_meta:
-        raise LayoutError(f"{slab.name} is on the meta device and has no values; load the weights first.")
+def _require_finite(head_slice: HeadSlice) -> None:
+    if head_slice.parameter.is_meta:
+        raise LayoutError(f"{head_slice.name} is on the meta device and has no values; load the weights first.")
     with torch.no_grad():
-        sound = slab.view(whole(slab.parameter)).isfinite().flatten(1).all(1)
+        sound = head_slice.view(whole(head_slice.parameter)).isfinite().flatten(1).all(1)
     if not sound.all():
         raise HeadwiseError(
-            f"{slab.name} holds NaN or infinity in {slab.projection} heads {(~sound).nonzero().flatten().tolist()} of "
-            f"{slab.heads}; repulsion needs finite heads. Load sound weights, or look for the step that spoilt them."
+            f"{head_slice.name} holds NaN or infinity in {head_slice.projection} heads "
+            f"{(~sound).nonzero().flatten().tolist()} of {head_slice.heads}; repulsion needs finite heads. "
+            "Load finite weights, or look for the step that produced them."
         )

@@ -53,7 +53,7 @@ class Attachment:
     _handles: tuple[RemovableHandle, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        self._parameters = [slab.parameter for ensemble in self.ensembles for slab in ensemble.slabs]
+        self._parameters = [head_slice.parameter for ensemble in self.ensembles for head_slice in ensemble.slices]
         self.idle = {ensemble.name for ensemble in self.ensembles}
 
     @property
@@ -113,18 +113,20 @@ class Attachment:
     def require_current(self) -> None:
         """Raise `LayoutError` unless model and optimizer still hold the very parameters that were attached."""
         held = _held(self.optimizer)
-        slabs = (slab for ensemble in self.ensembles for slab in ensemble.slabs)
-        for slab, parameter in zip(slabs, self._parameters, strict=True):
-            if slab.parameter is not parameter:
+        slices = (head_slice for ensemble in self.ensembles for head_slice in ensemble.slices)
+        for head_slice, parameter in zip(slices, self._parameters, strict=True):
+            if head_slice.parameter is not parameter:
                 raise LayoutError(
-                    f"{slab.name} is another tensor than when hw.repel was called: something replaced the parameter "
-                    "(load_state_dict(assign=True) does). Build the optimizer from the model as it is now, and call "
+                    f"{head_slice.name} is another tensor than when hw.repel was called: something replaced the "
+                    "parameter (load_state_dict(assign=True) does). Build the optimizer from the model as it is now, "
+                    "and call "
                     "hw.repel on it."
                 )
             if id(parameter) not in held:
                 raise LayoutError(
-                    f"{slab.name} is no longer held by {type(self.optimizer).__name__}: its param_groups changed after "
-                    "hw.repel was called. Call .remove() on the handle and hw.repel on the optimizer in use."
+                    f"{head_slice.name} is no longer held by {type(self.optimizer).__name__}: its param_groups "
+                    "changed after hw.repel was called. Call .remove() on the handle and hw.repel on the optimizer "
+                    "in use."
                 )
 
     def _gradients(self) -> list[Tensor]:
@@ -231,7 +233,7 @@ def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> li
     held = [_held(optimizer) for optimizer in optimizers]
     assigned: list[list[Ensemble]] = [[] for _ in optimizers]
     for ensemble in ensembles:
-        wanted = {id(slab.parameter) for slab in ensemble.slabs}
+        wanted = {id(head_slice.parameter) for head_slice in ensemble.slices}
         owners = [index for index, parameters in enumerate(held) if wanted <= parameters]
         if len({id(optimizers[index]) for index in owners}) > 1:
             raise SettingError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.heads import Heads, Slab
+from headwise.heads.heads import Heads, HeadSlice
 from headwise.parallel import add_own_part, is_sharded, whole
 from headwise.repulsion.gram import (
     collapsed,
@@ -43,50 +43,53 @@ class Ensemble:
 
     Attributes:
         name: For example "layers.0.self_attn query".
-        slabs: The parts of parameters that make up the particles; particle i is head i of every slab.
+        slices: The parts of parameters that make up the particles; particle i is head i of every head_slice.
     """
 
     name: str
-    slabs: tuple[Slab, ...]
+    slices: tuple[HeadSlice, ...]
 
     @property
     def particles(self) -> int:
         """Number of particles M."""
-        return self.slabs[0].heads
+        return self.slices[0].heads
 
     @property
     def keys(self) -> dict[tuple[int, int], str]:
-        """Parameter and first row of each slab, which say whose it is, and its name for messages."""
-        return {(id(slab.parameter), slab.start): f"{slab.projection} heads of {slab.name}" for slab in self.slabs}
+        """Parameter and first row of each head slice, which say whose it is, and its name for messages."""
+        return {
+            (id(head_slice.parameter), head_slice.start): f"{head_slice.projection} heads of {head_slice.name}"
+            for head_slice in self.slices
+        }
 
     @property
     def sharded(self) -> bool:
         """Whether several processes hold some of its parameters together."""
-        return any(is_sharded(slab.parameter) for slab in self.slabs)
+        return any(is_sharded(head_slice.parameter) for head_slice in self.slices)
 
     def check(self) -> None:
         """Raise `LayoutError` unless every parameter is a matrix of which heads can be read, and trainable."""
-        for slab in self.slabs:
-            require_readable(slab.name, slab.owner, slab.parameter)
-            if not slab.parameter.requires_grad:
-                raise LayoutError(f"{slab.name} does not require a gradient; unfreeze it or select other heads.")
+        for head_slice in self.slices:
+            require_readable(head_slice.name, head_slice.owner, head_slice.parameter)
+            if not head_slice.parameter.requires_grad:
+                raise LayoutError(f"{head_slice.name} does not require a gradient; unfreeze it or select other heads.")
 
     def require_nonzero(self) -> None:
         """Raise `ShapeError` naming the heads that are zero, which have no direction."""
         with torch.no_grad():
-            flat = [slab.view(whole(slab.parameter)).flatten(1) for slab in self.slabs]
+            flat = [head_slice.view(whole(head_slice.parameter)).flatten(1) for head_slice in self.slices]
             require_nonzero(torch.cat(flat, dim=1), f"{self.name}: heads")
 
     def gradients(self) -> list[Tensor] | None:
-        """Return the gradient of each slab's parameter, or None unless every slab has one and is trainable."""
+        """Return the gradient of each parameter, or None unless every one has a gradient and is trainable."""
         gradients = []
-        for slab in self.slabs:
-            gradient = slab.parameter.grad
+        for head_slice in self.slices:
+            gradient = head_slice.parameter.grad
             # a parameter frozen in mid-training may keep a gradient of zeros, which repulsion would move
-            if gradient is None or not slab.parameter.requires_grad:
+            if gradient is None or not head_slice.parameter.requires_grad:
                 return None
             if gradient.is_sparse:
-                raise LayoutError(f"{slab.name} has a sparse gradient; repulsion needs a dense one.")
+                raise LayoutError(f"{head_slice.name} has a sparse gradient; repulsion needs a dense one.")
             gradients.append(gradient)
         return gradients
 
@@ -98,12 +101,12 @@ class Ensemble:
         gradients = self.gradients()
         if gradients is None:
             return
-        for slab, gradient in zip(self.slabs, gradients, strict=True):
+        for head_slice, gradient in zip(self.slices, gradients, strict=True):
             sharded = is_sharded(gradient)
             every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device) if sharded else gradient
-            view = slab.view(every)
+            view = head_slice.view(every)
             generator = torch.Generator(view.device)
-            generator.manual_seed(noise_key(seed, step, slab.name, slab.projection))
+            generator.manual_seed(noise_key(seed, step, head_slice.name, head_slice.projection))
             noise = torch.randn(view.shape, generator=generator, device=view.device) * deviation
             with torch.no_grad():
                 view.add_((noise if scale is None else noise * scale).to(view.dtype))
@@ -184,23 +187,25 @@ def ensembles_of(heads: Heads, *, joint: bool) -> tuple[Ensemble, ...]:
     taken: set[tuple[int, int]] = set()
     for site in heads.sites:
         # a parameter tied between layers is one set of particles, acted on once a step
-        slabs = tuple(
-            slab
-            for slab in site.slabs
-            if slab.projection in heads.projections and (id(slab.parameter), slab.start) not in taken
+        slices = tuple(
+            head_slice
+            for head_slice in site.slices
+            if head_slice.projection in heads.projections and (id(head_slice.parameter), head_slice.start) not in taken
         )
-        taken.update((id(slab.parameter), slab.start) for slab in slabs)
+        taken.update((id(head_slice.parameter), head_slice.start) for head_slice in slices)
         if not joint:
-            ensembles += [Ensemble(f"{site.name} {slab.projection}".strip(), (slab,)) for slab in slabs]
+            ensembles += [
+                Ensemble(f"{site.name} {head_slice.projection}".strip(), (head_slice,)) for head_slice in slices
+            ]
             continue
-        if not slabs:
+        if not slices:
             continue
-        if len({slab.heads for slab in slabs}) > 1:
+        if len({head_slice.heads for head_slice in slices}) > 1:
             raise SettingError(
                 f"{site.name}: {site.num_heads} query heads and {site.key_value_heads} key/value heads cannot be "
                 "joined into one particle each; use joint=False."
             )
-        ensembles.append(Ensemble(f"{site.name} {'+'.join(s.projection for s in slabs)}".strip(), slabs))
+        ensembles.append(Ensemble(f"{site.name} {'+'.join(s.projection for s in slices)}".strip(), slices))
     return tuple(ensembles)
 
 
@@ -225,7 +230,7 @@ def apply_rule(
         if gradients is None:
             skipped.append(ensemble.name)
         else:
-            views = [slab.view(gradient) for slab, gradient in zip(ensemble.slabs, gradients, strict=True)]
+            views = [head_slice.view(gradient) for head_slice, gradient in zip(ensemble.slices, gradients, strict=True)]
             batches[ensemble.particles, gradients[0].device].append((ensemble, views))
     if not batches:
         return None
@@ -248,7 +253,7 @@ def langevin_rate(optimizer: Optimizer, ensemble: Ensemble) -> float | Tensor:
     gradient noise and not Langevin, and it is left as it is.
     """
     plain = type(optimizer) is SGD
-    owned = {id(slab.parameter) for slab in ensemble.slabs}
+    owned = {id(head_slice.parameter) for head_slice in ensemble.slices}
     for group in optimizer.param_groups:
         if plain and group["momentum"] == 0 and any(id(parameter) in owned for parameter in group["params"]):
             rate = group["lr"]
@@ -267,7 +272,7 @@ def noise_key(*parts: object) -> int:
 
 def _sums(rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], *, divided: bool) -> Sums:
     """Return what a step needs to know of the particles of a batch, and of divided gradients, which have no norm."""
-    parameters = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in batch]
+    parameters = [[head_slice.view(head_slice.parameter) for head_slice in ensemble.slices] for ensemble, _ in batch]
 
     def grams(of: Callable[[Tensor], Tensor], every: Sequence[Sequence[Tensor]]) -> Tensor:
         return torch.stack([_summed([of(view) for view in views]) for views in every])
@@ -292,7 +297,7 @@ def _sums(rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], *, divided
 def _apply_batch(
     rule: Rule, batch: Sequence[tuple[Ensemble, list[Tensor]]], sums: Sums, strength: float, scale: Tensor | None
 ) -> ForceNorms:
-    parameters = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in batch]
+    parameters = [[head_slice.view(head_slice.parameter) for head_slice in ensemble.slices] for ensemble, _ in batch]
     plain = sums.plain if rule.needs_inner else None
     distances = geometry_from_grams(sums.shifted, plain)
     mixing = rule.mixing(distances)
@@ -337,7 +342,7 @@ def _apply_batch(
 def _apply_stacked(
     rule: Rule, every: Sequence[tuple[Ensemble, list[Tensor]]], strength: float, scale: Tensor | None
 ) -> list[ForceNorms]:
-    particles = [[slab.view(slab.parameter) for slab in ensemble.slabs] for ensemble, _ in every]
+    particles = [[head_slice.view(head_slice.parameter) for head_slice in ensemble.slices] for ensemble, _ in every]
     gradients = [views for _, views in every]
     records = []
     for stack in alike(particles, gradients):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.heads import Slab
+from headwise.heads.heads import HeadSlice
 from headwise.parallel import Share, share_of
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import Ensemble, ForceNorms, apply_rule
@@ -58,27 +58,29 @@ def _local(ensemble: Ensemble, shares: dict[int, Share]) -> tuple[tuple[Any, ...
     gradients = ensemble.gradients()
     if gradients is None or not ensemble.sharded:
         return (), ensemble
-    own = [_share(slab, gradient, shares) for slab, gradient in zip(ensemble.slabs, gradients, strict=True)]
+    own = [
+        _share(head_slice, gradient, shares) for head_slice, gradient in zip(ensemble.slices, gradients, strict=True)
+    ]
     if len({share.groups for share in own}) > 1:
         # projections of one particle that are divided differently are computed whole
         own = [
-            _share(slab, gradient, shares, everything=True)
-            for slab, gradient in zip(ensemble.slabs, gradients, strict=True)
+            _share(head_slice, gradient, shares, everything=True)
+            for head_slice, gradient in zip(ensemble.slices, gradients, strict=True)
         ]
-    slabs = [_standing_in(slab, share) for slab, share in zip(ensemble.slabs, own, strict=True)]
-    return own[0].groups, Ensemble(ensemble.name, tuple(slabs))
+    slices = [_standing_in(head_slice, share) for head_slice, share in zip(ensemble.slices, own, strict=True)]
+    return own[0].groups, Ensemble(ensemble.name, tuple(slices))
 
 
-def _share(slab: Slab, gradient: Tensor, shares: dict[int, Share], *, everything: bool = False) -> Share:
-    """Return the share of a slab's parameter; several slabs of one parameter write into one share."""
-    known = id(slab.parameter)
+def _share(head_slice: HeadSlice, gradient: Tensor, shares: dict[int, Share], *, everything: bool = False) -> Share:
+    """Return the share of a head slice's parameter; several slices of one parameter write into one share."""
+    known = id(head_slice.parameter)
     if known not in shares or (everything and shares[known].groups):
-        shares[known] = share_of(slab.parameter, gradient, 1 - slab.axis, everything=everything)
+        shares[known] = share_of(head_slice.parameter, gradient, 1 - head_slice.axis, everything=everything)
     return shares[known]
 
 
-def _standing_in(slab: Slab, share: Share) -> Slab:
+def _standing_in(head_slice: HeadSlice, share: Share) -> HeadSlice:
     holder = nn.Module()
     holder.weight = nn.Parameter(share.parameter)
     holder.weight.grad = share.gradient
-    return replace(slab, owner=holder, attribute="weight")
+    return replace(head_slice, owner=holder, attribute="weight")

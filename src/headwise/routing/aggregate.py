@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, Seam, Site
+from headwise.heads.heads import Heads, OutputProjection, Site
 from headwise.parallel import is_sharded
 from headwise.routing.gate import Gate
 from headwise.routing.modules import Aggregator, Residual, Setting, build, require_setting
@@ -24,7 +24,7 @@ class Replaced:
     """One site whose output projection was replaced: its name, place, and both modules."""
 
     name: str
-    seam: Seam
+    output_projection: OutputProjection
     old: nn.Module
     new: Aggregator
 
@@ -48,20 +48,20 @@ class Aggregation:
                 nothing is changed then.
         """
         for site in self.replaced:
-            if site.seam.module is not site.new:
+            if site.output_projection.module is not site.new:
                 raise HeadwiseError(
-                    f"{site.name}: the output module is now a {type(site.seam.module).__name__}, not the "
+                    f"{site.name}: the output module is now a {type(site.output_projection.module).__name__}, not the "
                     f"{type(site.new).__name__} put there by aggregate(); it was removed or replaced before."
                 )
         for site in self.replaced:
-            setattr(site.seam.owner, site.seam.attribute, site.old)
+            setattr(site.output_projection.owner, site.output_projection.attribute, site.old)
         for module in _saved_by_itself(self.model):
             if not aggregators_of(module):
                 vars(module).pop("save_pretrained", None)
 
     def __str__(self) -> str:
         rows = [
-            f"  {site.name or '(model)'}: {site.seam.attribute} is {type(site.new).__name__}, "
+            f"  {site.name or '(model)'}: {site.output_projection.attribute} is {type(site.new).__name__}, "
             f"{_parameter_count(site.new):,} parameters instead of {_parameter_count(site.old):,}"
             for site in self.replaced
         ]
@@ -103,27 +103,27 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
     places: set[tuple[int, str]] = set()
     replaced = []
     for site in sites:
-        seam = site.expose()
-        old = seam.module
+        output_projection = site.expose()
+        old = output_projection.module
         if isinstance(old, Aggregator):
             raise LayoutError(
                 f"{site.name or 'the model'} already has a {type(old).__name__} as its output; "
                 "call remove() on the handle of the first aggregate() before a second one."
             )
-        if (id(seam.owner), seam.attribute) in places:
+        if (id(output_projection.owner), output_projection.attribute) in places:
             raise LayoutError(
                 f"{site.name or 'the model'} shares its output projection with another selected site; aggregators "
                 "are not shared, so select one of them."
             )
-        places.add((id(seam.owner), seam.attribute))
+        places.add((id(output_projection.owner), output_projection.attribute))
         _require_in_time(heads, site, old, keeps=isinstance(setting, Residual | Gate))
         projection = old if isinstance(setting, Residual | Gate) else None
         new = build(setting, site.num_heads, site.head_size, site.width, projection)
         if site.divided:
             new.register_forward_pre_hook(_AllHeads(site))
-        replaced.append(Replaced(site.name, seam, old, _placed_like(new, old)))
+        replaced.append(Replaced(site.name, output_projection, old, _placed_like(new, old)))
     for place in replaced:
-        setattr(place.seam.owner, place.seam.attribute, place.new)
+        setattr(place.output_projection.owner, place.output_projection.attribute, place.new)
     for module in _saved_by_itself(heads.model):
         if aggregators_of(module):
             # the stock method would write a folder that loads without the aggregators, and only warns

@@ -217,16 +217,18 @@ def released_particles(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def test_the_released_code_repelled_every_fourth_column_and_no_head(model):
     heads = hw.find_heads(model.discriminator).layer(0)
     assert hw.verify(heads, (batch()["input_ids"],)).sites
-    for slab in heads.slabs():
-        weight = slab.parameter.detach()
+    for head_slice in heads.slices():
+        weight = head_slice.parameter.detach()
         size = weight.shape[0] // 4
         # ours are the rows that one head's queries, keys or values come from
         for head in range(4):
-            assert torch.equal(slab.view(weight)[head].flatten(), weight[head * size : (head + 1) * size].flatten())
+            assert torch.equal(
+                head_slice.view(weight)[head].flatten(), weight[head * size : (head + 1) * size].flatten()
+            )
         # theirs take one row of each head
         changed = weight.clone()
         changed[:size] += 1.0  # of head 0 alone
-        ours = (slab.view(changed) != slab.view(weight)).flatten(1).any(dim=1)
+        ours = (head_slice.view(changed) != head_slice.view(weight)).flatten(1).any(dim=1)
         theirs = (released_particles(changed, 4) != released_particles(weight, 4)).any(dim=1)
         assert ours.tolist() == [True, False, False, False]
         assert theirs.tolist() == [True, True, True, True]
@@ -236,8 +238,8 @@ def test_the_released_code_repelled_every_fourth_column_and_no_head(model):
 
 def test_so_the_released_step_is_another_one(model):
     rule = SVGD(alpha=0.1, step_size=0.01)
-    (slab, *_) = hw.find_heads(model.discriminator).layer(0).slabs()
-    weight = slab.parameter.detach()
+    (head_slice, *_) = hw.find_heads(model.discriminator).layer(0).slices()
+    weight = head_slice.parameter.detach()
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=weight.dtype)
     ours = update(rule, weight.view(4, -1), gradient.view(4, -1)).gradient.view_as(weight)
     theirs = update(rule, released_particles(weight, 4), released_particles(gradient, 4)).gradient

@@ -204,7 +204,7 @@ def test_routing_is_compiled_where_the_scale_says_so():
     for wanted in (False, True):
         model = PairClassifier(5, 7, TOY)
         methods = Methods(parse_arm("em+svgd"), model, model.encoder, seed=3, compile_routing=wanted)
-        compiled[wanted] = [site.seam.module.setting.chunks.compile for site in methods.heads.sites]
+        compiled[wanted] = [site.output_projection.module.setting.chunks.compile for site in methods.heads.sites]
     assert compiled == {False: [False, False], True: [True, True]}
     assert SCALES["cpu"].compile_routing
 

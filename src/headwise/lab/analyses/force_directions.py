@@ -53,7 +53,7 @@ def radial_share(rule: Rule, particles: Tensor) -> float | None:
 
 
 def _of_heads(rule: Rule, heads: Heads) -> float | None:
-    shares = [radial_share(rule, slab.view(slab.parameter).flatten(1)) for slab in heads.slabs()]
+    shares = [radial_share(rule, head_slice.view(head_slice.parameter).flatten(1)) for head_slice in heads.slices()]
     known = [share for share in shares if share is not None]
     if len(known) not in (0, len(shares)):
         raise SettingError("the rule repels in some projections and not in others.")

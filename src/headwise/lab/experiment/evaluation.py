@@ -70,7 +70,7 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
     """
     if heads is None:
         return Diversity(dict.fromkeys((*PAIRWISE, "particle_norm")), {})
-    parameters = [slab.view(slab.parameter).flatten(1) for slab in heads.slabs()]
+    parameters = [head_slice.view(head_slice.parameter).flatten(1) for head_slice in heads.slices()]
     norms = torch.cat([metrics.particle_norms(particles) for particles in parameters])
     measured: dict[str, float | None] = {"particle_norm": float(norms.mean())}
     if min(site.num_heads for site in heads) < 2:
