@@ -11,7 +11,8 @@
 #   make bench-measure  cost of measure with every head removed against separate evaluations
 #   make bench-memory  peak memory of preparing and batching a corpus of millions of pairs
 #   make bench-graphs DATA=FOLDER  a batch of graphs encoded at once against one after another; FOLDER is AGENDA's
-#   make api         write docs/api.md anew from the docstrings, docs/any-model.md from the tables of the tests
+#   make api         write docs/api.md from the docstrings, the tables of docs/any-model.md from the tests
+#   make picture     draw docs/heads.png by running the first example of the README
 #   make clean       remove .venv and what the tools cached
 
 VENV := .venv
@@ -25,7 +26,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-memory bench-graphs api clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-memory bench-graphs api picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,6 +82,9 @@ bench-graphs: $(VENV)/.dev
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/python docs/generate_any_model.py
+
+picture: $(VENV)/.dev
+	$(BIN)/python docs/generate_heads_picture.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -63,14 +63,14 @@ def test_a_role_stands_beside_what_chance_gives_it():
     np.testing.assert_allclose(chance, [0.15, 0.2])
 
 
-def test_the_model_before_is_drawn_beside_it():
+def test_two_models_are_drawn_with_their_labels():
     now, before = report(layer(0, moved=0.25), layer(1)), report(layer(0), layer(1))
-    figure = hw.plots.overview(now, before=before)
+    figure = hw.plots.overview(now, before=before, labels=("plain", "now"))
     lines = {line.get_label(): line.get_ydata() for line in panel(figure, "entropy of attention, nats").lines}
     np.testing.assert_allclose(lines["now"], [1.75, 2.5])
-    np.testing.assert_allclose(lines["before"], [1.5, 2.5])
+    np.testing.assert_allclose(lines["plain"], [1.5, 2.5])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "before",
+        "plain",
         "now",
         "a random mask as sparse",
     ]

@@ -32,24 +32,27 @@ class _Panel:
     expected: Callable[[LayerReport], float] | None = None
 
 
-def overview(report: Report, *, before: Report | None = None) -> Figure:
-    """Return what `measure` found in one figure: how alike heads are, where they look, what each is worth.
+def overview(
+    report: Report, *, before: Report | None = None, labels: tuple[str, str] = ("before", "now")
+) -> Figure:
+    """Return one figure of a report: how similar the heads are, where they attend, what each contributes.
 
-    A panel for each of these that the report holds: linear CKA of each head's outputs with those of the others (mean
-    over pairs), the Jensen-Shannon divergence of its attention from theirs and its entropy, both in nats, the fall of
-    the score without it, and its share on the pairs of each role, with that of a random mask as sparse dotted. A dot
-    is a head; the line goes through the means of the layers.
+    One panel for each measure in the report: linear CKA of each head's outputs with those of the other heads (mean over
+    pairs), Jensen-Shannon divergence from their attention and entropy of its own, both in nats, drop of the score
+    without the head, and share of attention on each role's pairs, with the share of an equally sparse random mask
+    dotted. One dot per head; the line connects the layer means.
 
     Args:
-        report: What `hw.measure` returned.
-        before: A report of the same modules and heads, drawn in gray beside it.
+        report: A report that `hw.measure` returned.
+        before: A second report of the same modules and heads, drawn in gray.
+        labels: Legend labels of `before` and `report`.
 
     Returns:
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: The two do not have the same attention modules with as many heads, or the report holds none of
-            the measures.
+        SettingError: The two reports have different attention modules or numbers of heads, or the report holds none
+            of the measures.
 
     Example:
         >>> from headwise.report.report import Report
@@ -58,7 +61,9 @@ def overview(report: Report, *, before: Report | None = None) -> Figure:
         >>> [axes.get_title(loc="left") for axes in overview(Report("Model", 1, 12, (layer,))).axes]
         ['entropy of attention, nats']
     """
-    reports = [(report, NOW, "now")] if before is None else [(before, BEFORE, "before"), (report, NOW, "now")]
+    reports = [(report, NOW, labels[1])]
+    if before is not None:
+        reports.insert(0, (before, BEFORE, labels[0]))
     if before is not None:
         Comparison(before, report)
     kinds = [panel for panel in _panels(report) if any(panel.values(layer) for layer in report.layers)]
