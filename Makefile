@@ -84,7 +84,7 @@ api: $(VENV)/.dev
 	$(BIN)/python docs/generate_any_model.py
 
 picture: $(VENV)/.dev
-	$(BIN)/python docs/generate_heads_picture.py
+	$(BIN)/python docs/draw_heads.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
