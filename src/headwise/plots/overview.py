@@ -32,9 +32,7 @@ class _Panel:
     expected: Callable[[LayerReport], float] | None = None
 
 
-def overview(
-    report: Report, *, before: Report | None = None, labels: tuple[str, str] = ("before", "now")
-) -> Figure:
+def overview(report: Report, *, before: Report | None = None, labels: tuple[str, str] = ("before", "now")) -> Figure:
     """Return one figure of a report: how similar the heads are, where they attend, what each contributes.
 
     One panel for each measure in the report: linear CKA of each head's outputs with those of the other heads (mean over
