@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headwise.lab.analyses import step_time
+from headwise.lab.experiment.job import Failure
 from headwise.lab.jobs import pool
-from headwise.lab.jobs.workers import Failure
 
 
 def do_inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -18,11 +18,12 @@ from headwise.errors import SettingError
 from headwise.lab import compare as compare_module
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arms
+from headwise.lab.experiment.job import Failure, Watch
 from headwise.lab.experiment.run_folder import first_difference, read_progress, write_json
 from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.pool import default_workers
 from headwise.lab.jobs.progress import Bars, Clock, Lines, watch_for
-from headwise.lab.jobs.workers import Failure, Watch, run_jobs
+from headwise.lab.jobs.workers import run_jobs
 from headwise.lab.results.results import read_results
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.task import LogicTask
@@ -70,7 +71,8 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.jobs.workers import Watch, run_jobs
+from headwise.lab.experiment.job import Watch
+from headwise.lab.jobs.workers import run_jobs
 from lab.jobs.pool_target import jobs, work
 
 class Told(Watch):

@@ -11,8 +11,8 @@ from rich.console import Console
 from headwise.errors import HeadwiseError, SettingError
 from headwise.lab.experiment.arm import named_arms
 from headwise.lab.experiment.arm_text import parse_arm, settings_of
+from headwise.lab.experiment.job import Failure
 from headwise.lab.jobs import pool
-from headwise.lab.jobs.workers import Failure
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
 from lab.tasks.logic.logic_toy import TOY
 

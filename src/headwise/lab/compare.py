@@ -18,13 +18,13 @@ from rich.progress import Progress
 from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Scale, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.jobs.workers import Failure, Job
 from headwise.lab.results.figures import write_pictures
 from headwise.lab.results.grids import terminal
 from headwise.lab.results.head_drops import REDUNDANCY

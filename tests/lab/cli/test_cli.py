@@ -13,8 +13,8 @@ import pytest
 
 import headwise
 from headwise.lab.cli import main
+from headwise.lab.experiment.job import Failure
 from headwise.lab.jobs import pool
-from headwise.lab.jobs.workers import Failure
 from headwise.lab.tasks.logic import task
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.jobs.workers import Failure, Job, attempt
+from headwise.lab.experiment.job import Failure, Job
+from headwise.lab.jobs.workers import attempt
 
 
 def work(settings, folder, heartbeat):

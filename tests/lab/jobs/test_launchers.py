@@ -15,9 +15,9 @@ import pytest
 
 from headwise.errors import SettingError
 from headwise.lab.cli.options import launch_options
+from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.jobs import launchers
 from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere
-from headwise.lab.jobs.workers import Failure, Job, Watch
 from lab.jobs.pool_target import do_work, jobs
 
 

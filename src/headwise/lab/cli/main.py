@@ -42,7 +42,7 @@ from headwise.lab.tasks.graph2text import rating_commands, writing_commands
 from headwise.lab.tasks.translation import commands
 
 if TYPE_CHECKING:
-    from headwise.lab.jobs.workers import Failure
+    from headwise.lab.experiment.job import Failure
 
 DEMO_ARMS = "plain,svgd,output,em,output+em"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from headwise.lab.analyses.registry import AnalysisSettings, analyse
+from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs.workers import Heartbeat
 from headwise.lab.training import processes
 from headwise.lab.training.baseline import BaselineSettings, baseline_run
 from headwise.lab.training.cross_validation import gather

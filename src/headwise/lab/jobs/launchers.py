@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headwise.errors import SettingError, require_choice
+from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.jobs.job import do_job
-from headwise.lab.jobs.workers import Failure, Job, Watch, attempt
+from headwise.lab.jobs.workers import attempt
 
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2

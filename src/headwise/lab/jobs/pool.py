@@ -13,12 +13,13 @@ from rich.console import Console
 
 from headwise.lab.analyses.registry import ONCE, AnalysisSettings, is_analysed
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.launchers import Engine, run_elsewhere
 from headwise.lab.jobs.progress import watch_for
 from headwise.lab.jobs.torchrun import run_together
-from headwise.lab.jobs.workers import Failure, Job, run_jobs
+from headwise.lab.jobs.workers import run_jobs
 from headwise.lab.training import processes
 
 

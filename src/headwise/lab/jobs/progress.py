@@ -12,8 +12,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.experiment.run_folder import read_progress
-from headwise.lab.jobs.workers import Failure, Job, Watch
 
 # Less work than this says nothing about the pace.
 LEAST_SHARE = 0.02

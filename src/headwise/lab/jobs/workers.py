@@ -22,53 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
+from headwise.lab.experiment.job import Failure, Heartbeat, Job, Watch
 from headwise.lab.experiment.run_folder import LOG
 
-Heartbeat = Callable[[], bool]
 Target = Callable[[Any, Path, Heartbeat], None]
 
 # How long a worker has, after Ctrl-C, to save where it is before it is ended.
 PATIENCE_SECONDS = 5.0
 # One thread a process: the runs side by side already use every core.
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One run to do: its name for people, its folder and the settings handed to the target.
-
-    `weight` says how long it takes compared with the others, for the time that is left.
-    """
-
-    name: str
-    folder: Path
-    settings: Any
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A run that failed: one sentence, whether a refusal of ours (bad input) or a defect, and its log."""
-
-    job: Job
-    message: str
-    refused: bool
-
-    def __str__(self) -> str:
-        return f"{self.job.name} failed: {self.message} (log: {self.job.folder / LOG})"
-
-
-class Watch:
-    """What happens while jobs run; subclasses show it. This one shows nothing."""
-
-    def started(self, job: Job) -> None:
-        """A job was handed to a worker."""
-
-    def ended(self, job: Job, failure: Failure | None) -> None:
-        """A job ended, well or badly."""
-
-    def tick(self) -> None:
-        """Called a few times a second."""
 
 
 @dataclass

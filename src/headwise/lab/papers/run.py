@@ -19,10 +19,10 @@ from headwise.lab.analyses.registry import ABOUT, HEAD_VECTORS
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.jobs.workers import Failure, Job
 from headwise.lab.papers.data import data_of, folder_of_part, text_of
 from headwise.lab.papers.data_names import corpus_name, folder_word
 from headwise.lab.papers.figures import curve, head_map

@@ -18,10 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from headwise.errors import HeadwiseError
+from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.run_folder import EPOCHS, PROGRESS, write_json, write_lines
 from headwise.lab.experiment.settings import SAVE_SECONDS
 from headwise.lab.experiment.task import Batches
-from headwise.lab.jobs.workers import Heartbeat
 from headwise.lab.training import processes
 from headwise.lab.training.averaging import keep_epoch_weights
 

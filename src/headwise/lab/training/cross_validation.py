@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import scores_by_bin
+from headwise.lab.experiment.job import Job
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings, Whole
 from headwise.lab.experiment.task import Task, WithParts
-from headwise.lab.jobs.workers import Job
 from headwise.lab.results.results import MEASURES, TEST
 from headwise.lab.training.baseline import BaselineSettings
 

@@ -22,13 +22,13 @@ from typing_extensions import override
 
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import diversity, scores_by_bin
+from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Exporting, Task
 from headwise.lab.experiment.versions import versions
-from headwise.lab.jobs.workers import Heartbeat
 from headwise.lab.training import processes
 from headwise.lab.training.armed import armed, start_of
 from headwise.lab.training.averaging import drop_epoch_weights, load_averaged

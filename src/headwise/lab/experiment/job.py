@@ -1,0 +1,51 @@
+"""A run to do, how it may fail, and who is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.lab.experiment.run_folder import LOG
+
+# Called now and then by a job; True means that it should save and return.
+Heartbeat = Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run to do: its name for people, its folder and the settings handed to what does it.
+
+    `weight` says how long it takes compared with the others, for the estimate of the remaining time.
+    """
+
+    name: str
+    folder: Path
+    settings: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed: one sentence, whether it is a refusal of ours (bad input) or a defect, and its log."""
+
+    job: Job
+    message: str
+    refused: bool
+
+    def __str__(self) -> str:
+        return f"{self.job.name} failed: {self.message} (log: {self.job.folder / LOG})"
+
+
+class Watch:
+    """Callbacks while jobs run; subclasses show progress, this one shows nothing."""
+
+    def started(self, job: Job) -> None:
+        """A job was handed to a worker."""
+
+    def ended(self, job: Job, failure: Failure | None) -> None:
+        """A job ended, well or badly."""
+
+    def tick(self) -> None:
+        """Called a few times a second."""
