@@ -42,8 +42,7 @@ from headwise.roles.idf import IDF, idf
 from headwise.roles.roles import Dependency, Major, Rare, Role, Separator, Window
 from headwise.roles.word_table import WordTable
 from headwise.routing.aggregate import Aggregation, aggregate
-from headwise.routing.gate import Gate
-from headwise.routing.modules import Residual
+from headwise.routing.modules import Gate, Residual
 from headwise.routing.save import load, save
 from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk

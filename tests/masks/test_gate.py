@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.routing.gate import GatedProjection
+from headwise.routing.modules import GatedProjection
 
 
 def test_a_new_gate_changes_nothing_and_a_learned_one_weighs_the_heads():

@@ -24,9 +24,14 @@ from headwise.nn.hooks import Hook
 from headwise.nn.scores import ScoreCall
 from headwise.roles.build import Roles
 from headwise.roles.collator import ROLE_MASK, RoleCollator
-from headwise.roles.fitting import name_of, own_keys, require_fitting, require_self_attention
-from headwise.roles.generation import MaskedGenerate
-from headwise.roles.position_tables import longest_text
+from headwise.roles.fitting import (
+    MaskedGenerate,
+    longest_text,
+    name_of,
+    own_keys,
+    require_fitting,
+    require_self_attention,
+)
 from headwise.roles.word_table import WordTable
 
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()

@@ -1,10 +1,11 @@
 """Routing by agreement in place of the output projection."""
 
 from headwise.routing.aggregate import Aggregation, Replaced, aggregate
-from headwise.routing.gate import Gate, GatedProjection
 from headwise.routing.modules import (
     Aggregator,
     EMAggregator,
+    Gate,
+    GatedProjection,
     Residual,
     ResidualAggregator,
     Routing,

@@ -14,8 +14,7 @@ from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.given_heads import require_heads
 from headwise.heads.heads import Heads, OutputProjection, Site
 from headwise.parallel import is_sharded
-from headwise.routing.gate import Gate
-from headwise.routing.modules import Aggregator, Residual, Setting, build, require_setting
+from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
 from headwise.routing.save import SavePretrained, aggregators_of
 
 

@@ -24,7 +24,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import MakesMasks, Task
 from headwise.lab.training.armed import bare, left_of
 from headwise.lab.training.methods import Methods
-from headwise.routing.setting_records import restored
+from headwise.routing.save import restored
 
 # What of an arm a trained model still has; the rest acts on gradients, or while training alone.
 OUTLIVES = ("aggregation", "aggregation_layers", "aggregation_kinds", "guided", "model")
@@ -131,7 +131,7 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
 
 
 def _named(value: Any) -> Any:
-    """Return a value of `runs.as_record` as `setting_records` writes it."""
+    """Return a value of `runs.as_record` as `headwise.save` writes it."""
     if isinstance(value, dict):
         return {"setting" if name == "kind" else name: _named(inner) for name, inner in value.items()}
     return [_named(inner) for inner in value] if isinstance(value, list) else value
