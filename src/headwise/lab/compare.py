@@ -33,7 +33,7 @@ from headwise.lab.results.paired_tests import do_paired_tests
 from headwise.lab.results.results import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
 from headwise.lab.results.table import Table, read_table
 from headwise.lab.results.table_json import write_record
-from headwise.lab.training.armed import armed, start_of
+from headwise.lab.training.armed import armed
 from headwise.lab.training.baseline import BaselineSettings
 from headwise.lab.training.cross_validation import gather, part_jobs, run_of, scales_of
 
@@ -137,7 +137,7 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
         for seed in comparison.seeds:
             # what a run begins with is there now, or it fails after hours
             if not runs.is_finished(run_folder(comparison.out, arm.folder, seed)):
-                start_of(task, arm, data, comparison.scale, seed)
+                task.initial_run(arm, data, comparison.scale, seed)
     # what is refused above leaves the folder to another command
     _claim(comparison, task, data)
     jobs = _jobs(comparison, task, data)

@@ -8,7 +8,6 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.experiment.registry import TASKS, named_task
-from headwise.lab.experiment.task import FindsData
 from lab.command import call, refused
 from lab.sentences import write_sentences
 from lab.tasks.glue.glue_toy import write_glue
@@ -41,7 +40,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_finds_its_data_and_says_of_another_place_what_a_run_would(name, places, tmp_path):
     task = named_task(name)
-    assert isinstance(task, FindsData)
     scale = task.scales["demo"]
     if name in places:
         task.find(places[name], scale)

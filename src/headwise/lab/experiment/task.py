@@ -1,20 +1,18 @@
-"""What the laboratory asks of a task, so that training, comparing and tuning are written once.
-
-Owns the protocol of tasks and the small values that pass between a task and the laboratory. Must not know any task.
-"""
+"""`Task`, the interface that training, comparing and tuning are written against, and the values it works with."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from headwise.errors import require_choice, require_integer, require_positive, require_range
+from headwise.errors import DataError, SettingError, require_choice, require_integer, require_positive, require_range
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.metrics import Measure
 from headwise.masks.head_mask import HeadMask
@@ -151,26 +149,49 @@ class Answers:
     signatures: Mapping[str, str] = field(default_factory=dict)
 
 
-@runtime_checkable
-class Preparing(Protocol):
-    """A task whose data is prepared once, into a folder that can be taken elsewhere."""
+@dataclass(frozen=True)
+class Analysis:
+    """What can be measured of a finished run; functions are named as "module:function".
 
-    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
-        """Write what `Task.load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+    Attributes:
+        measure: Function of the run's settings and folder that returns {"numbers": {name: number}, ...}.
+        about: Function of the run's scale that returns a digest of what else the numbers depend on; kept as "about".
+        once: Whether it is the same for every seed, and measured with the first alone.
+    """
+
+    measure: str
+    about: str = ""
+    once: bool = False
+
+
+class MaskMaker(Protocol):
+    """Makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's."""
+
+    def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
+        """Return the masks."""
+        ...
+
+    def keep(self, folder: Path) -> None:
+        """Write what masks of new sentences need into a run's folder."""
         ...
 
 
-class Task(Protocol):
-    """A task of the laboratory.
+class Task(ABC):
+    """A task of the laboratory: its data, model and scores.
+
+    Methods without a default are what every task needs; the others are for tasks that do more.
 
     Attributes:
         name: Its name on the command line.
-        metric: Name of its metric, one of `metric.METRICS`.
+        metric: Name of its metric, one of `metrics.METRICS`.
         primary: What verdicts are about, in words.
         difficulty: What the bins of test items are by.
-        scales: Its scales by name.
+        scales: Its presets by name.
         baselines: Rows of its table that no arm makes.
-        shown: What of `Answers.measures` is shown beside the metric.
+        shown: Which of `Answers.measures` the table shows besides the metric.
+        models: Names of models without attention that arms may ask for in the place of the task's own.
+        prepares: Whether `prepare` can write its data into a folder that `load` reads.
+        analyses: What can be measured of its finished runs besides `analyses.registry.ANALYSES`, by name.
     """
 
     name: str
@@ -179,171 +200,138 @@ class Task(Protocol):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
-    shown: tuple[Measure, ...]
+    shown: tuple[Measure, ...] = ()
+    models: tuple[str, ...] = ()
+    prepares: bool = False
+    analyses: Mapping[str, Analysis] = {}
 
+    @abstractmethod
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
-        """Return the data of a scale, from a folder of files or, where the task can, generated."""
-        ...
+        """Return the `Data` of a scale, from a folder of files or, where the task can, generated."""
 
-    def model(self, data: Any, scale: Any) -> nn.Module:
-        """Return a new model, whose forward takes a collated batch and returns "loss" among others."""
-        ...
-
-    def studied(self, model: Any) -> nn.Module:
-        """Return the part of a model whose heads the arms act on."""
-        ...
-
-    def batches(self, data: Any, scale: Any, seed: int) -> Sampler[list[int]]:
-        """Return the batches of the training split; also `Batches`."""
-        ...
-
-    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """Return examples of the training split as a batch of the model's arguments."""
-        ...
-
-    def on_dev(self, model: Any, data: Any) -> dict[str, Any]:
-        """Return what the epoch's record says of dev: "pooled", the number tuning goes by, and what else there is."""
-        ...
-
-    def on_test(self, model: Any, data: Any) -> Answers:
-        """Return a trained model's answers on the test split."""
-        ...
-
-    def greedy(self, model: Any, data: Any) -> NDArray:
-        """Return what the metric needs of each test item, [N] or [N, K], answered by the cheapest search."""
-        ...
-
-    def losses(self, model: Any, data: Any) -> NDArray:
-        """Return for each test item the sum of its losses and how many predictions it is of, float64 [N, 2]."""
-        ...
-
-    def difficulties(self, data: Any) -> NDArray:
-        """Return the bin of each test item, int [N]."""
-        ...
-
-    def references(self, data: Any) -> Sequence[str] | None:
-        """Return the text each test answer is scored against, where answers are text that sacreBLEU tests in pairs."""
-        ...
-
-    def probe(self, model: Any, data: Any) -> Iterable[None]:
-        """Run the model on examples spread evenly over dev, one batch each time it is asked, for measures of heads."""
-        ...
-
-    def baseline(self, name: str, data: Any, seed: int) -> Answers:
-        """Return the answers of a baseline on the test split."""
-        ...
-
-    def keepsakes(self, data: Any) -> Mapping[str, str]:
-        """Return what a run's folder holds beside settings and weights so that its model can be used: name to text."""
-        ...
-
-
-@runtime_checkable
-class WithModels(Protocol):
-    """A task with models besides its own, which have no attention; arms name them.
-
-    Attributes:
-        models: Their names.
-    """
-
-    models: tuple[str, ...]
-
-    def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:
-        """Return a new model of that name, which takes the same batches."""
-        ...
-
-
-class MakesMasks(Protocol):
-    """What makes the role masks of a batch from the keyword arguments of a model's forward, or of its encoder's."""
-
-    def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
-        """Return the masks."""
-        ...
-
-    def keep(self, folder: Path) -> None:
-        """Write what makes masks of sentences in no data into a run's folder, beside its weights."""
-        ...
-
-
-@runtime_checkable
-class WithRoles(Protocol):
-    """A task whose sentences have words that heads can be guided by."""
-
-    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> MakesMasks:
-        """Return what makes the masks of a batch.
-
-        Raises:
-            DataError: A role needs a parse, and there are none.
-        """
-        ...
-
-
-@runtime_checkable
-class WithRuleLayers(Protocol):
-    """A task whose paper repels the heads of some layers alone."""
-
-    def rule_layers(self, scale: Any) -> tuple[int, ...] | None:
-        """Return the layers that a rule acts on where its arm names none; None for all."""
-        ...
-
-
-@runtime_checkable
-class Exporting(Protocol):
-    """A task whose trained model is for other programs too."""
-
-    def export(self, model: Any, data: Any, scale: Any, folder: Path) -> None:
-        """Write the model of a finished run into its folder in a form that others read."""
-        ...
-
-
-@runtime_checkable
-class FindsData(Protocol):
-    """A task that can say of a place whether it holds its data, before a run reads all of it."""
-
+    @abstractmethod
     def find(self, folder: Path, scale: Any) -> None:
-        """Refuse a place that `load` would refuse for holding something else.
+        """Refuse a place that `load` would refuse because it holds something else, without reading all of it.
 
         Raises:
             DataError: There is no such place, or it holds no data of the task.
         """
-        ...
 
+    @abstractmethod
+    def model(self, data: Any, scale: Any) -> nn.Module:
+        """Return a new model, whose forward takes a collated batch and returns "loss" among others."""
 
-@runtime_checkable
-class WithStarts(Protocol):
-    """A task whose runs begin with models that were trained before, perhaps one for each arm."""
+    @abstractmethod
+    def batches(self, data: Any, scale: Any, seed: int) -> Sampler[list[int]]:
+        """Return the batches of the training split; also `Batches`."""
 
-    def started(self, arm: Any, data: Any, scale: Any, seed: int) -> nn.Module:
-        """Return the model that a run begins with.
+    @abstractmethod
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return examples of the training split as a batch of the model's arguments."""
+
+    @abstractmethod
+    def on_dev(self, model: Any, data: Any) -> dict[str, Any]:
+        """Return the dev scores of an epoch: "pooled", which tuning maximizes, and possibly others."""
+
+    @abstractmethod
+    def on_test(self, model: Any, data: Any) -> Answers:
+        """Return a trained model's answers on the test split."""
+
+    @abstractmethod
+    def losses(self, model: Any, data: Any) -> NDArray:
+        """Return for each test item the sum of its losses and the number of predictions in it, float64 [N, 2]."""
+
+    @abstractmethod
+    def difficulties(self, data: Any) -> NDArray:
+        """Return the bin of each test item, int [N]."""
+
+    @abstractmethod
+    def probe(self, model: Any, data: Any) -> Iterable[None]:
+        """Run the model on examples spread evenly over dev, one batch per item, for measures of heads."""
+
+    @abstractmethod
+    def baseline(self, name: str, data: Any, seed: int) -> Answers:
+        """Return the answers of a baseline on the test split."""
+
+    def target(self, model: Any) -> nn.Module:
+        """Return the part of a model whose heads the arms act on: the whole model unless overridden."""
+        return model
+
+    def greedy(self, model: Any, data: Any) -> NDArray:
+        """Return what the metric needs of each test item, [N] or [N, K], answered by the cheapest search."""
+        return self.on_test(model, data).statistics
+
+    def references(self, data: Any) -> Sequence[str] | None:
+        """Return the text each test answer is scored against, where sacreBLEU tests pairs of answers; else None."""
+        return None
+
+    def extra_files(self, data: Any) -> Mapping[str, str]:
+        """Return the files that a run's model needs besides settings and weights: name to text."""
+        return {}
+
+    def parts(self, folder: Path | None, scale: Any, cache: Path | None) -> Sequence[Any]:
+        """Return the scale of each training of a run, such as the folds of a cross-validation.
+
+        The parts are in the order of the test items; a run that is one training has the scale itself.
+        """
+        return (scale,)
+
+    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
+        """Write what `load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+        raise NotImplementedError
+
+    def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:
+        """Return a new model that `models` names, which takes the same batches."""
+        raise NotImplementedError
+
+    def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> MaskMaker:
+        """Return what makes the role masks of a batch, where the task's sentences have words.
+
+        Raises:
+            SettingError: They have none.
+            DataError: A role needs a parse, and there are none.
+        """
+        raise SettingError(f"task {self.name} has no words with roles; guided heads need a task that has.")
+
+    def rule_layers(self, scale: Any) -> tuple[int, ...] | None:
+        """Return the layers that a rule acts on where its arm names none; None for all."""
+        return None
+
+    def initial_model(self, arm: Any, data: Any, scale: Any, seed: int) -> nn.Module:
+        """Return the model that a run begins with, where it was trained before, perhaps by a run of the same arm.
 
         Raises:
             DataError: It is not there.
         """
-        ...
+        return self.model(data, scale)
 
-    def remaining(self, arm: Any, data: Any) -> Any:
+    def remaining_arm(self, arm: Any, data: Any) -> Any:
         """Return what an arm still does; an arm that acted in the training before may do nothing."""
-        ...
+        return arm
 
-    def start_of(self, arm: Any, data: Any, scale: Any, seed: int) -> int | None:
-        """Return which of its arm's earlier runs a run begins with, where the arm's method acted in these; else None.
+    def initial_run(self, arm: Any, data: Any, scale: Any, seed: int) -> int | None:
+        """Return the seed of its arm's earlier run that a run begins with; None where it begins with none.
 
-        Runs that begin with one of them are not independent of one another.
+        Runs that begin with the same one are not independent.
         """
-        ...
+        return None
 
-    def lacking(self, folder: Path) -> str:
+    def missing_file(self, folder: Path) -> str:
         """Return the name of a file without which data cannot be run on; "" where all are there."""
-        ...
+        return ""
 
+    def export(self, model: Any, data: Any, scale: Any, folder: Path) -> None:
+        """Write the model of a finished run into its folder in a form that other programs read."""
 
-@runtime_checkable
-class WithParts(Protocol):
-    """A task of which one run may be several trainings: the folds of a cross-validation."""
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
+        """Return the model of a finished run for reading.
 
-    def parts(self, folder: Path | None, scale: Any, cache: Path | None) -> Sequence[Any]:
-        """Return the scale of each training of a run, in the order of the test items; the scale itself where it is one.
+        Args:
+            folder: The run's folder.
+            record: Its settings.
+            pipeline: The spaCy pipeline that parsed the run's texts; None for the path used in training.
 
-        The names of the parts are 0, 1, ... and their test items, one part after another, are those of the whole.
+        Raises:
+            DataError: The run cannot be read.
         """
-        ...
+        raise DataError(f"{folder} cannot be read: task {self.name} has no reader of its runs.")

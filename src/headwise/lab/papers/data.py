@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.task import FindsData, Task, WithStarts
+from headwise.lab.experiment.task import Task
 from headwise.lab.papers.data_names import is_there
 from headwise.lab.papers.reproduction import Reproduction
 
@@ -64,9 +64,8 @@ def require_data(task: str, data: Path | None, scale: Any) -> None:
     Raises:
         DataError: There is no such place, or it holds something else.
     """
-    named = named_task(task)
-    if data is not None and isinstance(named, FindsData):
-        named.find(data, scale)
+    if data is not None:
+        named_task(task).find(data, scale)
 
 
 def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Reproduction:
@@ -113,5 +112,5 @@ def _lack(task: Task, place: Path, corpus: str | None) -> str:
         return ""
     if not is_there(place / corpus):
         return "not there"
-    found = task.lacking(place / corpus) if isinstance(task, WithStarts) else ""
+    found = task.missing_file(place / corpus)
     return f"no {found}" if found else ""

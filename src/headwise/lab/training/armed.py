@@ -10,16 +10,7 @@ from torch import nn
 
 from headwise.errors import SettingError
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.task import (
-    Data,
-    MakesMasks,
-    Scale,
-    Task,
-    WithModels,
-    WithRoles,
-    WithRuleLayers,
-    WithStarts,
-)
+from headwise.lab.experiment.task import Data, MaskMaker, Scale, Task
 from headwise.lab.training.methods import Methods
 
 
@@ -38,16 +29,20 @@ def armed(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple
         DataError: A role needs what the data does not have.
     """
     model, masks = bare(task, arm, data, scale, seed=seed)
-    arm = left_of(task, arm, data)
-    studied = None if arm.model is not None else task.studied(model)
-    layers = task.rule_layers(scale) if isinstance(task, WithRuleLayers) else None
+    target = None if arm.model is not None else task.target(model)
     methods = Methods(
-        arm, model, studied, seed=seed, compile_routing=scale.compile_routing, masks=masks, rule_layers=layers
+        task.remaining_arm(arm, data),
+        model,
+        target,
+        seed=seed,
+        compile_routing=scale.compile_routing,
+        masks=masks,
+        rule_layers=task.rule_layers(scale),
     )
     return model, methods
 
 
-def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MakesMasks | None]:
+def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
     """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
 
     Arguments as for `armed`.
@@ -57,27 +52,10 @@ def bare(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[
         DataError: A role needs what the data does not have.
     """
     if arm.model is not None:
-        models = task.models if isinstance(task, WithModels) else ()
-        if not isinstance(task, WithModels) or arm.model not in models:
+        if arm.model not in task.models:
             raise SettingError(
-                f"task {task.name} has no model {arm.model}; models besides its own: {models or 'none'}."
+                f"task {task.name} has no model {arm.model}; models besides its own: {task.models or 'none'}."
             )
         return task.other_model(arm.model, data, scale), None
-    masks = None
-    if arm.guided is not None:
-        if not isinstance(task, WithRoles):
-            raise SettingError(f"task {task.name} has no words with roles; guided heads need a task that has.")
-        masks = task.role_masks(arm.guided, data, scale, seed)
-    if isinstance(task, WithStarts):
-        return task.started(arm, data, scale, seed), masks
-    return task.model(data, scale), masks
-
-
-def start_of(task: Task, arm: Arm, data: Data, scale: Scale, seed: int) -> int | None:
-    """Return which of its arm's earlier runs a run begins with; None where it draws everything itself."""
-    return task.start_of(arm, data, scale, seed) if isinstance(task, WithStarts) else None
-
-
-def left_of(task: Task, arm: Arm, data: Data) -> Arm:
-    """Return what an arm does to the model that its runs begin with; the arm itself where nothing was done before."""
-    return task.remaining(arm, data) if isinstance(task, WithStarts) else arm
+    masks = None if arm.guided is None else task.role_masks(arm.guided, data, scale, seed)
+    return task.initial_model(arm, data, scale, seed), masks

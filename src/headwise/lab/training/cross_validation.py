@@ -20,7 +20,7 @@ from headwise.lab.experiment.job import Job
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings, Whole
-from headwise.lab.experiment.task import Task, WithParts
+from headwise.lab.experiment.task import Task
 from headwise.lab.results.results import MEASURES, TEST
 from headwise.lab.training.baseline import BaselineSettings
 
@@ -29,8 +29,6 @@ PART = "part-"
 
 def scales_of(task: Task, settings: RunSettings | BaselineSettings) -> Sequence[Any]:
     """Return the scales of the trainings that a run is made of; its own scale alone where it is one training."""
-    if not isinstance(task, WithParts):
-        return (settings.scale,)
     return task.parts(settings.data, settings.scale, settings.cache)
 
 

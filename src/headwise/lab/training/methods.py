@@ -19,7 +19,7 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.lab.experiment.arm import KINDS, Arm
 from headwise.lab.experiment.seeding import initialise, key
-from headwise.lab.experiment.task import MakesMasks
+from headwise.lab.experiment.task import MaskMaker
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
 from headwise.lab.training.drophead import DropHead
@@ -50,7 +50,7 @@ class Methods:
         *,
         seed: int,
         compile_routing: bool = False,
-        masks: MakesMasks | None = None,
+        masks: MaskMaker | None = None,
         rule_layers: tuple[int, ...] | None = None,
     ) -> None:
         self.arm, self.seed, self.masks = arm, seed, masks
@@ -137,7 +137,7 @@ class Methods:
             self.repulsion.load_state_dict(state["repulsion"])
 
 
-def _guide(model: Any, heads: Heads, masks: MakesMasks) -> None:
+def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
     """Give each forward of the model the masks of its batch; where the model encodes a source, those of the source."""
     if hasattr(model, "get_encoder"):
         mask_encoder(
@@ -149,7 +149,7 @@ def _guide(model: Any, heads: Heads, masks: MakesMasks) -> None:
     model.register_forward_pre_hook(_masked(masks, guide(heads)), with_kwargs=True, prepend=True)
 
 
-def _masked(masks: MakesMasks, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _masked(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
         guidance(masks(batch))
 

@@ -27,10 +27,10 @@ from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Data, Exporting, Task
+from headwise.lab.experiment.task import Data, Task
 from headwise.lab.experiment.versions import versions
 from headwise.lab.training import processes
-from headwise.lab.training.armed import armed, start_of
+from headwise.lab.training.armed import armed
 from headwise.lab.training.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.training.callback import RunCallback
 from headwise.lab.training.checkpoints import seal, verify
@@ -271,22 +271,21 @@ def _finish(
             run_folder.write_answers(folder, answers.statistics, answers.predicted, answers.text)
             answered, signatures = dict(answers.measures), dict(answers.signatures)
         measured = diversity(methods.heads, task.probe(model, data))
-    for name, text in task.keepsakes(data).items():
+    for name, text in task.extra_files(data).items():
         run_folder.write_text(folder / name, text)
     if methods.masks is not None:
         methods.masks.keep(folder)
     temporary = folder / f".{run_folder.WEIGHTS}"
     save_model(model, str(temporary))
     temporary.replace(folder / run_folder.WEIGHTS)
-    if isinstance(task, Exporting):
-        task.export(model, data, settings.scale, folder)
+    task.export(model, data, settings.scale, folder)
     result = {
         "task": settings.task,
         "scale": settings.scale.name,
         "arm": settings.arm.name,
         "control": settings.arm.control,
         "seed": settings.seed,
-        "start": start_of(task, settings.arm, data, settings.scale, settings.seed),
+        "start": task.initial_run(settings.arm, data, settings.scale, settings.seed),
         "settings": settings.record(),
         "score": score,
         "dev_score": run.records[-1]["dev"]["pooled"],

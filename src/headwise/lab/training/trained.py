@@ -21,8 +21,8 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import MakesMasks, Task
-from headwise.lab.training.armed import bare, left_of
+from headwise.lab.experiment.task import MaskMaker, Task
+from headwise.lab.training.armed import bare
 from headwise.lab.training.methods import Methods
 from headwise.routing.save import restored
 
@@ -56,7 +56,7 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
     model, masks = bare(task, settings.arm, data, scale, seed=settings.seed)
     methods = revived(
         folder,
-        left_of(task, settings.arm, data),
+        task.remaining_arm(settings.arm, data),
         model,
         task,
         seed=settings.seed,
@@ -75,7 +75,7 @@ def revived(
     task: Task,
     *,
     seed: int,
-    masks: MakesMasks | None = None,
+    masks: MaskMaker | None = None,
     compile_routing: bool = False,
 ) -> Methods:
     """Give a new model what the finished run in `folder` has: what of its arm outlives training, and its weights.
@@ -95,8 +95,8 @@ def revived(
         DataError: The weights are damaged or of another model.
     """
     left = Arm(arm.name, **{name: getattr(arm, name) for name in OUTLIVES})
-    studied = None if arm.model is not None else task.studied(model)
-    methods = Methods(left, model, studied, seed=seed, compile_routing=compile_routing, masks=masks)
+    target = None if arm.model is not None else task.target(model)
+    methods = Methods(left, model, target, seed=seed, compile_routing=compile_routing, masks=masks)
     path = folder / run_folder.WEIGHTS
     try:
         load_model(model, str(path))

@@ -36,7 +36,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.seeding import initialise
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Recipe, WithStarts
+from headwise.lab.experiment.task import Recipe
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.models.pretrained import require_whole
 from headwise.lab.tasks.glue.files import GLUE, glue_set, lacking, read_split, submission
@@ -203,7 +203,6 @@ def test_a_second_fine_tuning_goes_on_from_the_first_of_the_same_seed(finetuned,
     scale = toy(first)
     data = TASK.load(glue / "CoLA", scale, None)
     assert data.start.folder("output", 3, starts=1) == first / "output" / "seed-3" / "model"
-    assert isinstance(TASK, WithStarts)
     built, methods = armed(TASK, parse_arm("output"), data, scale, seed=3)
     before = load_file(finetuned / "model" / "model.safetensors")
     own = built.network.state_dict()
@@ -225,10 +224,10 @@ def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, m
     _, methods = armed(TASK, parse_arm("svgd:alpha=0.1"), data, toy(made), seed=3)
     methods.repel(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))
     assert methods.repulsion is None
-    kept = TASK.remaining(parse_arm("svgd:alpha=0.1,learning_rate=0.01"), data)
+    kept = TASK.remaining_arm(parse_arm("svgd:alpha=0.1,learning_rate=0.01"), data)
     assert (kept.rule, kept.learning_rate, kept.control) == (None, 0.01, "smooth")
     whole = TASK.load(glue / "RTE", toy(model), None)
-    assert TASK.remaining(parse_arm("svgd"), whole) == parse_arm("svgd")
+    assert TASK.remaining_arm(parse_arm("svgd"), whole) == parse_arm("svgd")
     found = run_folder.read_json(made / "comparison.json")
     run_folder.write_json(made / "comparison.json", {**found, "task": "logic"})
     with pytest.raises(DataError, match="is a comparison of logic; expected a folder of Hugging Face"):
@@ -487,21 +486,21 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
     scale = toy(made, epochs=1, starts=2, keep_model=True)
     data = TASK.load(glue / "RTE", scale, None)
     plain = parse_arm("plain")
-    assert [TASK.start_of(plain, data, scale, seed) for seed in range(4)] == [0, 1, 0, 1]
+    assert [TASK.initial_run(plain, data, scale, seed) for seed in range(4)] == [0, 1, 0, 1]
     with pytest.raises(DataError, match="run pretraining with arm plain and seed 2 first"):
-        TASK.start_of(plain, data, toy(made, starts=3), 2)
+        TASK.initial_run(plain, data, toy(made, starts=3), 2)
     train_run(settings("plain", glue / "RTE", scale), tmp_path / "rte" / "plain" / "seed-3")
     assert run_folder.read_json(tmp_path / "rte" / "plain" / "seed-3" / "result.json")["start"] == 1
     run_folder.write_json(
         tmp_path / "rte" / "comparison.json", {"task": "glue", "scale": "toy", "sizes": {}, "data": "d"}
     )
     second = TASK.load(glue / "CoLA", toy(tmp_path / "rte"), None)
-    assert TASK.start_of(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
-    assert TASK.start_of(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
+    assert TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
+    assert TASK.initial_run(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
     path = tmp_path / "rte" / "plain" / "seed-3" / "result.json"
     run_folder.write_json(path, {name: value for name, value in run_folder.read_json(path).items() if name != "start"})
     with pytest.raises(DataError, match="seed-3 does not say which pre-training it began with; delete it"):
-        TASK.start_of(plain, second, toy(tmp_path / "rte"), 3)
+        TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3)
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")

@@ -22,7 +22,6 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Exporting, Preparing, WithRuleLayers
 from headwise.lab.tasks.pretraining import prepare as preparing
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise.lab.tasks.pretraining.scores import statistics_of
@@ -67,9 +66,9 @@ def result(folder: Path) -> dict:
 
 
 def test_the_task_is_one_of_those_that_prepare_and_export():
-    assert isinstance(TASK, Preparing)
-    assert isinstance(TASK, Exporting)
-    assert isinstance(TASK, WithRuleLayers)
+    assert TASK.prepares
+    assert type(TASK).export is not Task.export
+    assert TASK.rule_layers(TOY) == (0,)
 
 
 def test_a_run_leaves_losses_force_and_diversity(runs):

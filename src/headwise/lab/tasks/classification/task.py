@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
@@ -21,9 +21,9 @@ from headwise.lab.data.labelled_texts import find_layout
 from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.guided import Guided, require_parses
-from headwise.lab.experiment.metrics import Accuracy, Measure
+from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.seeding import key
-from headwise.lab.experiment.task import Answers, MakesMasks
+from headwise.lab.experiment.task import Answers, MaskMaker, Task
 from headwise.lab.models.text_classifiers import (
     DRAWN,
     SentenceClassifier,
@@ -50,17 +50,16 @@ BINS = (5, 10, 20, 40, 90)
 MODELS: Mapping[str, type[SentenceClassifier]] = {"bilstm": SentenceLSTM, "cnn": SentenceCNN}
 
 
-class ClassificationTask:
+class ClassificationTask(Task):
     """Sentence classification (Wang et al. 2021, section 4.1); see `task.Task` for the methods."""
 
-    name: str = "classification"
-    metric: str = Accuracy().name
-    primary: str = "accuracy on the test texts"
-    difficulty: str = "words, up to"
-    scales: Mapping[str, Any] = CLASSIFICATION_SCALES
-    baselines: tuple[str, ...] = ("majority", "counts")
-    models: tuple[str, ...] = tuple(MODELS)
-    shown: tuple[Measure, ...] = ()
+    name = "classification"
+    metric = Accuracy().name
+    primary = "accuracy on the test texts"
+    difficulty = "words, up to"
+    scales = CLASSIFICATION_SCALES
+    baselines = ("majority", "counts")
+    models = tuple(MODELS)
 
     def load(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
@@ -86,11 +85,7 @@ class ClassificationTask:
         """Return a bidirectional LSTM or a multi-scale CNN."""
         return MODELS[name](word_vectors(data, scale), len(data.labels), scale)
 
-    def studied(self, model: SentenceTransformer) -> nn.Module:
-        """Return the whole model: all its attention is the encoder's."""
-        return model
-
-    def role_masks(self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int) -> MakesMasks:
+    def role_masks(self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int) -> MaskMaker:
         """Return what makes the role masks of a batch; the words' rarity is that of the training split."""
         require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
@@ -115,10 +110,6 @@ class ClassificationTask:
         predicted = predict(model, data.test)
         return Answers(predicted == data.test.labels, predicted)
 
-    def greedy(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.bool_]:
-        """Return whether each test text is classified correctly."""
-        return predict(model, data.test) == data.test.labels
-
     def losses(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.float64]:
         """Return the cross entropy of each test text, and 1."""
         split = data.test
@@ -128,9 +119,6 @@ class ClassificationTask:
         """Return the number of words of each test text, rounded up to the end of its bin."""
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths - 2), len(ends) - 1)]
-
-    def references(self, data: ClassificationData) -> None:
-        """Return None: answers are labels."""
 
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
         """Run the model on dev texts, a batch each time it is asked."""
@@ -151,7 +139,7 @@ class ClassificationTask:
             predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
         return Answers(predicted == data.test.labels, predicted)
 
-    def keepsakes(self, data: ClassificationData) -> dict[str, str]:
+    def extra_files(self, data: ClassificationData) -> dict[str, str]:
         """Return the vocabulary, the labels, and how many texts there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
         return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}

@@ -22,7 +22,7 @@ from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.glue_score import ACCURACY, GlueScore, glue_score
 from headwise.lab.experiment.metrics import Measure
 from headwise.lab.experiment.run_folder import whole_folder, write_text
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
 from headwise.lab.tasks.glue.files import GLUE, lacking, submission
@@ -36,16 +36,16 @@ BATCH, PROBED = 64, 128
 BINS = (16, 32, 64, 128)
 
 
-class GlueTask:
+class GlueTask(Task):
     """Fine-tuning on one of GLUE's sets; see `task.Task`."""
 
-    name: str = "glue"
-    metric: str = GlueScore().name
-    primary: str = "the set's score on GLUE's dev file: accuracy, Matthews correlation (CoLA) or Spearman's (STS-B)"
-    difficulty: str = "tokens, up to"
-    scales: Mapping[str, Any] = GLUE_SCALES
-    baselines: tuple[str, ...] = ("majority",)
-    shown: tuple[Measure, ...] = (
+    name = "glue"
+    metric = GlueScore().name
+    primary = "the set's score on GLUE's dev file: accuracy, Matthews correlation (CoLA) or Spearman's (STS-B)"
+    difficulty = "tokens, up to"
+    scales = GLUE_SCALES
+    baselines = ("majority",)
+    shown = (
         Measure("accuracy", "accuracy", "%"),
         Measure("F1", "F1", digits=3),
         Measure("Pearson", "Pearson", digits=3),
@@ -67,33 +67,33 @@ class GlueTask:
         """Refuse a place without the files of a set."""
         require_set(folder)
 
-    def lacking(self, folder: Path) -> str:
+    def missing_file(self, folder: Path) -> str:
         """Return the file without which the set in a folder cannot be run; "" where all are there."""
         return lacking(folder)
 
     def model(self, data: GlueData, scale: GlueScale) -> Classifier:
         """Return the model that plain begins with under seed 0."""
-        return self.started(Arm("plain", control=None), data, scale, 0)
+        return self.initial_model(Arm("plain", control=None), data, scale, 0)
 
-    def started(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
+    def initial_model(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
         """Return the model that a run begins with."""
         model = Classifier(data.start.folder(arm.name, seed, scale.starts), data.classes, scale.layer_decay)
         if model.network.config.pad_token_id is None:
             model.network.config.pad_token_id = data.tokenizer.pad_token_id
         return model
 
-    def remaining(self, arm: Arm, data: GlueData) -> Arm:
+    def remaining_arm(self, arm: Arm, data: GlueData) -> Arm:
         """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
         if not data.start.of_arms:
             return arm
         kept = {"name", "control", "learning_rate"}
         return Arm(**{field.name: getattr(arm, field.name) for field in fields(arm) if field.name in kept})
 
-    def start_of(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
+    def initial_run(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
         """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""
         return data.start.pretraining(arm.name, seed, scale.starts)
 
-    def studied(self, model: Classifier) -> nn.Module:
+    def target(self, model: Classifier) -> nn.Module:
         """Return the model of transformers."""
         return model.network
 
@@ -117,10 +117,6 @@ class GlueTask:
         measures = {"loss": float(losses(torch.from_numpy(logits), torch.from_numpy(data.test.labels)).mean())}
         return _judged(data, answers, {**measures, **_more(data, answers)})
 
-    def greedy(self, model: Any, data: GlueData) -> NDArray[np.float64]:
-        """Return what the metric needs of each test example."""
-        return _statistics(data, _answers(data, self._logits(model, data.test)))
-
     def losses(self, model: Any, data: GlueData) -> NDArray[np.float64]:
         """Return the loss of each test example, and 1."""
         logits, labels = self._logits(model, data.test), torch.from_numpy(data.test.labels)
@@ -131,9 +127,6 @@ class GlueTask:
         """Return the number of tokens of each test example, rounded up to the end of its bin."""
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
-
-    def references(self, data: GlueData) -> None:
-        """Return None: answers are labels."""
 
     def probe(self, model: Any, data: GlueData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
@@ -147,10 +140,6 @@ class GlueTask:
         labels = data.train.labels
         answer = np.bincount(labels.astype(np.int64)).argmax() if data.found.labels else labels.mean()
         return _judged(data, np.full(len(data.test), float(answer)), {})
-
-    def keepsakes(self, data: GlueData) -> dict[str, str]:  # noqa: ARG002  nothing is kept
-        """Return nothing: answers for the server and models are `export`'s."""
-        return {}
 
     def export(self, model: Any, data: GlueData, scale: GlueScale, folder: Path) -> None:
         """Write the answers to GLUE's test files for its server, and, where the scale says so, the model."""

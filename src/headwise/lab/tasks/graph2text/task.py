@@ -23,8 +23,8 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.metrics import Bleu, Measure
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.metrics import Bleu
+from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.experiment.text_scores import bleu_statistics
 from headwise.lab.tasks.graph2text.baseline import nearest_texts
 from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
@@ -43,17 +43,17 @@ VOCABULARY = "vocabulary.json"
 BLIND = "no-graph"
 
 
-class Graph2TextTask:
+class Graph2TextTask(Task):
     """Text from knowledge graphs (Koncel-Kedziorski et al. 2019; An et al. 2020, section 5.4); see `task.Task`."""
 
-    name: str = "graph2text"
-    metric: str = Bleu().name
-    primary: str = "BLEU (sacreBLEU, 13a, lower case) of the texts of the test graphs"
-    difficulty: str = "triples, up to"
-    scales: Mapping[str, Any] = GRAPH_SCALES
-    baselines: tuple[str, ...] = ("nearest",)
-    models: tuple[str, ...] = (BLIND,)
-    shown: tuple[Measure, ...] = SHOWN
+    name = "graph2text"
+    metric = Bleu().name
+    primary = "BLEU (sacreBLEU, 13a, lower case) of the texts of the test graphs"
+    difficulty = "triples, up to"
+    scales = GRAPH_SCALES
+    baselines = ("nearest",)
+    models = (BLIND,)
+    shown = SHOWN
 
     def load(
         self,
@@ -80,7 +80,7 @@ class Graph2TextTask:
         """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
         return graph_writer(data.coder, scale, blind=True)
 
-    def studied(self, model: GraphWriter) -> nn.Module:
+    def target(self, model: GraphWriter) -> nn.Module:
         """Return the graph encoder: its blocks are what the arms act on."""
         return model.encoder
 
@@ -146,7 +146,7 @@ class Graph2TextTask:
         """Return the text of the nearest training graph, filled in."""
         return _answers(nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
 
-    def keepsakes(self, data: GraphData) -> dict[str, str]:
+    def extra_files(self, data: GraphData) -> dict[str, str]:
         """Return what has an id, without which no one can ask the model anything."""
         return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
 

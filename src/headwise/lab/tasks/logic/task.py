@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task: model, batches, answers and baselines
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
-from headwise.lab.experiment.metrics import Accuracy, Measure
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.metrics import Accuracy
+from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import SCALES, Scale
@@ -26,16 +26,15 @@ from headwise.lab.tasks.logic.scales import SCALES, Scale
 PROBED = 512
 
 
-class LogicTask:
+class LogicTask(Task):
     """Logical inference (Bowman et al. 2015; Tran et al. 2018); see `task.Task` for the methods."""
 
-    name: str = "logic"
-    metric: str = Accuracy().name
-    primary: str = "accuracy pooled over all test bins"
-    difficulty: str = "number of operators"
-    scales: Mapping[str, Any] = SCALES
-    baselines: tuple[str, ...] = ("majority", "counts")
-    shown: tuple[Measure, ...] = ()
+    name = "logic"
+    metric = Accuracy().name
+    primary = "accuracy pooled over all test bins"
+    difficulty = "number of operators"
+    scales = SCALES
+    baselines = ("majority", "counts")
 
     def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
@@ -49,7 +48,7 @@ class LogicTask:
         """Return a pair classifier."""
         return PairClassifier(len(data.vocabulary), len(data.labels), scale)
 
-    def studied(self, model: PairClassifier) -> nn.Module:
+    def target(self, model: PairClassifier) -> nn.Module:
         """Return the encoder; the pooling's attention is apart."""
         return model.encoder
 
@@ -70,10 +69,6 @@ class LogicTask:
         predicted = predict(model, data.test)
         return Answers(predicted == data.test.labels, predicted)
 
-    def greedy(self, model: PairClassifier, data: LogicData) -> NDArray[np.bool_]:
-        """Return whether each test pair is answered correctly."""
-        return predict(model, data.test) == data.test.labels
-
     def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
         """Return the cross entropy of each test pair, and 1."""
         split = data.test
@@ -82,9 +77,6 @@ class LogicTask:
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
         return data.test.bins
-
-    def references(self, data: LogicData) -> None:
-        """Return None: answers are labels."""
 
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
@@ -104,7 +96,7 @@ class LogicTask:
             predicted = baselines.majority(data.train, data.test)
         return Answers(predicted == data.test.labels, predicted)
 
-    def keepsakes(self, data: LogicData) -> dict[str, str]:
+    def extra_files(self, data: LogicData) -> dict[str, str]:
         """Return the vocabulary and the labels."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels}
         return {"vocabulary.json": json.dumps(kept, indent=1) + "\n"}

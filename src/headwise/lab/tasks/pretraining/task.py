@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task. The model is `models.electra`'s, the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.metrics import Auc, Measure
+from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.run_folder import whole_folder, write_text
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
@@ -33,16 +33,17 @@ PROBED, PROBED_TOGETHER = 64, 32
 BIN = 10
 
 
-class PretrainingTask:
+class PretrainingTask(Task):
     """Replaced token detection with a generator trained beside it; see `task.Task`."""
 
-    name: str = "pretraining"
-    metric: str = Auc().name
-    primary: str = "AUC of replaced token detection on the test rows, each model with its own generator"
-    difficulty: str = "continuing word pieces, up to"
-    scales: Mapping[str, Any] = PRETRAINING_SCALES
-    baselines: tuple[str, ...] = ("original",)
-    shown: tuple[Measure, ...] = SHOWN
+    name = "pretraining"
+    metric = Auc().name
+    primary = "AUC of replaced token detection on the test rows, each model with its own generator"
+    difficulty = "continuing word pieces, up to"
+    scales = PRETRAINING_SCALES
+    baselines = ("original",)
+    prepares = True
+    shown = SHOWN
 
     def load(
         self, folder: Path | None, scale: PretrainingScale, cache: Path | None, *, progress: bool = False
@@ -97,7 +98,7 @@ class PretrainingTask:
         """Return a generator and a discriminator."""
         return ElectraPretraining(scale.sizes(data.words.vocabulary_size), padding=data.words.padding)
 
-    def studied(self, model: ElectraPretraining) -> nn.Module:
+    def target(self, model: ElectraPretraining) -> nn.Module:
         """Return the discriminator."""
         return model.discriminator
 
@@ -123,10 +124,6 @@ class PretrainingTask:
         """Return the answers on the test rows."""
         return judged(model, data.test)
 
-    def greedy(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
-        """Return what `metric.Auc` needs of each test row."""
-        return judged(model, data.test).statistics
-
     def losses(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
         """Return the discriminator's loss of each test row, and its tokens."""
         return row_losses(model, data.test)
@@ -136,9 +133,6 @@ class PretrainingTask:
         continuing = data.words.continuing
         counts = np.array([continuing[data.test.ids(number)].sum() for number in range(len(data.test))])
         return np.maximum(BIN, -(-counts // BIN) * BIN)
-
-    def references(self, data: PretrainingData) -> None:
-        """Return None: answers are not text."""
 
     def probe(self, model: Any, data: PretrainingData) -> Iterator[None]:
         """Run the model on rows of dev, a batch each time it is asked."""
@@ -157,7 +151,7 @@ class PretrainingTask:
             replaced[number, rows[number].positions] = True
         return Answers(statistics_of(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
 
-    def keepsakes(self, data: PretrainingData) -> dict[str, str]:
+    def extra_files(self, data: PretrainingData) -> dict[str, str]:
         """Return the word pieces."""
         return {TOKENIZER: data.words.to_json()}
 

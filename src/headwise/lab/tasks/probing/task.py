@@ -6,9 +6,7 @@ Owns what differs from classification, of which it is a kind: the files, the sca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,9 +29,9 @@ UNIT = 1.0
 class ProbingTask(ClassificationTask):
     """Linguistic probing, trained end to end (Li et al. 2021, section 4.2); see `task.Task` for the methods."""
 
-    name: str = "probing"
-    primary: str = "accuracy on the test sentences"
-    scales: Mapping[str, Any] = PROBING_SCALES
+    name = "probing"
+    primary = "accuracy on the test sentences"
+    scales = PROBING_SCALES
 
     def load(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.metrics import Accuracy, Measure
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.metrics import Accuracy
+from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.text_classifiers import (
     SentenceClassifier,
     SentenceCNN,
@@ -42,17 +42,17 @@ MODELS: Mapping[str, type[SentenceClassifier]] = {"cnn": SentenceCNN, "bilstm": 
 SIDES = ("", "2:")
 
 
-class SentenceTask:
+class SentenceTask(Task):
     """Self-attentive sentence classification (Lin et al. 2017; An et al. 2020, section 5.1); see `task.Task`."""
 
-    name: str = "sentence"
-    metric: str = Accuracy().name
-    primary: str = "accuracy on the test texts"
-    difficulty: str = "words, up to"
-    scales: Mapping[str, Any] = SENTENCE_SCALES
-    baselines: tuple[str, ...] = ("majority", "nb-lr")
-    models: tuple[str, ...] = tuple(MODELS)
-    shown: tuple[Measure, ...] = SHOWN
+    name = "sentence"
+    metric = Accuracy().name
+    primary = "accuracy on the test texts"
+    difficulty = "words, up to"
+    scales = SENTENCE_SCALES
+    baselines = ("majority", "nb-lr")
+    models = tuple(MODELS)
+    shown = SHOWN
 
     def load(
         self, folder: Path | None, scale: SentenceScale, cache: Path | None, *, progress: bool = False
@@ -77,10 +77,6 @@ class SentenceTask:
         """Return a temporal CNN, or a bidirectional LSTM with the mean of its states."""
         return MODELS[name](_word_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
 
-    def studied(self, model: SelfAttentive) -> nn.Module:
-        """Return the whole model: it has one attention."""
-        return model
-
     def batches(self, data: SentenceData, scale: SentenceScale, seed: int) -> LengthBatches:
         """Return batches of examples of like length."""
         return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
@@ -97,10 +93,6 @@ class SentenceTask:
         """Return the predicted classes, whether they are right, and `sentence_scores.scores`."""
         return _answers(probabilities(model, data.test), data.test)
 
-    def greedy(self, model: TextClassifier, data: SentenceData) -> NDArray[np.bool_]:
-        """Return whether each test example is classified correctly."""
-        return probabilities(model, data.test).argmax(axis=1) == data.test.labels
-
     def losses(self, model: TextClassifier, data: SentenceData) -> NDArray[np.float64]:
         """Return the cross entropy of each test example, and 1."""
         found = probabilities(model, data.test)[np.arange(len(data.test)), data.test.labels]
@@ -110,9 +102,6 @@ class SentenceTask:
         """Return the number of words of each test example, rounded up to the end of its bin."""
         ends = np.array(BINS)
         return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
-
-    def references(self, data: SentenceData) -> None:
-        """Return None: answers are labels."""
 
     def probe(self, model: TextClassifier, data: SentenceData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
@@ -132,7 +121,7 @@ class SentenceTask:
         train, test = _words(data, data.train), _words(data, data.test)
         return _answers(naive_bayes_regression(train, test, data.train.labels, seed=seed), data.test)
 
-    def keepsakes(self, data: SentenceData) -> dict[str, str]:
+    def extra_files(self, data: SentenceData) -> dict[str, str]:
         """Return the vocabulary, the labels, and how many examples there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
         return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}

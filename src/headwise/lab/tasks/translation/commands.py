@@ -67,10 +67,9 @@ def prepare(
     """Prepare a task's data for a scale once, into a folder to keep or to take to another machine."""
     require_task(task)
     from headwise.lab.experiment.registry import named_task
-    from headwise.lab.experiment.task import Preparing
 
     chosen = named_task(task)
-    if not isinstance(chosen, Preparing):
+    if not chosen.prepares:
         raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
     if data is None:
         raise typer.BadParameter("prepare needs --data.")

@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task: model, batches, answers. The data is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Bleu, Measure
-from headwise.lab.experiment.task import Answers, MakesMasks
+from headwise.lab.experiment.task import Answers, MaskMaker, Task
 from headwise.lab.experiment.text_scores import bleu_statistics
 from headwise.lab.tasks.translation.corpora import find_files
 from headwise.lab.tasks.translation.data import (
@@ -50,16 +50,17 @@ BIN = 10
 PARSES = "parses"
 
 
-class TranslationTask:
+class TranslationTask(Task):
     """Translation (Vaswani et al. 2017); see `task.Task` for the methods."""
 
-    name: str = "translation"
-    metric: str = Bleu().name
-    primary: str = "BLEU (sacreBLEU, 13a, cased) on the test set"
-    difficulty: str = "source words, up to"
-    scales: Mapping[str, Any] = TRANSLATION_SCALES
-    baselines: tuple[str, ...] = ("copy",)
-    shown: tuple[Measure, ...] = (
+    name = "translation"
+    metric = Bleu().name
+    primary = "BLEU (sacreBLEU, 13a, cased) on the test set"
+    difficulty = "source words, up to"
+    scales = TRANSLATION_SCALES
+    baselines = ("copy",)
+    prepares = True
+    shown = (
         Measure("chrF", "chrF"),
         Measure("NLL", "NLL", "nats", better="lower", digits=3),
         Measure("decoding_seconds", "decoding", "s", better="lower"),
@@ -112,15 +113,11 @@ class TranslationTask:
         """Return our Transformer or Marian."""
         return translation_model(scale, data.whole.tokenizer.vocabulary_size)
 
-    def keepsakes(self, data: ScaledTranslation) -> dict[str, str]:
+    def extra_files(self, data: ScaledTranslation) -> dict[str, str]:
         """Return the subwords, without which no one can ask the model anything."""
         return {TOKENIZER: data.whole.tokenizer.to_json()}
 
-    def studied(self, model: nn.Module) -> nn.Module:
-        """Return the whole model: heads of the encoder, of the decoder and of cross-attention."""
-        return model
-
-    def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MakesMasks:
+    def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MaskMaker:
         """Return what makes the masks of a batch of sources; the words' rarity is that of the training sources."""
         require_parses(guided, scale.pipeline is not None)
         parse = parser(scale.pipeline, data.whole.folder / PARSES)
