@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ class Case(NamedTuple):
 
 
 def words(width: int) -> WordVectors:
-    none = np.array([], dtype=np.int64)
-    return WordVectors(10, width, dropout=0.2, ids=none, known=np.zeros((0, width), dtype=np.float32))
+    return WordVectors(10, width, dropout=0.2)
 
 
 def first_class(output: dict[str, Tensor], _batch: object) -> Tensor:

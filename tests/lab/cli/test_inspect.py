@@ -142,7 +142,7 @@ def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, ca
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.json").write_text('{"task": "chess"}')
     assert inspect(tmp_path / "run", "--text", text) == 2
-    assert "a run of chess; expected one of translation, classification" in capsys.readouterr().err
+    assert "a run of chess; expected one of logic, translation, classification" in capsys.readouterr().err
 
 
 def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen import vectors as encoding
-from headwise.lab.frozen.model import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import Shape, encodings, shape_of
 from lab.tasks.probing.probing_toy import write_bert, write_gpt2

@@ -19,8 +19,8 @@ from headwise.errors import DataError
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.data.subwords import END, read_subwords
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.frozen import Agreement, Fidelity
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.fidelity import Agreement, Fidelity
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
@@ -279,7 +279,7 @@ def test_what_is_no_model_with_heads_is_refused(run_of, tmp_path):
         open_frozen(copy)
     (copy / "settings.json").write_text(json.dumps(record))
     (copy / "vocabulary.json").write_text("{}")
-    with pytest.raises(DataError, match="does not say the run's words"):
+    with pytest.raises(DataError, match="does not have the run's words"):
         open_frozen(copy)
     (copy / "result.json").unlink()
     with pytest.raises(DataError, match="holds a run that is not finished"):

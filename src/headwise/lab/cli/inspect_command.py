@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
-from headwise.lab.frozen.model import Frozen
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
 from headwise.report.inspection import Sentence, inspection_page

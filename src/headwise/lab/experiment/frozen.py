@@ -1,20 +1,62 @@
-"""A trained model that is only read: lines of a text go in, states come out.
-
-Owns the record, and how the states between layers are seen. Opening one is `frozen`'s.
-"""
+"""A trained model that is only read: lines of a text go in, states come out; and how much its output moves."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded, read_sentences
-from headwise.lab.frozen.fidelity import Agreement, Fidelity
+
+
+class _Moved(ABC):
+    """How little an output moves without a head; it is compared with the first output of the same batch.
+
+    `measure` computes that of the whole model first, whose own score is 1.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._whole = -1, torch.empty(0)
+
+    def __call__(self, output: Tensor, batch: Encoded) -> Tensor:
+        """Return one number per text, [B]."""
+        if batch.number != self._number:
+            self._number, self._whole = batch.number, output
+        return self._compare(output.double(), self._whole.double(), batch)
+
+    @abstractmethod
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor: ...
+
+
+class Fidelity(_Moved):
+    """How little vectors move: mean_t cos(h_t, h'_t), h' without a head, over the tokens of a text.
+
+    Outputs are [B, n, d], or [B, d] where a text has one vector.
+    """
+
+    name = "fidelity"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
+        cosines = nn.functional.cosine_similarity(output, whole, dim=-1)
+        return cosines if cosines.dim() == 1 else (cosines * batch.keep).sum(1) / batch.keep.sum(1)
+
+
+class Agreement(_Moved):
+    """How little a classifier's answer moves: sum_c min(p_c, p'_c) over classes, p' without a head.
+
+    It is 1 less the total variation distance of both answers. Outputs are logits, [B, C].
+    """
+
+    name = "agreement"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:  # noqa: ARG002  a text has one answer
+        return torch.minimum(output.softmax(-1), whole.softmax(-1)).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +96,7 @@ class Frozen:
         return self.lines is read_sentences
 
 
-def through(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
+def read_states(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
     """Return the input of the first layer, the outputs of all but the last, and what the call returns."""
     seen: list[Tensor] = []
     stack = list(layers)
@@ -74,10 +116,10 @@ def through(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Ten
     return [*seen[:-1], final]
 
 
-def run_name(folder: Path) -> str:
+def name_run(folder: Path) -> str:
     """Return what a run is called: its arm and its seed.
 
-    >>> run_name(Path("/runs/logic-demo/plain/seed-0"))
+    >>> name_run(Path("/runs/logic-demo/plain/seed-0"))
     'plain-seed-0'
     """
     return f"{folder.resolve().parent.name}-{folder.resolve().name}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from headwise.errors import DataError, SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.metrics import Measure
 from headwise.masks.head_mask import HeadMask
@@ -276,8 +277,11 @@ class Task(ABC):
         """
         return (scale,)
 
-    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Data:
-        """Write what `load` then takes for the same scale into the folder `place`; nothing is overwritten."""
+    def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Any:
+        """Write what `load` then takes for the same scale into the folder `place`, and return it.
+
+        Nothing is overwritten.
+        """
         raise NotImplementedError
 
     def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:

@@ -1,8 +1,4 @@
-"""A trained model, frozen, as something that turns lines of a text into states and heads.
-
-Owns which folders there are: of Hugging Face, and of finished runs of each task. What is done with the states is
-`encodings`' and `inspect_command`'s.
-"""
+"""Trained models opened for reading: a folder of Hugging Face, or a finished run of any task."""
 
 from __future__ import annotations
 
@@ -11,29 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
-from headwise.lab.data.encoded import Encoded, Row, Span, batched
-from headwise.lab.data.subwords import END, SPECIAL
+from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.encoded import BATCH, Encoded
 from headwise.lab.experiment import run_folder
-from headwise.lab.frozen.folder import frozen_folder
-from headwise.lab.frozen.model import Frozen, run_name, through
-from headwise.lab.frozen.words import frozen_classifier, frozen_logic, frozen_sentence
-from headwise.lab.role_masks.stored import RARITY, ROLES
-from headwise.lab.tasks.graph2text.frozen import frozen_graphs
-from headwise.lab.tasks.translation.prepare import TOKENIZER
-from headwise.lab.tasks.translation.translator import Translator, open_translator
+from headwise.lab.experiment.frozen import Frozen, name_run
+from headwise.lab.experiment.registry import TASKS, named_task
+from headwise.lab.models.pretrained import require_whole
 from headwise.lab.training.finished import finished_record
-from headwise.lab.training.start import DISCRIMINATOR, MODEL
-from headwise.lab.training.trained import read_arm
+from headwise.lab.training.start import MODEL, open_tokenizer
+from headwise.routing.save import RECORD, load
 
-# Tasks whose encoder reads words, and whose heads may have roles.
-CLASSIFIERS = ("classification", "probing")
-OTHERS = {"sentence": frozen_sentence, "logic": frozen_logic, "graph2text": frozen_graphs}
-# Tasks whose runs keep a folder of Hugging Face.
-EXPORTED = {"pretraining": DISCRIMINATOR, "glue": MODEL}
+# The most tokens of a sentence that are read.
+LONGEST = 256
+# Files in a folder that states do not depend on.
+IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
 
 
 def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
@@ -41,8 +33,8 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
 
     Args:
         folder: The folder.
-        pipeline: Where the spaCy pipeline lies that parsed the texts of a run whose heads have roles; None for the
-            place where it lay then. Where none parsed it does not count.
+        pipeline: The spaCy pipeline that parsed the texts of a run whose heads have roles; None for the path used in
+            training. Ignored where nothing was parsed.
 
     Raises:
         DataError: The folder holds no such model, or what it holds cannot be read.
@@ -50,71 +42,120 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
     """
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist; expected a folder of save_pretrained(), or a finished run.")
-    return _run(folder, pipeline) if (folder / run_folder.SETTINGS).is_file() else frozen_folder(folder)
-
-
-def source_batches(translator: Translator, sentences: Sequence[str]) -> Iterator[Encoded]:
-    """Yield sentences as a translator's encoder takes them, in batches of like length."""
-    device = next(translator.model.parameters()).device
-    return batched([_source(translator, sentence) for sentence in sentences], device)
-
-
-def _run(folder: Path, pipeline: Path | None) -> Frozen:
+    if not (folder / run_folder.SETTINGS).is_file():
+        return open_folder(folder)
     record = run_folder.read_json(folder / run_folder.SETTINGS)
-    task = record.get("task") if isinstance(record, dict) else None
-    if task == "translation":
-        return _translation(folder, pipeline)
-    if task not in (*CLASSIFIERS, *OTHERS, *EXPORTED):
-        known = ", ".join(("translation", *CLASSIFIERS, *OTHERS, *EXPORTED))
-        raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {known}.")
-    finished_record(folder, task)
-    if task in EXPORTED:
-        return _exported(folder, EXPORTED[task])
-    arm = read_arm(folder, record)
-    if arm.model is not None:
-        raise DataError(f"{folder} cannot be read: its model {arm.model} has no attention that an arm acts on.")
-    if task in CLASSIFIERS:
-        return frozen_classifier(folder, record, arm, pipeline)
-    return OTHERS[task](folder, record, arm)
+    task = record.get("task", "") if isinstance(record, dict) else ""
+    if task not in TASKS:
+        raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {', '.join(TASKS)}.")
+    return named_task(task).open_frozen(folder, finished_record(folder, task), pipeline)
 
 
-def _exported(folder: Path, name: str) -> Frozen:
+def open_export(folder: Path, name: str, remedy: str = "") -> Frozen:
+    """Return the model of a finished run that kept it as a folder of Hugging Face.
+
+    Args:
+        folder: The run's folder.
+        name: The folder inside.
+        remedy: What to do where it is missing.
+
+    Raises:
+        DataError: There is no such folder, or it cannot be read.
+    """
     if not (folder / name / "config.json").is_file():
-        remedy = "; run it with --set keep_model=true" if name == MODEL else ""
         raise DataError(f"{folder} keeps no folder {name!r} with a model and its tokenizer{remedy}.")
-    return replace(frozen_folder(folder / name, run_name(folder)), note=f"Of this run the {name} was looked at.")
+    return replace(open_folder(folder / name, name_run(folder)), note=f"Of this run the {name} was looked at.")
 
 
-def _translation(folder: Path, pipeline: Path | None) -> Frozen:
-    translator = open_translator(folder, pipeline=pipeline)
-    encoder = translator.model.get_encoder()
-    kept = (run_folder.WEIGHTS, TOKENIZER, RARITY, ROLES)
-    files = tuple(path for path in sorted(folder.iterdir()) if path.name in kept)
+def open_folder(folder: Path, name: str = "") -> Frozen:
+    """Return the model of a folder of Hugging Face; of an encoder-decoder, the encoder.
+
+    Args:
+        folder: The folder.
+        name: What the model is called; the name of the folder when empty, or that of the one around it for "model".
+
+    Raises:
+        DataError: The folder holds no model or no tokenizer that transformers can load.
+        LayoutError: The heads of the model cannot be found.
+    """
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder} holds no config.json; expected a folder that save_pretrained() wrote, with model and tokenizer, "
+            "or a finished run of the laboratory."
+        )
+    model, tokenizer = _load(folder)
+    note = ""
+    if _has_encoder(model):
+        model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
+    # positions are counted from the left, padding included, by models that are given none
+    tokenizer.padding_side = "right"
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
+    # some count two positions for padding
+    longest = min(LONGEST, int(positions) - 2, int(tokenizer.model_max_length))
+    device = str(next(model.parameters()).device)
+
+    def states(batch: Encoded) -> Sequence[Tensor]:
+        return model(**batch.inputs, output_hidden_states=True).hidden_states
+
+    files = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in IGNORED)
     return Frozen(
-        run_name(folder),
-        encoder,
-        find_heads(encoder),
-        lambda sentences: source_batches(translator, sentences),
-        lambda batch: encoder(**batch.inputs).last_hidden_state,
-        lambda batch: _of_encoder(encoder, batch),
-        (folder / run_folder.SETTINGS, *files),
-        note="Of this run the encoder was looked at.",
-        longest=f"{translator.longest} subwords",
+        name or _find_name(folder.resolve()),
+        model,
+        find_heads(model),
+        lambda sentences: _encode(tokenizer, sentences, longest, device),
+        lambda batch: model(**batch.inputs).last_hidden_state,
+        states,
+        tuple(sorted(files)),
+        note=note,
+        longest=f"{longest} tokens",
     )
 
 
-def _source(translator: Translator, sentence: str) -> Row:
-    subwords = translator.subwords
-    encoding = subwords.tokenizer.encode(sentence, add_special_tokens=False)
-    ids = [subwords.shift + one for one in encoding.ids][: translator.longest]
-    spans: list[Span] = [*encoding.offsets[: translator.longest], None]
-    shown = (*(subwords.decode([one]) for one in ids), SPECIAL[END])
-    return Row([*ids, END], shown, spans, cut=len(encoding.ids) > len(ids))
+def _find_name(folder: Path) -> str:
+    return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
 
 
-def _of_encoder(encoder: Any, batch: Encoded) -> Sequence[Tensor]:
-    from transformers import PreTrainedModel
+def _has_encoder(model: Any) -> bool:
+    """Whether it is an encoder-decoder, or the encoder of one that was saved alone and says so in one of two ways."""
+    alone = any(name.endswith("EncoderModel") for name in model.config.architectures or ())
+    return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
 
-    if isinstance(encoder, PreTrainedModel):
-        return encoder(**batch.inputs, output_hidden_states=True).hidden_states
-    return through(encoder.layers, lambda: encoder(**batch.inputs).last_hidden_state)
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModel
+
+    try:
+        if (folder / RECORD).is_file():
+            # transformers refuses a folder with aggregators, and its tokenizer with it
+            whole: Any = load(folder)
+            return whole.base_model, open_tokenizer(folder)
+        model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
+        require_whole(folder, model, said, unread=("decoder.",) if _has_encoder(model) else ())
+        return model, open_tokenizer(folder)
+    except HeadwiseError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # transformers raises each of these for a folder that lacks a file or names an unknown model
+        raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
+
+
+def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:
+    import numpy as np
+
+    options = {"truncation": True, "max_length": longest}
+    whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
+    lengths = np.minimum(whole, longest)
+    for number, chosen in enumerate(length_sorted(lengths, BATCH)):
+        texts = [sentences[place] for place in chosen]
+        encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
+        keep = encoding["attention_mask"].bool()
+        tokens = tuple(
+            tuple(tokenizer.convert_ids_to_tokens(ids[real].tolist()))
+            for ids, real in zip(encoding["input_ids"], keep, strict=True)
+        )
+        inputs = {name: tensor.to(device) for name, tensor in encoding.items()}
+        # a tokenizer without offsets tells no places in the text
+        known = encoding if getattr(encoding, "encodings", None) else None
+        places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
+        yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)

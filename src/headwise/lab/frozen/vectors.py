@@ -23,7 +23,7 @@ from headwise.heads.capture import Capture
 from headwise.heads.taps import Taps
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.encoded import Encoded
-from headwise.lab.frozen.model import Frozen
+from headwise.lab.experiment.frozen import Frozen
 
 PROBED = (
     "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining or glue"

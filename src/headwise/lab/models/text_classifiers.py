@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError, require_integer
 from headwise.lab.models.encoder import Encoder
-from headwise.lab.tasks.classification.scales import ClassificationScale
 
 # Words a filter of the CNN sees at once (Kim 2014).
 FILTER_WIDTHS = (3, 4, 5)
@@ -36,16 +35,24 @@ class WordVectors(nn.Embedding):
         size: Number of token ids.
         width: Numbers of a vector.
         dropout: Probability of dropping a number of a vector while training, in [0, 1).
-        ids: Ids that are known, int64 [K].
+        ids: Ids that are known, int64 [K]; None for none.
         known: Their vectors, [K, width].
         drawn: Standard deviation of the vectors where none is known.
     """
 
     def __init__(
-        self, size: int, width: int, *, dropout: float, ids: NDArray, known: NDArray, drawn: float = DRAWN
+        self,
+        size: int,
+        width: int,
+        *,
+        dropout: float,
+        ids: NDArray | None = None,
+        known: NDArray | None = None,
+        drawn: float = DRAWN,
     ) -> None:
         self.drawn = drawn
-        self.ids, self.known = torch.as_tensor(ids), torch.as_tensor(known)
+        self.ids = torch.zeros(0, dtype=torch.int64) if ids is None else torch.as_tensor(ids)
+        self.known = torch.zeros(0, width) if known is None else torch.as_tensor(known)
         super().__init__(size, width, padding_idx=0)
         self.dropout = dropout
 
@@ -72,6 +79,35 @@ class Sized(Protocol):
     @property
     def dropout(self) -> float:
         """Dropout of words' vectors and of the pooled vector."""
+        ...
+
+
+class EncoderSized(Sized, Protocol):
+    """The sizes that a Transformer encoder needs besides."""
+
+    @property
+    def layers(self) -> int:
+        """Encoder layers."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a layer."""
+        ...
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        ...
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units of the feed-forward layers."""
+        ...
+
+    @property
+    def norm_first(self) -> bool:
+        """Whether layers are pre-norm."""
         ...
 
 
@@ -157,7 +193,7 @@ class SentenceTransformer(SentenceClassifier):
     `model.encoder.layers.*.attention` are the attention sites.
     """
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
+    def __init__(self, words: WordVectors, num_labels: int, scale: EncoderSized) -> None:
         super().__init__(words, num_labels, scale)
         self.encoder = Encoder(
             words.num_embeddings,

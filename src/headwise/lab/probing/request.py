@@ -12,7 +12,7 @@ from pathlib import Path
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment import run_folder
-from headwise.lab.frozen.model import Frozen
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.vectors import shape_of
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_asked

@@ -19,7 +19,7 @@ from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment import run_folder
-from headwise.lab.frozen.model import Frozen
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.probing.figures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
 from headwise.lab.probing.fit import FORM, Fitted

@@ -22,6 +22,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Task
 from headwise.lab.tasks.pretraining import prepare as preparing
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise.lab.tasks.pretraining.scores import statistics_of

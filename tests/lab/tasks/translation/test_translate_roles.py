@@ -13,8 +13,8 @@ import pytest
 
 import headwise as hw
 from headwise.errors import DataError
+from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.frozen.fidelity import Fidelity
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.translation import decoding
 from headwise.lab.tasks.translation.task import TranslationTask, translation_model

@@ -20,6 +20,7 @@ from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.data.labelled_texts import find_layout
 from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.seeding import key
@@ -41,6 +42,7 @@ from headwise.lab.tasks.classification.data import (
     collate,
     load_data,
 )
+from headwise.lab.tasks.classification.frozen import open_classifier
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.roles.idf import idf
 
@@ -60,6 +62,8 @@ class ClassificationTask(Task):
     scales = CLASSIFICATION_SCALES
     baselines = ("majority", "counts")
     models = tuple(MODELS)
+    network: type[SentenceTransformer] = SentenceTransformer
+    drawn = DRAWN
 
     def load(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
@@ -79,7 +83,7 @@ class ClassificationTask(Task):
 
     def model(self, data: ClassificationData, scale: ClassificationScale) -> SentenceTransformer:
         """Return a Transformer encoder with a classifier."""
-        return SentenceTransformer(word_vectors(data, scale), len(data.labels), scale)
+        return self.network(word_vectors(data, scale, drawn=self.drawn), len(data.labels), scale)
 
     def other_model(self, name: str, data: ClassificationData, scale: ClassificationScale) -> SentenceClassifier:
         """Return a bidirectional LSTM or a multi-scale CNN."""
@@ -143,6 +147,10 @@ class ClassificationTask(Task):
         """Return the vocabulary, the labels, and how many texts there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
         return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
+        """Return the encoder of a run; heads with roles have them."""
+        return open_classifier(self, self.network, folder, record, pipeline)
 
 
 def predict(model: SentenceClassifier, split: Sentences) -> NDArray[np.int64]:

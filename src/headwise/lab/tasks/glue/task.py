@@ -19,10 +19,12 @@ from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.glue_score import ACCURACY, GlueScore, glue_score
 from headwise.lab.experiment.metrics import Measure
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.frozen.open import open_export
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
 from headwise.lab.tasks.glue.files import GLUE, lacking, submission
@@ -165,6 +167,10 @@ class GlueTask(Task):
         device = next(model.parameters()).device
         batch = self.collate(examples)
         return model(**{name: tensor.to(device) for name, tensor in batch.items() if name != "labels"})
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
+        """Return the model of a run that kept it."""
+        return open_export(folder, MODEL, "; run it with --set keep_model=true")
 
 
 def _answers(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -13,29 +13,28 @@ import torch
 
 from headwise.heads.find import find_heads
 from headwise.lab.data.encoded import Encoded
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm import Arm
-from headwise.lab.frozen.model import Frozen, run_name
+from headwise.lab.experiment.frozen import Frozen, name_run
+from headwise.lab.frozen.runs import list_files, read_attending_arm
 from headwise.lab.tasks.graph2text.data import collate
 from headwise.lab.tasks.graph2text.files import Graph, read_triples
-from headwise.lab.tasks.graph2text.task import VOCABULARY
 from headwise.lab.tasks.graph2text.writer import Writer, open_writer
 
 ROOT, INVERSE = "(root)", "\N{LEFTWARDS ARROW} "
 
 
-def frozen_graphs(folder: Path, _record: Mapping[str, Any], _arm: Arm) -> Frozen:
+def open_graphs(folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the graph encoder of a run of graph2text."""
+    read_attending_arm(folder, record)
     writer = open_writer(folder)
     encoder = writer.model.encoder
     return Frozen(
-        run_name(folder),
+        name_run(folder),
         encoder,
         find_heads(encoder),
         lambda graphs: _encoded(writer, graphs),
         lambda batch: encoder(**batch.inputs),
         None,
-        tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, VOCABULARY)),
+        list_files(folder),
         lines=lambda path: read_triples(path, needs_text=False),
         note="Of this run the graph encoder was looked at: its tokens are a root, entities, and each relation twice.",
     )

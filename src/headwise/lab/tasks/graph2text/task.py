@@ -23,6 +23,7 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.experiment.text_scores import bleu_statistics
@@ -149,6 +150,13 @@ class Graph2TextTask(Task):
     def extra_files(self, data: GraphData) -> dict[str, str]:
         """Return what has an id, without which no one can ask the model anything."""
         return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
+        """Return the graph encoder of a run."""
+        # the reader takes the model from this file
+        from headwise.lab.tasks.graph2text.frozen import open_graphs
+
+        return open_graphs(folder, record)
 
 
 def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:

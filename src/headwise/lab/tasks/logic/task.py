@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task: model, batches, answers and baselines
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
+from headwise.lab.tasks.logic.frozen import open_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import SCALES, Scale
 
@@ -100,6 +102,10 @@ class LogicTask(Task):
         """Return the vocabulary and the labels."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels}
         return {"vocabulary.json": json.dumps(kept, indent=1) + "\n"}
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
+        """Return the encoder of a run, which reads formulas."""
+        return open_logic(self, folder, record)
 
 
 def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:

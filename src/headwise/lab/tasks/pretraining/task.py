@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task. The model is `models.electra`'s, the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.frozen.open import open_export
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
@@ -165,6 +167,10 @@ class PretrainingTask(Task):
             exported.save_pretrained(temporary)
             for name, text in data.words.files().items():
                 write_text(temporary / name, text)
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
+        """Return the discriminator of a run."""
+        return open_export(folder, DISCRIMINATOR)
 
 
 def _require_sizes(data: PretrainingData, scale: PretrainingScale) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
-from headwise.lab.tasks.classification.scales import ClassificationScale
+from headwise.lab.models.text_classifiers import EncoderSized, SentenceTransformer, WordVectors
 
 
 class ProbedTransformer(SentenceTransformer):
@@ -23,17 +22,15 @@ class ProbedTransformer(SentenceTransformer):
         scale: Sizes of the model.
 
     Example:
-        >>> import numpy as np, torch
+        >>> import torch
         >>> from headwise.lab.tasks.probing.scales import PROBING_SCALES
         >>> scale = PROBING_SCALES["demo"]
-        >>> none = np.zeros((0, scale.width), dtype=np.float32)
-        >>> words = WordVectors(9, scale.width, dropout=0.0, ids=np.array([], dtype=np.int64), known=none)
-        >>> model = ProbedTransformer(words, 6, scale)
+        >>> model = ProbedTransformer(WordVectors(9, scale.width, dropout=0.0), 6, scale)
         >>> model(torch.tensor([[2, 5, 3], [2, 3, 0]]))["logits"].shape
         torch.Size([2, 6])
     """
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: ClassificationScale) -> None:
+    def __init__(self, words: WordVectors, num_labels: int, scale: EncoderSized) -> None:
         super().__init__(words, num_labels, scale)
         self.classifier = nn.Sequential(
             nn.Linear(scale.width, scale.width),

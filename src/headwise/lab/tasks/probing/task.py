@@ -14,7 +14,7 @@ from headwise.errors import DataError
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.classification.data import ClassificationData
 from headwise.lab.tasks.classification.scales import ClassificationScale
-from headwise.lab.tasks.classification.task import ClassificationTask, word_vectors, words_of
+from headwise.lab.tasks.classification.task import ClassificationTask, words_of
 from headwise.lab.tasks.probing.data import ProbingData, load_probing
 from headwise.lab.tasks.probing.files import probing_file
 from headwise.lab.tasks.probing.model import ProbedTransformer
@@ -22,8 +22,6 @@ from headwise.lab.tasks.probing.scales import PROBING_SCALES
 
 # Beyond so many classes a linear model of pairs of words takes gigabytes.
 MANY = 100
-# Beside sinusoids of that size a sentence of twenty words is read sooner than with smaller vectors (chosen on dev).
-UNIT = 1.0
 
 
 class ProbingTask(ClassificationTask):
@@ -32,6 +30,9 @@ class ProbingTask(ClassificationTask):
     name = "probing"
     primary = "accuracy on the test sentences"
     scales = PROBING_SCALES
+    network = ProbedTransformer
+    # beside sinusoids of that size a sentence of twenty words is read sooner than with smaller vectors (chosen on dev)
+    drawn = 1.0
 
     def load(
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
@@ -56,10 +57,6 @@ class ProbingTask(ClassificationTask):
     ) -> tuple[ClassificationScale, ...]:
         """Return the scale: a probing file is not cross-validated."""
         return (scale,)
-
-    def model(self, data: ClassificationData, scale: ClassificationScale) -> ProbedTransformer:
-        """Return a Transformer encoder with a classifier of two layers on the mean of its top layer."""
-        return ProbedTransformer(word_vectors(data, scale, drawn=UNIT), len(data.labels), scale)
 
     def baseline(self, name: str, data: ClassificationData, seed: int) -> Answers:
         """Return the answers of the most frequent class, or of a linear model of the words and pairs of words.

@@ -18,6 +18,7 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.text_classifiers import (
@@ -29,6 +30,7 @@ from headwise.lab.models.text_classifiers import (
 )
 from headwise.lab.tasks.sentence.data import Encoded, SentenceData, Sentences, collate, load_sentences
 from headwise.lab.tasks.sentence.files import read_set
+from headwise.lab.tasks.sentence.frozen import open_sentence
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
@@ -125,6 +127,10 @@ class SentenceTask(Task):
         """Return the vocabulary, the labels, and how many examples there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
         return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
+        """Return the model of a run; of one that compares two texts, the part that reads each of them."""
+        return open_sentence(self, folder, record)
 
 
 def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64]:

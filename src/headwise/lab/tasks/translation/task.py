@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task: model, batches, answers. The data is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.spacy_pipelines import pipeline_digest
 from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Bleu, Measure
 from headwise.lab.experiment.task import Answers, MaskMaker, Task
@@ -179,6 +180,13 @@ class TranslationTask(Task):
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return each source as its own translation."""
         return _answers(data.sources("test"), data.references("test"))
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  read with the run
+        """Return the encoder of a run; heads with roles have them."""
+        # the reader takes the model from this file
+        from headwise.lab.tasks.translation.frozen import open_sources
+
+        return open_sources(folder, pipeline)
 
 
 class ScaledTranslation:

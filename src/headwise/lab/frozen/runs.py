@@ -1,0 +1,58 @@
+"""What the readers of finished runs have in common, where the tokens of a run are words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.errors import DataError
+from headwise.lab.data.encoded import Encoded, Row, batched
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.training.trained import read_arm
+
+VOCABULARY = "vocabulary.json"
+
+
+def read_attending_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
+    """Return the arm of a run whose model has attention.
+
+    Raises:
+        DataError: Its model has none, or the record does not describe the arm.
+    """
+    arm = read_arm(folder, record)
+    if arm.model is not None:
+        raise DataError(f"{folder} cannot be read: its model {arm.model} has no attention that an arm acts on.")
+    return arm
+
+
+def read_words(folder: Path, *others: str) -> list[list[str]]:
+    """Return the vocabulary that a run keeps, and other lists kept with it.
+
+    Raises:
+        DataError: The run does not keep them.
+    """
+    kept = run_folder.read_json(folder / VOCABULARY)
+    try:
+        return [[str(one) for one in kept[name]] for name in ("vocabulary", *others)]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / VOCABULARY} does not have the run's words ({error}); train it again.") from error
+
+
+def list_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that the states of a run follow from."""
+    return tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, VOCABULARY))
+
+
+def batch_rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:
+    """Return what turns lines into batches on the device of a model, given what turns one line into a row."""
+    device = next(model.parameters()).device
+    return lambda lines: batched([row(line) for line in lines], device)
+
+
+def run_encoder(encoder: nn.Module) -> Callable[[Encoded], Tensor]:
+    """Return what runs an encoder of ids and padding on a batch."""
+    return lambda batch: encoder(batch.inputs["input_ids"], ~batch.keep)

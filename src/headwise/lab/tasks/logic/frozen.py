@@ -1,0 +1,59 @@
+"""A finished run of logic, frozen: its encoder, which reads formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import DataError
+from headwise.heads.find import find_heads
+from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.encoded import Row
+from headwise.lab.experiment.frozen import Frozen, name_run
+from headwise.lab.experiment.task import Task
+from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
+from headwise.lab.tasks.logic.formulas import RELATIONS, bracket_fault
+from headwise.lab.tasks.logic.model import PairClassifier
+from headwise.lab.tasks.logic.scales import Scale
+from headwise.lab.training.finished import scale_record
+from headwise.lab.training.trained import revived
+
+FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
+
+
+def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
+    """Return the encoder of a run of logic, which reads formulas."""
+    (vocabulary,) = read_words(folder)
+    model = PairClassifier(len(vocabulary), len(RELATIONS), scale_record(folder, record, Scale))
+    revived(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
+
+    def formulas(path: Path) -> list[str]:
+        found = []
+        for number, line in numbered_lines(path):
+            tokens = line.split()
+            strange = next((token for token in tokens if token not in ids), None)
+            fault = f"{strange!r} is none of the run's tokens" if strange is not None else bracket_fault(tokens)
+            if tokens and fault:
+                raise DataError(f"{path}, line {number}: {fault}; expected {FORMULA}.")
+            found += [" ".join(tokens)] if tokens else []
+        if not found:
+            raise DataError(f"{path} holds no text; expected {FORMULA}.")
+        return found
+
+    def row(formula: str) -> Row:
+        tokens = formula.split()
+        return Row([ids[token] for token in tokens], tuple(tokens))
+
+    return Frozen(
+        name_run(folder),
+        encoder,
+        find_heads(encoder),
+        batch_rows(row, encoder),
+        run_encoder(encoder),
+        None,
+        list_files(folder),
+        lines=formulas,
+        note="Of this run the encoder was looked at, which reads each formula of a pair alone.",
+    )

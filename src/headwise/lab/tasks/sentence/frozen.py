@@ -1,0 +1,80 @@
+"""A finished run of sentence, frozen; of one that compares two texts, the part that reads each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headwise.heads.find import find_heads
+from headwise.lab.data.encoded import Encoded, Row
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.frozen import Agreement, Fidelity, Frozen, name_run
+from headwise.lab.experiment.task import Task
+from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words
+from headwise.lab.models.text_classifiers import WordVectors
+from headwise.lab.tasks.sentence.data import UNKNOWN, encode
+from headwise.lab.tasks.sentence.model import SelfAttentive
+from headwise.lab.tasks.sentence.scales import SentenceScale
+from headwise.lab.tasks.sentence.words import words_in_place
+from headwise.lab.training.finished import scale_record
+from headwise.lab.training.trained import revived
+
+
+def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
+    """Return the model of a run of sentence; of one that compares two texts, the part that reads each of them."""
+    scale = scale_record(folder, record, SentenceScale)
+    vocabulary, labels = read_words(folder, "labels")
+    with safe_open(str(folder / run_folder.WEIGHTS), "pt") as weights:
+        pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  it is no mapping
+    words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
+    model = SelfAttentive(words, len(labels), scale, texts=1 + pairs)
+    revived(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    read = OneText(model) if pairs else model
+
+    def row(sentence: str) -> Row:
+        whole = next(words_in_place([sentence]))
+        found = whole[: scale.max_words]
+        numbers = encode([word for word, _ in found], vocabulary)
+        shown = tuple(
+            word if one != UNKNOWN else vocabulary[UNKNOWN] for (word, _), one in zip(found, numbers, strict=True)
+        )
+        return Row(numbers, shown, [span for _, span in found], cut=len(whole) > len(found))
+
+    def run(batch: Encoded) -> Tensor:
+        found = read(batch.inputs["input_ids"])
+        return found if isinstance(found, Tensor) else found["logits"]
+
+    return Frozen(
+        name_run(folder),
+        read,
+        find_heads(read),
+        batch_rows(row, read),
+        run,
+        None,
+        list_files(folder),
+        score=Fidelity if pairs else Agreement,
+        note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
+        if pairs
+        else "",
+        longest=f"{scale.max_words} words",
+    )
+
+
+class OneText(nn.Module):
+    """Returns the heads of each text side by side, [B, r * d], of ids [B, L], by a model that compares two.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: SelfAttentive) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the heads."""
+        return self.model.attention_of(tokens)[0]
