@@ -11,7 +11,7 @@ from architecture.source import FILES, SOURCE, module_name
 LAYERS = """
     errors moved
     atomic
-    parallel unsupported
+    parallel
     nn masks reference
     heads
     repulsion disagreement routing roles

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.heads import Heads, HeadSlice, Site
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads
+from headwise.heads.site import Site
 
 
 def misreadings(site: Site) -> Iterator[tuple[str, Site]]:

@@ -11,7 +11,7 @@ from torch import nn
 import headwise as hw
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
-from headwise.heads.heads import HeadSlice, check_head_slice
+from headwise.heads.head_slice import HeadSlice, check_head_slice
 
 
 def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.heads.heads import HeadSlice, check_head_slice
+from headwise.heads.head_slice import HeadSlice, check_head_slice
 
 
 @pytest.mark.parametrize(

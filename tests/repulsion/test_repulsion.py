@@ -319,7 +319,8 @@ def test_frozen_heads_are_refused_by_name():
 def test_columns_as_heads_are_mixed_without_a_copy():
     from dataclasses import replace
 
-    from headwise.heads.heads import Heads, HeadSlice
+    from headwise.heads.head_slice import HeadSlice
+    from headwise.heads.heads import Heads
 
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.randn(6, 12))

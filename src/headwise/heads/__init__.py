@@ -5,8 +5,10 @@ from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.capture import Capture
 from headwise.heads.find import LAYOUTS, find_heads
 from headwise.heads.fused_layouts import FusedLinear
-from headwise.heads.heads import KINDS, PROJECTIONS, Heads, HeadSlice, OutputProjection, Site
+from headwise.heads.head_slice import HeadSlice, OutputProjection
+from headwise.heads.heads import Heads
 from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.site import KINDS, PROJECTIONS, Site
 from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 

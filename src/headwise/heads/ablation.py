@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from headwise.errors import NotFired, SettingError, require_integer
 from headwise.heads.capture import require_joined
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, OutputProjection, Site
+from headwise.heads.head_slice import OutputProjection
+from headwise.heads.heads import Heads, require_heads
+from headwise.heads.site import Site
 from headwise.nn.checkpointing import in_checkpoint
 from headwise.nn.hooks import Handle, Hook, first_argument, with_first_argument
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, NotFired
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, Site
+from headwise.heads.heads import Heads, require_heads
+from headwise.heads.site import Site
 from headwise.nn.checkpointing import recomputing
 from headwise.nn.hooks import Handle
 from headwise.nn.scores import ScoreCall

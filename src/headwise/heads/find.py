@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.fused_layouts import FusedLinear
-from headwise.heads.heads import Heads, Site, check_head_slice
+from headwise.heads.head_slice import check_head_slice
+from headwise.heads.heads import Heads
 from headwise.heads.layout_steps import letters, projects
 from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.site import Site
 
 # Falcon and GPT-BigCode lay out the same attribute in several ways, and tell which by these flags.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))

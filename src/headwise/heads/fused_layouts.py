@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
-from headwise.heads.heads import PROJECTIONS, OutputProjection, Site
+from headwise.heads.head_slice import OutputProjection
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
@@ -24,6 +24,7 @@ from headwise.heads.layout_steps import (
 )
 from headwise.heads.naming import find_output_projection, joined, output_width, projection_slice
 from headwise.heads.projection import Projection, read_projection
+from headwise.heads.site import PROJECTIONS, Site
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwise.errors import LayoutError, NotFired
-from headwise.heads.heads import Site
+from headwise.heads.capture import cached_length
 from headwise.heads.huggingface_config import UNDERNEATH, lend
-from headwise.heads.padding import cached_length
+from headwise.heads.site import Site
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Asked, asked, recomputing
 from headwise.nn.hooks import Hook

@@ -12,7 +12,7 @@ from torch import nn
 
 from headwise import nn as headwise_nn
 from headwise.errors import LayoutError, require_names
-from headwise.heads.heads import PROJECTIONS, HeadSlice, OutputProjection, Site
+from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
@@ -26,6 +26,7 @@ from headwise.heads.layout_steps import (
 )
 from headwise.heads.naming import find_output_projection, joined, output_slice, output_width, place, projection_slice
 from headwise.heads.projection import obstacle_to, read_projection
+from headwise.heads.site import PROJECTIONS, Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.scores import TorchScores
 from headwise.parallel import computes_part

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from headwise.heads.heads import HeadSlice, OutputProjection
+from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.projection import Projection, read_projection
 
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.unsupported import flattened
+from headwise.parallel import find_flattening
 
 # Wrappers that keep the layer they wrap under one of these names: LoRA of peft, clipped and flexible Linears.
 WRAPPED = ("base_layer", "linear", "base")
@@ -90,7 +90,7 @@ def obstacle_to(owner: nn.Module, attribute: str) -> str | None:
             "is computed anew before each forward by a hook of torch.nn.utils (weight norm, spectral norm or pruning), "
             "so that what is written to it is lost; take it off before"
         )
-    reason = flattened(owner, weight)
+    reason = find_flattening(owner, weight)
     if reason is not None:
         return reason
     if weight is None:

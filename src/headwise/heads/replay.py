@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
-from headwise.heads.heads import HeadSlice, Site
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.site import Site
 from headwise.nn.hooks import first_argument
 
 Edit = Callable[[Tensor], None]

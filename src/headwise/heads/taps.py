@@ -16,10 +16,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, NotFired, SettingError
-from headwise.heads.capture import Call, Capture, Forward, Padding, padding_of, split_heads
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, Site
-from headwise.heads.padding import named_arguments, parameter_names
+from headwise.heads.capture import (
+    Call,
+    Capture,
+    Forward,
+    Padding,
+    named_arguments,
+    padding_of,
+    parameter_names,
+    split_heads,
+)
+from headwise.heads.heads import Heads, require_heads
+from headwise.heads.site import Site
 from headwise.nn.checkpointing import recomputing
 from headwise.nn.hooks import Handle, Hook, first_argument
 from headwise.nn.scores import Attended, Observer

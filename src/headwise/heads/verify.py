@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, HeadSlice, Site, check_head_slice
+from headwise.heads.head_slice import HeadSlice, check_head_slice
+from headwise.heads.heads import Heads, require_heads
 from headwise.heads.replay import Call, Replay
+from headwise.heads.site import Site
 from headwise.heads.verify_experiments import Experiments, learned_queries
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, ShapeError
 from headwise.heads.ablation import ablate
-from headwise.heads.heads import Heads, Site
+from headwise.heads.heads import Heads
+from headwise.heads.site import Site
 from headwise.report.prefix_cache import Recording, record, tensors_of
 
 Score = Callable[[Any, Any], Tensor]

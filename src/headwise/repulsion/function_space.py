@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.heads import Heads, HeadSlice, Site
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads
+from headwise.heads.site import Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.repulsion.function_rule import FunctionSVGD, products, pulled_back
 from headwise.repulsion.gram import collapsed, geometry_from_grams, plain_gram, shifted_gram

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from headwise.errors import HeadwiseError, LayoutError, require_integer, require_positive
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import PROJECTIONS, Heads, HeadSlice
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads, require_heads
+from headwise.heads.site import PROJECTIONS
 from headwise.parallel import is_sharded, whole, write_own_part
 from headwise.repulsion.gram import geometry, geometry_from_grams, shifted_gram
 from headwise.repulsion.rules import Rule

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, SettingError, require_integer, require_range
+from headwise.parallel import refuse_flat_optimizer
 from headwise.repulsion.step import Ensemble, ForceNorms
-from headwise.unsupported import refuse_flat_optimizer
 
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 

@@ -21,8 +21,7 @@ from headwise.errors import (
     require_integer,
     require_range,
 )
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads
+from headwise.heads.heads import Heads, require_heads
 from headwise.nn.hooks import Handle
 from headwise.repulsion.function_rule import FunctionSVGD
 from headwise.repulsion.function_space import apply_function_rule, function_ensembles_of

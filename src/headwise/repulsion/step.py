@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.heads import Heads, HeadSlice
-from headwise.parallel import add_own_part, is_sharded, whole
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads
+from headwise.parallel import add_own_part, is_sharded, require_readable, whole
 from headwise.repulsion.gram import (
     collapsed,
     cross_gram,
@@ -34,7 +35,6 @@ from headwise.repulsion.mixing import repulsion_factor, repulsion_norms
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step_batched import alike, stacks_on, step_stacked
 from headwise.repulsion.sums import Sums, summed_over
-from headwise.unsupported import require_readable
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.heads import HeadSlice
+from headwise.heads.head_slice import HeadSlice
 from headwise.parallel import Share, share_of
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import Ensemble, ForceNorms, apply_rule

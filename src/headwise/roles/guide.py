@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from headwise.errors import MaskError, NotFired, SettingError
 from headwise.heads.bias import bias_heads
 from headwise.heads.forward_scope import Forwards, are_partial, drops_layers
-from headwise.heads.heads import Heads, Site
+from headwise.heads.heads import Heads
+from headwise.heads.site import Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.checkpointing import outside_graphs, recomputing
 from headwise.nn.hooks import Hook

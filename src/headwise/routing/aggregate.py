@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
-from headwise.heads.given_heads import require_heads
-from headwise.heads.heads import Heads, OutputProjection, Site
+from headwise.heads.head_slice import OutputProjection
+from headwise.heads.heads import Heads, require_heads
+from headwise.heads.site import Site
 from headwise.parallel import is_sharded
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
 from headwise.routing.save import SavePretrained, aggregators_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from headwise.disagreement.penalty import Frobenius, Output, Position, Similarity, Subspace, Sum
 from headwise.errors import SettingError, require_choice, require_integer, require_positive, require_range
-from headwise.heads.heads import PROJECTIONS
+from headwise.heads.site import PROJECTIONS
 from headwise.lab.experiment.guided import PARSED, ROLES, Guided
 from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.function_rule import FunctionSVGD
