@@ -26,7 +26,7 @@ from headwise.lab.experiment.task import Data, Scale, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
 from headwise.lab.results.figures import write_pictures
-from headwise.lab.results.grids import terminal
+from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.page import write_report
 from headwise.lab.results.paired_tests import do_paired_tests
@@ -168,7 +168,7 @@ def publish_table(table: Table, folder: Path, console: Console, command: str) ->
     write_record(table, folder / RESULTS)
     drawn = write_pictures(table, folder / FIGURES)
     write_report(table, drawn, folder / REPORT, command=command)
-    console.print(terminal(table))
+    console.print(render_terminal(table))
     console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
 

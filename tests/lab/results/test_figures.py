@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from headwise.errors import DataError
 from headwise.lab.results import figures
@@ -24,7 +21,6 @@ from headwise.lab.results.figures import (
     score_by_similarity,
     write_pictures,
 )
-from headwise.lab.results.labels import overlap, place_labels
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Table, read_table
 from headwise.plots import heads
@@ -106,35 +102,17 @@ def test_arms_keep_their_look_in_every_figure(table):
     assert list(styles(table)) == [row.arm for row in table.arms]
 
 
-@settings(max_examples=25)
-@given(st.lists(st.tuples(st.floats(40, 460), st.floats(40, 300)), min_size=1, max_size=12))
-def test_labels_stay_in_the_frame_and_beside_their_dots(anchors):
-    sizes = [(60.0, 12.0)] * len(anchors)
-    frame = (0.0, 0.0, 500.0, 340.0)
-    for (x, y), box in zip(anchors, place_labels(anchors, sizes, [], frame), strict=True):
-        assert overlap(box, frame) == pytest.approx(60 * 12)
-        nearest = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        assert 5 < math.dist(nearest, (x, y)) < 60
-
-
-def test_labels_of_crowded_dots_cover_neither_each_other_nor_a_dot():
-    anchors = [(200.0 + 7 * index, 150.0 + 5 * (index % 3)) for index in range(8)]
-    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in anchors]
-    boxes = place_labels(anchors, [(50.0, 11.0)] * 8, dots, (0.0, 0.0, 500.0, 300.0))
-    for index, box in enumerate(boxes):
-        assert all(overlap(box, other) == 0 for other in boxes[:index])
-        assert all(overlap(box, dot) == 0 for dot in dots)
-
-
-def test_no_name_is_struck_out_by_the_level_of_plain():
+def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_at_its_level():
     dots = {"svgd:step_size=1.0": [(1.0, 63.1), (1.0, 63.3)], "spos:step_size=1.0": [(3.0, 62.0), (3.0, 65.0)]}
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
         plain = Estimate(0.632, 0.61, 0.65, p=1.0, seeds=5, items=100)
-        draw_means(figure, axes, dots, styles_of(list(dots), reference="plain"), plain)
-        level = axes.transData.transform((1.0, 63.2))[1]
-        names = [text.get_window_extent() for text in axes.texts if text.get_text() in dots]
-    assert [name.y0 < level < name.y1 for name in names] == [False, False]
+        draw_means(axes, dots, styles_of(list(dots), reference="plain"), plain)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == list(dots)
+        assert legend.get_window_extent().x0 > axes.get_window_extent().x1
+        assert [text.get_text() for text in axes.texts] == ["plain"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +133,7 @@ def test_scores_of_arms_at_chance_are_not_drawn_far_apart(scores, span):
 def test_every_axis_of_scores_spans_a_point(table, tmp_path, monkeypatch):
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
-        draw_means(figure, axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
+        draw_means(axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
         assert axes.get_ylim()[1] - axes.get_ylim()[0] == pytest.approx(1.0)
     spans = []
     monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))

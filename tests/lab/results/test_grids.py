@@ -5,18 +5,16 @@ import json
 import pytest
 from rich.console import Console, RenderableType
 
+from headwise.lab.results.cells import Grid
 from headwise.lab.results.grids import (
-    Grid,
     bins_grid,
     cost_grid,
     diversity_grid,
-    grids,
     head_grids,
-    markdown_of,
+    list_grids,
     plain_grid,
+    render_terminal,
     signature_grid,
-    terminal,
-    terminal_grid,
     verdict_grid,
 )
 from headwise.lab.results.table import Table, read_table
@@ -44,7 +42,7 @@ def hostile(tmp_path_factory) -> Table:
 
 
 def printed(table: Table, width: int) -> str:
-    return shown_at(width, terminal(table))
+    return shown_at(width, render_terminal(table))
 
 
 def shown_at(width: int, shown: RenderableType) -> str:
@@ -55,7 +53,7 @@ def shown_at(width: int, shown: RenderableType) -> str:
 
 
 def test_each_grid_has_a_row_an_arm_and_as_many_cells_as_columns(table):
-    for grid in grids(table):
+    for grid in list_grids(table):
         assert all(len(row) == len(grid.header) == len(grid.align) for row in grid.rows)
     assert [row[0] for row in verdict_grid(table).rows] == [row.arm for row in table.rows]
     assert [row[0] for row in bins_grid(table).rows] == [row.arm for row in table.rows]
@@ -80,7 +78,7 @@ def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better
     assert cost_grid(table).rows[0] == ("counts", "40.0", "–", "–", "–")  # noqa: RUF001
     assert cost_grid(table).rows[1][:4] == ("plain", "41.5", "3.3", "181,319")
     assert signature_grid(table).rows == (("chrF", "nc:6|version:2.6.0"),)
-    assert signature_grid(table) in grids(table)
+    assert signature_grid(table) in list_grids(table)
     assert "nc:6|version:2.6.0" in printed(table, 80)
     written = tmp_path / "results.json"
     write_record(table, written)
@@ -92,7 +90,7 @@ def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better
 def test_without_further_scores_the_grid_of_costs_has_arms_alone(table):
     assert cost_grid(table).header == ("arm", "params", "step\ntime")
     assert [row[0] for row in cost_grid(table).rows] == [row.arm for row in table.arms]
-    assert signature_grid(table) not in grids(table)
+    assert signature_grid(table) not in list_grids(table)
 
 
 def test_cells_say_what_the_table_says(table):
@@ -142,7 +140,7 @@ def layers_of_twelve() -> Grid:
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 300])
 @pytest.mark.parametrize("grid", [table_7(), layers_of_twelve()], ids=lambda grid: grid.title)
 def test_what_is_too_wide_stands_in_blocks_each_with_the_first_column_and_nothing_is_cut(grid, width):
-    text = shown_at(width, terminal_grid(grid))
+    text = shown_at(width, grid)
     lines = text.splitlines()
     assert "\u2026" not in text
     assert max(map(len, lines)) <= width
@@ -161,10 +159,10 @@ def test_what_is_too_wide_stands_in_blocks_each_with_the_first_column_and_nothin
 
 def test_words_are_broken_only_where_the_room_is_less():
     grid = Grid("claims", ("claim", "verdict"), (("a claim of several words", "better, on average"),), "ll")
-    said = shown_at(30, terminal_grid(grid))
+    said = shown_at(30, grid)
     assert all(word in said for word in ("several", "average"))
     long = Grid("signature", ("score", "signature"), (("BLEU", "x" * 70),), "ll")
-    assert "".join(shown_at(40, terminal_grid(long)).split()).count("x") == 70
+    assert "".join(shown_at(40, long).split()).count("x") == 70
 
 
 def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):
@@ -175,7 +173,7 @@ def test_many_bins_are_shown_without_intervals_in_a_terminal_alone(wide):
 
 def test_markup_in_an_arms_name_is_text_everywhere(hostile):
     assert "[red]a|b[/red]" in printed(hostile, 200)
-    written = "\n".join(markdown_of(grid) for grid in grids(hostile))
+    written = "\n".join(grid.to_markdown() for grid in list_grids(hostile))
     lines = [line for line in written.splitlines() if "script" in line]
     assert lines
     for line in lines:
@@ -185,8 +183,8 @@ def test_markup_in_an_arms_name_is_text_everywhere(hostile):
 
 
 def test_markdown_tables_are_rectangular(table):
-    for grid in grids(table):
-        lines = [line.replace(r"\|", "") for line in markdown_of(grid).splitlines() if line.startswith("|")]
+    for grid in list_grids(table):
+        lines = [line.replace(r"\|", "") for line in grid.to_markdown().splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1
 
 
@@ -230,7 +228,7 @@ def test_the_costs_of_heads_are_pooled_over_seeds_and_split_by_kind(tmp_path):
         ("svgd", "1", "2", "0 %", "0 %", "0 %", "15.0", "20.0", "10.0"),
     )
     assert loss.rows[0][-3:] == ("0.0083", "0.0027", "0.014")
-    assert {accuracy, loss} <= set(grids(read_table(out)))
+    assert {accuracy, loss} <= set(list_grids(read_table(out)))
     write_record(read_table(out), tmp_path / "results.json")
     rows = {row["arm"]: row["heads"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     assert rows["smooth"] == {}

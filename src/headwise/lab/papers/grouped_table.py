@@ -15,9 +15,8 @@ from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.seeding import key
 from headwise.lab.papers.reproduction import Published
-from headwise.lab.results.cells import NONE, percent
+from headwise.lab.results.cells import NONE, Grid, percent
 from headwise.lab.results.evidence import Evidence, by_seed
-from headwise.lab.results.grids import Grid
 from headwise.lab.results.statistics import estimate, holm
 from headwise.lab.results.table import Row, Table
 

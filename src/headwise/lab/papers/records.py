@@ -20,10 +20,10 @@ from headwise.lab.papers.claims import Found, Judged, judge
 from headwise.lab.papers.grouped_table import grouped_grid
 from headwise.lab.papers.initial_runs import Begun
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, lack_of
-from headwise.lab.results.cells import NONE, number, percent
+from headwise.lab.results.cells import NONE, Grid, number, percent
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.grids import NOTE, Grid, diversity_grid, grids, markdown_of, verdict_grid
+from headwise.lab.results.grids import NOTE, diversity_grid, list_grids, verdict_grid
 from headwise.lab.results.table import PLAIN, Table
 
 FOLDER = "results"
@@ -157,7 +157,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
     published = published_grid(found)
     measured = measures_grid(found)
     # what is about other numbers than the score shows of the score the verdicts alone
-    chosen = grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
+    chosen = list_grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
     every = [_titled(grid, part) for part, table in tables.items() for grid in chosen(table)]
     return {
         "id": reproduction.id,
@@ -227,14 +227,14 @@ def _section(found: Mapping[str, Any]) -> str:
         lines += [lack_of(found["left_out"]), ""]
     rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
     if rows:
-        lines += [markdown_of(Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")), ""]
+        lines += [Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll").to_markdown(), ""]
     if found.get("published"):
         other = OTHER_GROUPED if found.get("grouped") else OTHER
-        lines += [markdown_of(_read_grid(found["published"])), "", SAME if found["comparable"] else other, ""]
+        lines += [_read_grid(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
     for picture in found.get("pictures", ()):
         lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
     for grid in found["grids"]:
-        lines += [markdown_of(_read_grid(grid)), ""]
+        lines += [_read_grid(grid).to_markdown(), ""]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     begun = f" Begins with {found['begun']}." if found.get("begun") else ""
     metric = f"Primary metric, named beforehand: {found['primary']}."

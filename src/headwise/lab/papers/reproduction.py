@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 from headwise.errors import SettingError, require_choice
 from headwise.lab.papers.claims import Claim, Judged
 from headwise.lab.papers.sizes import Sizes, arm_name, arm_names, sized
+from headwise.lab.results.cells import Grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.grids import Grid
 from headwise.lab.results.table import Table
 
 

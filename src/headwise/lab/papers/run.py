@@ -40,7 +40,6 @@ from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.sizes import sized
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.grids import terminal_grid
 from headwise.lab.results.results import STEP_TIME
 from headwise.lab.results.table import Table, make_table
 
@@ -239,7 +238,7 @@ def report(
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
     made = summed_grid(reproduced), measures_grid(reproduced), published_grid(reproduced)
     for grid in filter(None, (*made, claims_grid(reproduced.judged))):
-        console.print(terminal_grid(grid))
+        console.print(grid)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
     if paper is not None:

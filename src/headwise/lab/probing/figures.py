@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headwise.lab.probing.probe import Probed, ProbedTask
-from headwise.lab.results.cells import NONE
+from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.grids import Grid
 from headwise.plots.style import GRAY, drawing_panels, styles_of, to_png
 
 if TYPE_CHECKING:

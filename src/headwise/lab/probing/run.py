@@ -34,7 +34,6 @@ from headwise.lab.probing.probe import (
     sentences_of,
 )
 from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
-from headwise.lab.results.grids import markdown_of, terminal_grid
 from headwise.lab.results.results import COMPARISON
 from headwise.lab.tasks.probing.data import load_probing
 from headwise.lab.tasks.probing.files import PROBES
@@ -218,8 +217,8 @@ def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, c
     lines = [f"# What {name} tells of sentences", "", "```console", f"$ {command}", "```", ""]
     for grid in (layers_grid(tasks), heads_grid(tasks), sets_grid(tasks)):
         if grid is not None:
-            console.print(terminal_grid(grid))
-            lines += [markdown_of(grid), ""]
+            console.print(grid)
+            lines += [grid.to_markdown(), ""]
     for said in (NOTE, *filter(None, map(_unfinished, tasks))):
         console.print(said, highlight=False)
         lines += [said, ""]

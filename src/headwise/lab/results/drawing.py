@@ -1,8 +1,4 @@
-"""How a comparison is drawn: estimates with their intervals, and means with names beside them.
-
-Owns what only an estimate or a table has; the look is that of `headwise.plots.style`. Must not know what is plotted
-against what; that is `figures`'.
-"""
+"""How a comparison is drawn: estimates with their intervals, and means over seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from headwise.lab.results.labels import Box, place_labels
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN, Table
 from headwise.plots.style import GRAY, Style, draw_range, styles_of
@@ -21,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# In points: the height of a line of text, and how far from its dot a name is led to it by a line.
-LINE, LEADER = 12.0, 14.0
+# Height of a line of text, in points.
+LINE = 12.0
 
 
 def styles(table: Table) -> dict[str, Style]:
@@ -95,50 +90,25 @@ def span_a_point(axes: Axes) -> None:
 
 
 def draw_means(
-    figure: Figure,
     axes: Axes,
     dots: Mapping[str, Sequence[tuple[float, float]]],
     style: Mapping[str, Style],
     plain: Estimate | None = None,
 ) -> None:
-    """Draw seeds as small dots and means as large ones, name each mean, and draw plain as a level with its interval."""
+    """Draw seeds as small dots and means as large ones with a legend, and plain as a level with its interval."""
     if plain is not None:
         _draw_level(axes, plain)
-    means = {arm: (fmean(x for x, _ in found), fmean(y for _, y in found)) for arm, found in dots.items()}
     for arm, found in dots.items():
         look = style[arm]
+        mean = fmean(x for x, _ in found), fmean(y for _, y in found)
         axes.scatter(*zip(*found, strict=True), s=18, color=look.color, marker=look.marker, alpha=0.45, linewidths=0)
         axes.scatter(
-            *means[arm], s=95, color=look.color, marker=look.marker, edgecolors="white", linewidths=1.2, zorder=3
+            *mean, s=95, color=look.color, marker=look.marker, edgecolors="white", linewidths=1.2, zorder=3, label=arm
         )
     axes.margins(0.08, 0.1)
     span_a_point(axes)
     axes.yaxis.set_major_formatter("{x:g}")
-    figure.draw_without_rendering()
-    # what is measured now must hold when the file is written
-    figure.set_layout_engine("none")
-    axes.autoscale(False)
-    per_point = DPI / 72
-    texts = [
-        axes.text(*means[arm], arm, color=style[arm].color, fontsize=9.5, fontweight="bold", va="bottom")
-        for arm in means
-    ]
-    sizes = [(box.width / per_point, box.height / per_point) for box in (text.get_window_extent() for text in texts)]
-    anchors = [_in_points(axes, mean) for mean in means.values()]
-    obstacles = [_around(anchor, 6) for anchor in anchors for _ in range(3)]
-    obstacles += [_around(_in_points(axes, dot), 2) for found in dots.values() for dot in found]
-    left, bottom, right, top = (edge / per_point for edge in axes.get_window_extent().extents)
-    if plain is not None:
-        level = _in_points(axes, (axes.get_xlim()[0], 100 * plain.value))[1]
-        obstacles.append((left, level - 2, right, level + 2))
-    places = place_labels(anchors, sizes, obstacles, (left, bottom, right, top))
-    back = axes.transData.inverted()
-    for text, box, (x, y) in zip(texts, places, anchors, strict=True):
-        text.set_position(tuple(back.transform((box[0] * per_point, box[1] * per_point))))
-        nearest = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
-        if math.dist(nearest, (x, y)) > LEADER:
-            (x0, y0), (x1, y1) = back.transform([[edge * per_point for edge in end] for end in (nearest, (x, y))])
-            axes.plot([x0, x1], [y0, y1], color=text.get_color(), linewidth=0.9, alpha=0.6, zorder=1)
+    axes.get_figure(root=True).legend(loc="outside right upper", frameon=False)
 
 
 def _draw_level(axes: Axes, plain: Estimate) -> None:
@@ -154,12 +124,3 @@ def _draw_level(axes: Axes, plain: Estimate) -> None:
         fontweight="bold",
         fontsize=9.5,
     )
-
-
-def _in_points(axes: Axes, dot: tuple[float, float]) -> tuple[float, float]:
-    x, y = axes.transData.transform(dot)
-    return float(x) * 72 / DPI, float(y) * 72 / DPI
-
-
-def _around(dot: tuple[float, float], half: float) -> Box:
-    return dot[0] - half, dot[1] - half, dot[0] + half, dot[1] + half

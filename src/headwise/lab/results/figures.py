@@ -201,11 +201,11 @@ def score_by_similarity(table: Table) -> Picture | None:
     dots = {arm: found for arm, found in dots.items() if found}
     if not dots:
         return None
-    with drawing(7.2, 4.8) as figure:
+    with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         axes.set_xlabel("mean cosine between the outputs of two heads (further left: heads differ more)")
         axes.set_ylabel(table.axis)
-        draw_means(figure, axes, dots, styles(table))
+        draw_means(axes, dots, styles(table))
         png = to_png(figure)
     caption = f"Diversity against {table.metric.name}: each small dot a seed, each large one the mean of an arm."
     alt = f"Output cosine and {table.metric.name}: " + "; ".join(
@@ -223,13 +223,13 @@ def score_by_force(table: Table) -> Picture | None:
     dots = {arm: found for arm, found in dots.items() if found}
     if len(dots) < 2:
         return None
-    with drawing(7.2, 4.8) as figure:
+    with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         logarithmic(axes)
         axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
         axes.set_ylabel(table.axis)
         plain = table.row(PLAIN)
-        draw_means(figure, axes, dots, styles(table), None if plain is None else plain.score)
+        draw_means(axes, dots, styles(table), None if plain is None else plain.score)
         png = to_png(figure)
     caption = (
         f"{_metric(table)} against the strength of repulsion: each small dot a seed, each large one the mean of an "

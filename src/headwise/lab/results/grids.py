@@ -1,45 +1,21 @@
-"""A comparison's table as text: grids of cells, and their terminal and Markdown forms.
-
-Owns which grids there are and their columns; how a number looks is `cells`'. Must not compute anything: the numbers
-are `table`'s.
-"""
+"""The grids of a comparison: verdicts, scores by bin, costs, diversity and what removing a head costs."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Group
 from rich.text import Text
 
-from headwise.lab.results.cells import NONE, number, p_range, percent, points, signed
+from headwise.lab.results.cells import NONE, Grid, number, p_range, percent, points, signed
 from headwise.lab.results.head_drops import LOSS, Drop, pooled
 from headwise.lab.results.table import PLAIN, Table
-from headwise.lab.results.terminal_columns import ColumnBlocks
 
 # More bins than this do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 5
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Cells of text with a title.
-
-    Attributes:
-        title: What the grid shows.
-        header: One text a column.
-        rows: Rows of one text a column.
-        align: One letter a column, l or r.
-    """
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    align: str
 
 
 def verdict_grid(table: Table) -> Grid:
@@ -172,7 +148,7 @@ def diversity_grid(table: Table) -> Grid:
     return Grid("how alike the heads are: means over seeds", header, rows, "l" + "r" * (len(header) - 1))
 
 
-def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
+def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
     """Return all grids that have rows, the verdicts first; `intervals` as for `bins_grid`."""
     every = (
         verdict_grid(table),
@@ -187,9 +163,9 @@ def grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
     return tuple(grid for grid in every if grid.rows)
 
 
-def terminal(table: Table) -> Group:
+def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
-    shown = [terminal_grid(grid) for grid in grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)]
+    shown = list_grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)
     notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
@@ -199,23 +175,3 @@ def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
         return NONE
     mean = fmean(drop.value for drop in drops)
     return number(mean) if score == LOSS else number(100 * mean)
-
-
-def terminal_grid(grid: Grid) -> ColumnBlocks:
-    """Return a grid as the terminal shows it: where it is too wide, in blocks of columns, each with the first."""
-    return ColumnBlocks(grid.title, grid.header, grid.rows, grid.align)
-
-
-def markdown_of(grid: Grid) -> str:
-    """Return a grid as a Markdown table under its title."""
-    rule = ["---" if letter == "l" else "--:" for letter in grid.align]
-    lines = [_line(map(_escaped, grid.header)), _line(rule)]
-    return "\n".join([f"**{_escaped(grid.title)}**", "", *lines, *(_line(map(_escaped, row)) for row in grid.rows)])
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))

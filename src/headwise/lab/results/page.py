@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headwise.lab.results.cells import Grid
 from headwise.lab.results.figures import OF_HEADS, Picture
 from headwise.lab.results.grids import (
-    Grid,
     bins_grid,
     cost_grid,
     diversity_grid,

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headwise.lab.experiment.seeding import key
-from headwise.lab.results.cells import NONE
+from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.grids import Grid
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.results.table import Table
 

@@ -58,13 +58,13 @@ def _scatter(
             dots.setdefault(run.arm, []).append((x, y))
     if len(dots) < 2:
         return None
-    with drawing(7.2, 4.8) as figure:
+    with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         if log:
             logarithmic(axes)
         axes.set_xlabel(across[0])
         axes.set_ylabel(up[0])
-        draw_means(figure, axes, dots, styles(table))
+        draw_means(axes, dots, styles(table))
         png = to_png(figure)
     alt = "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.2g}" for arm, found in dots.items()

@@ -44,11 +44,10 @@ def ratings(
     ] = False,
 ) -> None:
     """Count wins, losses and ties of the texts that raters compared."""
-    from headwise.lab.results.grids import terminal_grid
     from headwise.lab.tasks.graph2text.rating_results import ratings_grid, read_ratings, record_ratings
 
     found = read_ratings(key, files)
-    standard_console().print(terminal_grid(ratings_grid(found)))
+    standard_console().print(ratings_grid(found))
     if record:
         typer.echo(f"kept: {record_ratings(found)}")
 

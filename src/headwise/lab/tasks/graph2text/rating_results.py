@@ -16,8 +16,7 @@ import numpy as np
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.seeding import key
-from headwise.lab.results.cells import NONE
-from headwise.lab.results.grids import Grid
+from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.tasks.graph2text.rating import CRITERIA, SIDES
 
