@@ -24,7 +24,7 @@ from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.pool import default_workers
 from headwise.lab.jobs.progress import Bars, Clock, Lines, watch_for
 from headwise.lab.jobs.workers import run_jobs
-from headwise.lab.results.results import read_results
+from headwise.lab.results.runs import read_results
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.task import LogicTask
 from lab.jobs.pool_target import jobs, work

@@ -25,12 +25,12 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Scale, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
+from headwise.lab.results.comparison_page import write_report
 from headwise.lab.results.figures import write_pictures
 from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
-from headwise.lab.results.page import write_report
 from headwise.lab.results.paired_tests import do_paired_tests
-from headwise.lab.results.results import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
+from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
 from headwise.lab.results.table import Table, read_table
 from headwise.lab.results.table_json import write_record
 from headwise.lab.training.armed import armed

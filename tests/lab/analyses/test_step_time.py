@@ -19,7 +19,7 @@ from headwise.lab.experiment.run_folder import analysis_file, read_json, write_j
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.results.evidence import read_evidence
-from headwise.lab.results.results import STEP_RATIO, STEP_TIME
+from headwise.lab.results.runs import STEP_RATIO, STEP_TIME
 from headwise.lab.results.table import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.logic.logic_toy import TOY

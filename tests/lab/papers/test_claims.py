@@ -12,7 +12,7 @@ from headwise.lab.papers.claims import MEASURED, UNMEASURED, Claim, Contrast, ju
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
 from headwise.lab.papers.records import claims_grid
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.results import read_results
+from headwise.lab.results.runs import read_results
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 BINS = tuple(range(1, 13))

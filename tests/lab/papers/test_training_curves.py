@@ -11,7 +11,7 @@ from headwise.errors import DataError
 from headwise.lab.papers.repulsive import training_curves as module
 from headwise.lab.papers.repulsive.training_curves import training_curves
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.results import read_results
+from headwise.lab.results.runs import read_results
 from headwise.lab.results.table import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 

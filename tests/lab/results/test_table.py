@@ -9,8 +9,8 @@ import pytest
 
 from headwise.errors import DataError, NotFired
 from headwise.lab.experiment.seeding import key
-from headwise.lab.results.page import headline
-from headwise.lab.results.results import read_results
+from headwise.lab.results.comparison_page import headline
+from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
 from headwise.lab.results.table import Row, Table, make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run

@@ -15,7 +15,7 @@ from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import REDUNDANCY
-from headwise.lab.results.results import STEP_TIME
+from headwise.lab.results.runs import STEP_TIME
 
 HEAD_VECTORS = "head-vectors"
 RELIABILITY = "reliability"

@@ -22,7 +22,7 @@ from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
-from headwise.lab.results.results import STEP_RATIO
+from headwise.lab.results.runs import STEP_RATIO
 from headwise.lab.training.armed import armed
 from headwise.lab.training.optimizer import optimizer_of
 

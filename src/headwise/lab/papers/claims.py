@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwise.lab.experiment.seeding import key
 from headwise.lab.papers.measures import Shown
 from headwise.lab.results.evidence import Evidence, by_seed, by_shared_seed
-from headwise.lab.results.results import Run, starts_of
+from headwise.lab.results.runs import Run, starts_of
 from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
 
 # A claim is settled at this adjusted p-value.

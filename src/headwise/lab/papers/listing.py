@@ -24,7 +24,7 @@ from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.papers.run import Plan, seeds_at
 from headwise.lab.papers.sizes import sized
 from headwise.lab.results.cells import NONE
-from headwise.lab.results.results import COMPARISON
+from headwise.lab.results.runs import COMPARISON
 
 
 def show_list(out: Path, scale: str, console: Console) -> None:

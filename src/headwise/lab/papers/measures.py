@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.results import STEP_RATIO
+from headwise.lab.results.runs import STEP_RATIO
 
 ABSENT, UNMEASURED = "not run", "not measured"
 

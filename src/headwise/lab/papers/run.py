@@ -40,7 +40,7 @@ from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.sizes import sized
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.results import STEP_TIME
+from headwise.lab.results.runs import STEP_TIME
 from headwise.lab.results.table import Table, make_table
 
 # Prepared data, kept once for all comparisons below --out.

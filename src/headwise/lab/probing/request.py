@@ -16,7 +16,7 @@ from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.vectors import shape_of
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_asked
-from headwise.lab.results.results import COMPARISON
+from headwise.lab.results.runs import COMPARISON
 from headwise.lab.tasks.probing.files import FORMS, PROBES, probing_file
 
 CONFIG = "config.json"

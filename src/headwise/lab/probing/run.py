@@ -34,7 +34,7 @@ from headwise.lab.probing.probe import (
     sentences_of,
 )
 from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
-from headwise.lab.results.results import COMPARISON
+from headwise.lab.results.runs import COMPARISON
 from headwise.lab.tasks.probing.data import load_probing
 from headwise.lab.tasks.probing.files import PROBES
 from headwise.lab.tasks.probing.scales import PROBING_SCALES

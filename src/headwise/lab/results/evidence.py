@@ -15,7 +15,7 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.lab.experiment.arm import folder_of
 from headwise.lab.experiment.run_folder import ANALYSIS, RESULT, read_json
-from headwise.lab.results.results import COMPARISON, Results, Run, read_results
+from headwise.lab.results.runs import COMPARISON, Results, Run, read_results
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from headwise.lab.experiment.metrics import Measure, Metric
 from headwise.lab.experiment.seeding import key
 from headwise.lab.results.head_drops import HeadDrops
 from headwise.lab.results.paired_tests import PairedTests
-from headwise.lab.results.results import MEASURES, Results, Run, read_results, starts_of
+from headwise.lab.results.runs import MEASURES, Results, Run, read_results, starts_of
 from headwise.lab.results.statistics import RESAMPLES, Estimate, difference, holm, score, verdict
 
 PLAIN = "plain"

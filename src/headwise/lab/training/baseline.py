@@ -18,7 +18,7 @@ from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import Whole
 from headwise.lab.experiment.task import Scale
 from headwise.lab.experiment.versions import versions
-from headwise.lab.results.results import MEASURES
+from headwise.lab.results.runs import MEASURES
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings, Whole
 from headwise.lab.experiment.task import Task
-from headwise.lab.results.results import MEASURES, TEST
+from headwise.lab.results.runs import MEASURES, TEST
 from headwise.lab.training.baseline import BaselineSettings
 
 PART = "part-"

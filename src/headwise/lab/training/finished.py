@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.lab.experiment import run_folder
-from headwise.lab.results.results import COMPARISON
+from headwise.lab.results.runs import COMPARISON
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

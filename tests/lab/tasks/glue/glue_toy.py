@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import ElectraConfig, ElectraForPreTraining
 
-from headwise.lab.data.wordpieces import WordPieces, learn_word_pieces
+from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces
 from lab.tasks.pretraining.pretraining_toy import WORDS, document
 
 

@@ -13,13 +13,13 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.data.text_files import bounded_lines
-from headwise.lab.data.wordpieces import learn_word_pieces, read_word_pieces
 from headwise.lab.tasks.pretraining import prepare as preparing
 from headwise.lab.tasks.pretraining import text as pretraining_text
 from headwise.lab.tasks.pretraining.data import MaskedRow, StreamBatches, load_text, open_text
+from headwise.lab.tasks.pretraining.files import pieces, text_files
 from headwise.lab.tasks.pretraining.prepare import prepare_text
 from headwise.lab.tasks.pretraining.rows import Packer, masked_positions, segments
-from headwise.lab.tasks.pretraining.text import pieces, text_files
+from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
 from lab.tasks.pretraining.pretraining_toy import document, small, write_jsonl
 
 

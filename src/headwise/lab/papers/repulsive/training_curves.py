@@ -16,7 +16,7 @@ from headwise.lab.experiment.run_folder import EPOCHS
 from headwise.lab.results.drawing import styles
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.results import Run
+from headwise.lab.results.runs import Run
 from headwise.lab.results.table import Table
 from headwise.plots.style import draw_range, drawing_panels, to_png, whole_numbers
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
-from headwise.lab.data.labelled_texts import find_layout
+from headwise.lab.data.labeled_texts import find_layout
 from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen

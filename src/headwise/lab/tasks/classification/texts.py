@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
-from headwise.lab.data.labelled_texts import LabelledText, Layout, find_layout, read_labelled
+from headwise.lab.data.labeled_texts import LabelledText, Layout, find_layout, read_labelled
 from headwise.lab.data.spacy_pipelines import pipeline_files
 from headwise.lab.data.word_vectors import read_word_vectors
 from headwise.lab.tasks.classification.scales import ClassificationScale

@@ -16,7 +16,7 @@ from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import digest, numbered_lines
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.seeding import key
-from headwise.lab.results.results import REFERENCES
+from headwise.lab.results.runs import REFERENCES
 from headwise.lab.tasks.graph2text.data import test_graphs
 from headwise.lab.tasks.graph2text.files import Graph
 from headwise.report.html import Page

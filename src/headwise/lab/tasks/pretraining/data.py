@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from headwise.errors import DataError, require_integer
-from headwise.lab.data.wordpieces import WordPieces, read_word_pieces
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.seeding import key
+from headwise.lab.tasks.pretraining.files import text_files
 from headwise.lab.tasks.pretraining.prepare import (
     RECORD,
     TOKENIZER,
@@ -31,7 +31,7 @@ from headwise.lab.tasks.pretraining.prepare import (
     shard_file,
 )
 from headwise.lab.tasks.pretraining.rows import masked_positions, segments
-from headwise.lab.tasks.pretraining.text import text_files
+from headwise.lab.tasks.pretraining.wordpieces import WordPieces, read_word_pieces
 
 # Shards whose rows are shuffled together: memory is that of their order.
 TOGETHER = 8

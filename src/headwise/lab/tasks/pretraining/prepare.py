@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, stable_key
-from headwise.lab.data.wordpieces import WordPieces, learn_word_pieces, read_word_pieces
 from headwise.lab.experiment import run_folder
+from headwise.lab.tasks.pretraining.files import Piece, pieces
 from headwise.lab.tasks.pretraining.rows import Packer
-from headwise.lab.tasks.pretraining.text import Piece, pieces
+from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces, read_word_pieces
 
 FORMAT = "pretraining-2"  # changes with anything below that changes what is written
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"

@@ -24,10 +24,10 @@ from headwise.lab.frozen.open import open_export
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
+from headwise.lab.tasks.pretraining.files import FORMS, text_files
 from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, fingerprint_of, prepare_text
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES, PretrainingScale
 from headwise.lab.tasks.pretraining.scores import SHOWN, judged, row_losses, statistics_of
-from headwise.lab.tasks.pretraining.text import FORMS, text_files
 from headwise.lab.training.start import DISCRIMINATOR
 
 PROBED, PROBED_TOGETHER = 64, 32

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.data.labelled_texts import LabelledText, Layout
+from headwise.lab.data.labeled_texts import LabelledText, Layout
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.data.labelled_texts import LabelledText, Layout, find_layout, read_labelled, read_rows
+from headwise.lab.data.labeled_texts import LabelledText, Layout, find_layout, read_labelled, read_rows
 from headwise.lab.tasks.sentence.author_profiles import read_profiles, truth_of
 
 # The released code takes the first lines of Yelp's own file.

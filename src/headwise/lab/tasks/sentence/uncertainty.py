@@ -14,7 +14,7 @@ import torch
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import Ragged, digest
-from headwise.lab.data.labelled_texts import read_texts
+from headwise.lab.data.labeled_texts import read_texts
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.models.text_classifiers import TextClassifier

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headwise.lab.results.comparison_page import headline, printed, report_page, write_report
 from headwise.lab.results.figures import pictures
-from headwise.lab.results.page import headline, printed, report_page, write_report
 from headwise.lab.results.table import Table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.labelled_texts import Layout, find_layout, read_labelled
+from headwise.lab.data.labeled_texts import Layout, find_layout, read_labelled
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(
