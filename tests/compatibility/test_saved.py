@@ -112,6 +112,12 @@ def test_a_saved_model_of_transformers_is_rebuilt_and_answers_as_it_did():
         torch.testing.assert_close(bert(**kept).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
 
 
+def assert_same_report(before, after):
+    """Assert that two reports differ only in the wording of their notes."""
+    assert len(before["notes"]) == len(after["notes"])
+    assert_same(before | {"notes": after["notes"]}, after)
+
+
 def test_a_saved_report_says_what_measuring_says():
     before = hw.load_report("report.json")
     roles = hw.Roles(hw.Separator(), hw.Window(3))
@@ -127,7 +133,7 @@ def test_a_saved_report_says_what_measuring_says():
     )
     assert after.compare(before).rows[1]
     after.save("again.json")
-    assert_same(read("report.json"), read("again.json"))
+    assert_same_report(read("report.json"), read("again.json"))
     before.save("kept.json")
     assert_same(read("report.json"), read("kept.json"), within=0.0)
 
@@ -175,7 +181,7 @@ def test_inspect_opens_a_saved_run_and_finds_what_it_found(name):
     headwise("inspect", RUNS[name], "--text", f"{name}.txt", "--out", "out")
     old, new = read(f"inspected/{name}/report.json"), read("out/report.json")
     # the class of a laboratory model may be renamed
-    assert_same(old | {"model": new["model"]}, new)
+    assert_same_report(old | {"model": new["model"]}, new)
 
 
 def test_probe_opens_a_saved_run_and_finds_what_it_found():

@@ -9,7 +9,7 @@ import torch
 from headwise.errors import SettingError
 from headwise.metrics.intervals import Interval
 from headwise.report.html import Page
-from headwise.report.inspection import Sentence, inspection_page
+from headwise.report.inspection import Sentence, make_inspection_page
 from headwise.report.layer import LayerReport
 from headwise.report.report import Report
 from report.chromium import Chromium, find_chromium
@@ -66,7 +66,7 @@ def sentences() -> list[Sentence]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("page") / "heads.html"
-    inspection_page(REPORT, sentences(), title="Heads <of> a model").write(path)
+    make_inspection_page(REPORT, sentences(), title="Heads <of> a model").write(path)
     return path
 
 
@@ -118,9 +118,9 @@ def test_a_script_that_would_end_its_element_and_data_that_is_none_are_refused()
 def test_weights_of_another_shape_are_refused():
     wrong = Sentence(("one", "two"), (torch.ones(2, 3, 3), None))
     with pytest.raises(SettingError, match=r"weights of layers\.0 have shape \(2, 3, 3\); expected \(2, 2, 2\)"):
-        inspection_page(REPORT, [wrong])
+        make_inspection_page(REPORT, [wrong])
     with pytest.raises(SettingError, match="weights of 1 layers"):
-        inspection_page(REPORT, [Sentence(("one",), (None,))])
+        make_inspection_page(REPORT, [Sentence(("one",), (None,))])
 
 
 def test_hostile_tokens_stay_text_in_a_browser(browser: Chromium):

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
 from headwise.report.prefix_cache import record
-from headwise.report.removal_cost import head_costs
+from headwise.report.removal_cost import measure_removal
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20, "vocab_size": 30}
 
@@ -141,7 +141,7 @@ def test_what_a_head_costs_is_to_the_bit_that_of_whole_forwards(name: str):
     make, batches = MODELS[name]
     model = make().eval()
     heads = hw.find_heads(model)
-    found = head_costs(heads, batches(), run, spread)
+    found = measure_removal(heads, batches(), run, spread)
     by_importance = torch.stack(
         [torch.cat([spread(run(model, batch), batch).double().detach() for batch in batches()])]
     )
@@ -158,15 +158,15 @@ def test_it_is_said_whether_forwards_were_whole_and_why():
     torch.manual_seed(0)
     batches = tensors()
     model = Stack("plain").eval()
-    assert head_costs(hw.find_heads(model), batches, run, spread).replayed
+    assert measure_removal(hw.find_heads(model), batches, run, spread).replayed
     told = Told().eval()
-    found = head_costs(hw.find_heads(told), batches, run, spread)
+    found = measure_removal(hw.find_heads(told), batches, run, spread)
     assert not found.replayed
-    assert "put out other numbers" in found.reason
+    assert "returned other numbers" in found.reason
     report = hw.measure(told, hw.find_heads(told), batches, score=spread)
-    assert any("every forward without a head was computed whole" in note for note in report.notes)
+    assert any("every forward pass without a head was computed in full" in note for note in report.notes)
     one = Stack("plain", layers=1).eval()
-    assert head_costs(hw.find_heads(one), batches, run, spread).reason == "no layer is done before another begins"
+    assert measure_removal(hw.find_heads(one), batches, run, spread).reason == "no layer ends before another begins"
 
 
 def test_what_ran_before_a_head_does_not_run_again():
@@ -206,7 +206,7 @@ def test_an_output_that_was_changed_in_place_is_never_given_back():
         model(tensors()[0])
     assert set(recording.changed) == {"layers.0", "layers.1", "layers.2"}
     # what was not changed is given back still
-    assert head_costs(hw.find_heads(model), tensors(), run, spread).replayed
+    assert measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
 
 
 def test_the_numbers_of_a_report_are_the_metrics():
@@ -336,13 +336,13 @@ def test_progress_is_told_to_the_end():
 def test_what_cannot_be_measured_is_refused():
     model, other = Stack("plain"), Stack("plain")
     heads = hw.find_heads(model)
-    with pytest.raises(SettingError, match="heads are of another model"):
+    with pytest.raises(SettingError, match="heads belong to another model"):
         hw.measure(other, heads, tensors())
     with pytest.raises(SettingError, match="no batch"):
         hw.measure(model, heads, [])
     with pytest.raises(SettingError, match="a batch is a tuple"):
         hw.measure(model, heads, [(1, 2)])
-    with pytest.raises(ShapeError, match="score returned float; expected a tensor with one number an item"):
+    with pytest.raises(ShapeError, match="score returned float; expected a tensor with one number per item"):
         hw.measure(model, heads, tensors(), score=lambda output, _: float(output.mean()))
     with pytest.raises(ShapeError, match="score returned nan"):
         hw.measure(model, heads, tensors(), score=lambda output, _: output[:, 0, 0] * float("nan"))
@@ -356,8 +356,8 @@ def test_what_a_layer_keeps_for_a_later_one_is_seen_and_every_forward_computed_w
     torch.manual_seed(0)
     model = Keeping(before).eval()
     heads, told = hw.find_heads(model), []
-    fast = head_costs(heads, tensors(), run, spread, advance=told.append)
-    slow = head_costs(heads, tensors(), run, spread, replay=False)
+    fast = measure_removal(heads, tensors(), run, spread, advance=told.append)
+    slow = measure_removal(heads, tensors(), run, spread, replay=False)
     assert not fast.replayed
     assert ("KeyError" if before else "other numbers") in fast.reason
     assert all(torch.equal(fast.drops[name], slow.drops[name]) for name in slow.drops)
@@ -367,7 +367,7 @@ def test_what_a_layer_keeps_for_a_later_one_is_seen_and_every_forward_computed_w
 
 def test_a_model_that_draws_is_computed_whole():
     model = Keeping("noise").eval()
-    assert not head_costs(hw.find_heads(model), tensors(), run, spread).replayed
+    assert not measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
 
 
 def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
@@ -395,7 +395,7 @@ def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
 def test_numbers_that_are_none_are_refused_by_the_site():
     model = Stack("plain").eval()
     model.layers[1].self_attn.in_proj_bias.data[-1] = float("nan")
-    with pytest.raises(DataError, match=r"layers\.1\.self_attn: .* of its heads is no finite number on these batches"):
+    with pytest.raises(DataError, match=r"layers\.1\.self_attn: .* of its heads is not finite on these batches"):
         hw.measure(model, hw.find_heads(model), tensors())
 
 
@@ -411,4 +411,4 @@ def test_one_token_has_no_cka_and_the_note_says_so():
     model = Stack("plain").eval()
     report = hw.measure(model, hw.find_heads(model), [torch.randn(1, 1, 12)])
     assert "output_cka" not in report.layers[0].pairs
-    assert any("CKA was left out: it compares two tokens or more" in note for note in report.notes)
+    assert any("CKA was omitted: it needs at least two tokens" in note for note in report.notes)

@@ -12,7 +12,7 @@ from headwise.errors import SettingError
 from headwise.plots.style import GRAY, Style, drawing_panels
 from headwise.report.layer import LayerReport
 from headwise.report.report import Comparison, Report
-from headwise.report.tables import layer_name
+from headwise.report.tables import name_layer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,6 +139,6 @@ def _draw_expected(axes: Axes, panel: _Panel, layers: Sequence[LayerReport]) -> 
 
 def _name_layers(axes: Axes, layers: Sequence[LayerReport]) -> None:
     places = range(0, len(layers), math.ceil(len(layers) / NAMED))
-    axes.set_xticks(list(places), [layer_name(layers[place]) for place in places])
+    axes.set_xticks(list(places), [name_layer(layers[place]) for place in places])
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.grid(visible=False, axis="x")

@@ -1,8 +1,7 @@
-"""The one writer of self-contained HTML pages: everything escaped, images inside, nothing fetched.
+"""Write self-contained HTML pages: everything escaped, images embedded, no external resources.
 
-Owns the markup and its style. Must not know what a page is about. A page is one file that can be mailed, opened
-from disk and printed; a content policy in its head forbids the browser to load anything, and to run any script but
-those of the page's own views, which it knows by their digests.
+A page is one file that can be mailed, opened from disk and printed. Its content security policy forbids the browser to
+load anything, and to run any script except those of the page's own views, which are listed by their digests.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from headwise.atomic import write_whole
 from headwise.errors import SettingError, require_integer
 
-# Dots of a picture to an inch.
+# Dots per inch of figures.
 DPI = 160
 
 ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
@@ -25,10 +24,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Page:
-    """A page that is built from top to bottom and written once.
+    """A page, built from top to bottom and written once.
 
     Args:
-        title: Its title, also shown as the first heading.
+        title: Title of the page, also its first heading.
 
     Example:
         >>> page = Page("Heads <of> a model")
@@ -44,38 +43,38 @@ class Page:
         self._styles: dict[str, str] = {}
 
     def heading(self, text: str, *, level: int = 2) -> None:
-        """Add a heading; level 1 is the title's."""
+        """Add a heading; level 1 is the title."""
         require_integer("level", level, low=2, high=4)
-        self._parts.append(f"<h{level}>{_text(text)}</h{level}>")
+        self._parts.append(f"<h{level}>{_escape(text)}</h{level}>")
 
     def paragraph(self, text: str, *, kind: str = "") -> None:
         """Add a paragraph.
 
         Args:
-            text: Its text.
-            kind: "" for the body, "lead" for the sentence a reader should take away, "note" for small print.
+            text: Text of the paragraph.
+            kind: "" for body text, "lead" for the key message, "note" for small print.
         """
         if kind not in ("", "lead", "note"):
             raise SettingError(f"kind is {kind!r}; expected '', 'lead' or 'note'.")
-        self._parts.append(f'<p class="{kind}">{_text(text)}</p>' if kind else f"<p>{_text(text)}</p>")
+        self._parts.append(f'<p class="{kind}">{_escape(text)}</p>' if kind else f"<p>{_escape(text)}</p>")
 
     def code(self, text: str) -> None:
-        """Add lines to be read or copied as they are."""
-        self._parts.append(f'<pre tabindex="0"><code>{_text(text)}</code></pre>')
+        """Add preformatted text."""
+        self._parts.append(f'<pre tabindex="0"><code>{_escape(text)}</code></pre>')
 
     def table(
         self, header: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "", caption: str = ""
     ) -> None:
-        """Add a table whose first column names its rows; where it is too wide it scrolls in a box of its own.
+        """Add a table whose first column names its rows; a wide table scrolls.
 
         Args:
-            header: One text a column.
-            rows: Rows of one text a column.
-            align: One letter a column: l, r or c; "" is a left first column and right others.
-            caption: What the table shows.
+            header: One text per column.
+            rows: Rows with one text per column.
+            align: One letter per column: l, r or c; "" aligns the first column left and the others right.
+            caption: Caption of the table.
 
         Raises:
-            SettingError: A row or `align` does not have as many columns as the header.
+            SettingError: A row or `align` has another number of columns than the header.
         """
         align = align or "l" + "r" * (len(header) - 1)
         if not header or len(align) != len(header) or set(align) - ALIGNMENTS.keys():
@@ -84,55 +83,57 @@ class Page:
         body = []
         for row in rows:
             if len(row) != len(header):
-                raise SettingError(f"a row has {len(row)} cells; expected {len(header)}, one a column.")
+                raise SettingError(f"a row has {len(row)} cells; expected {len(header)}, one per column.")
             first, *others = zip(classes, row, strict=True)
-            body.append("<tr>" + _cell("th", *first, scope="row") + "".join(_cell("td", *cell) for cell in others))
-        head = "".join(_cell("th", kind, text, scope="col") for kind, text in zip(classes, header, strict=True))
-        title = f"<caption>{_text(caption)}</caption>" if caption else ""
+            body.append(
+                "<tr>" + _make_cell("th", *first, scope="row") + "".join(_make_cell("td", *cell) for cell in others)
+            )
+        head = "".join(_make_cell("th", kind, text, scope="col") for kind, text in zip(classes, header, strict=True))
+        title = f"<caption>{_escape(caption)}</caption>" if caption else ""
         self._parts.append(
-            f'<div class="scroll" role="region" aria-label="{_text(caption or self.title)}" tabindex="0">'
+            f'<div class="scroll" role="region" aria-label="{_escape(caption or self.title)}" tabindex="0">'
             f"<table>{title}<thead><tr>{head}</tr></thead>\n<tbody>"
             + "</tr>\n".join([*body, ""])
             + "</tbody></table></div>"
         )
 
     def figure(self, png: bytes, *, caption: str, alt: str) -> None:
-        """Add a picture, as wide as it was drawn, at `DPI` dots an inch, or as the page.
+        """Add a figure at the width it was drawn with, at `DPI` dots per inch, or at page width if that is less.
 
         Args:
             png: The bytes of a PNG file.
-            caption: What to see in it.
-            alt: What it shows, for a reader who cannot see it.
+            caption: Caption of the figure.
+            alt: Description for readers who cannot see it.
 
         Raises:
-            SettingError: The bytes are not a PNG's, or `alt` is empty.
+            SettingError: The bytes are not a PNG file, or `alt` is empty.
         """
         if not png.startswith(PNG):
-            raise SettingError(f"the picture begins with {png[:8]!r}; expected the bytes of a PNG file.")
+            raise SettingError(f"the figure begins with {png[:8]!r}; expected the bytes of a PNG file.")
         if not alt.strip():
-            raise SettingError("alt is empty; expected what the picture shows, in words.")
+            raise SettingError("alt is empty; expected a description of the figure.")
         data = base64.b64encode(png).decode("ascii")
-        # a PNG's width in dots stands in its first chunk; a page has 96 to an inch
+        # bytes 16 to 20 of a PNG hold its width in pixels; CSS has 96 pixels per inch
         width = round(int.from_bytes(png[16:20], "big") * 96 / DPI)
         self._parts.append(
-            f'<figure><div class="scroll" tabindex="0"><img width="{width}" alt="{_text(alt)}" '
-            f'src="data:image/png;base64,{data}"></div><figcaption>{_text(caption)}</figcaption></figure>'
+            f'<figure><div class="scroll" tabindex="0"><img width="{width}" alt="{_escape(alt)}" '
+            f'src="data:image/png;base64,{data}"></div><figcaption>{_escape(caption)}</figcaption></figure>'
         )
 
     def view(self, name: str, data: object, *, script: str, style: str = "") -> None:
-        """Add a view that a reader can act on: an empty element that a script fills from data.
+        """Add an interactive view: an empty element that a script fills from data.
 
-        The data is a block of JSON in which no text can end the block or begin another; the script must put texts
-        from it on the page as text, never as markup.
+        The data is embedded as JSON in which no text can end or begin an element. The script must insert texts from it
+        as text, never as markup.
 
         Args:
-            name: The id of the element; the data is in the element of that id with "-data" after it.
-            data: What `json.dumps` takes.
-            script: Source of the script: headwise's own, never a user's text.
+            name: Id of the element; the data is in the element with this id and "-data" appended.
+            data: Anything `json.dumps` accepts.
+            script: Source of the script; headwise's own, never a user's text.
             style: Style sheet of the view.
 
         Raises:
-            SettingError: The data is no JSON, or the script would end its own element.
+            SettingError: The data is not valid JSON, or the script would end its own element.
         """
         if "</" in script or "<!--" in script or "</" in style:
             raise SettingError(f"the script or style of {name} holds '</' or '<!--', which ends an element of HTML.")
@@ -143,7 +144,7 @@ class Page:
         for sign in "<>&":
             text = text.replace(sign, f"\\u{ord(sign):04x}")
         self._scripts[name], self._styles[name] = script, style
-        label = _text(name)
+        label = _escape(name)
         self._parts.append(
             f'<section id="{label}"><noscript><p class="note">This view needs JavaScript.</p></noscript></section>\n'
             f'<script type="application/json" id="{label}-data">{text}</script>'
@@ -151,7 +152,7 @@ class Page:
 
     def render(self) -> str:
         """Return the page as HTML."""
-        title = _text(self.title)
+        title = _escape(self.title)
         digests = (hashlib.sha256(script.encode()).digest() for script in self._scripts.values())
         allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
         scripts = f"; script-src {allowed}" if allowed else ""
@@ -169,22 +170,22 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the page so that a reader sees the old file or the new one, never a part.
+        """Write the page atomically.
 
         Raises:
             DataError: The file cannot be written.
         """
-        # half a surrogate pair has no bytes in UTF-8
+        # an unpaired surrogate cannot be encoded as UTF-8
         write_whole(path, self.render().encode("utf-8", errors="replace"))
 
 
-def _cell(tag: str, kind: str, text: str, *, scope: str = "") -> str:
+def _make_cell(tag: str, kind: str, text: str, *, scope: str = "") -> str:
     scoped = f' scope="{scope}"' if scope else ""
-    return f'<{tag}{scoped} class="{kind}">{_text(text)}</{tag}>'
+    return f'<{tag}{scoped} class="{kind}">{_escape(text)}</{tag}>'
 
 
-def _text(text: str) -> str:
-    """Return text that means itself anywhere in HTML; control characters, which HTML has no form for, are shown."""
+def _escape(text: str) -> str:
+    """Escape text for HTML; control characters, which HTML cannot represent, become a visible replacement."""
     shown = "".join("\ufffd" if ord(letter) < 32 and letter not in "\t\n" else letter for letter in text)
     return escape(shown, quote=True)
 

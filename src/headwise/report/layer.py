@@ -1,7 +1,4 @@
-"""What was measured of the heads of one attention module, as plain numbers.
-
-Owns `LayerReport` and the names of its measures. Must not know models or files.
-"""
+"""The measures of the heads of one attention module, as plain numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from headwise.errors import require_choice
 from headwise.metrics.intervals import Interval
 
 Matrix = tuple[tuple[float, ...], ...]
-# Measures of two heads, in the order of the tables: their name, and what they are in words.
+# Measures of pairs of heads, in the order of the tables, with their descriptions.
 PAIRS = {
     "output_cosine": "cosine of outputs",
     "output_cka": "linear CKA of outputs",
@@ -38,16 +35,16 @@ class LayerReport:
     Attributes:
         site: Dotted name of the module.
         kind: "self", "decoder" or "cross".
-        stack: Dotted name of its stack.
-        layer: Its layer there, from 0.
+        stack: Dotted name of the stack of layers it is in.
+        layer: Index of its layer in the stack, from 0.
         heads: Number of heads H.
-        pairs: For each measure of `PAIRS` that could be read a symmetric matrix [H, H] ([G, G] for values and keys
-            under grouped queries).
+        pairs: For each measure in `PAIRS` that could be read, a symmetric matrix [H, H] ([G, G] for values and keys
+            with grouped queries).
         terms: The similarities that the penalties of Li et al. 2021 minimize: "output", "subspace", "position".
-        entropy: Mean entropy of each head's attention in nats, [H]; empty where weights could not be read.
-        drops: What the removal of each head takes from the score, [H]; empty where no score was given.
-        roles: For each role the share of each head's attention on its pairs, R rows of [H].
-        chance: The same for a random mask as sparse as the role, [R].
+        entropy: Mean entropy of each head's attention in nats, [H]; empty if the weights could not be read.
+        drops: Drop of the score without each head, [H]; empty without a score.
+        roles: For each role, the share of each head's attention on its pairs, R rows of [H].
+        chance: The share for a random mask as sparse as the role, [R].
     """
 
     site: str
@@ -63,7 +60,7 @@ class LayerReport:
     chance: tuple[float, ...] = ()
 
     def mean(self, measure: str) -> float | None:
-        """Return the mean over pairs of two different heads, or None where it was not measured.
+        """Return the mean over pairs of different heads, or None if it was not measured.
 
         >>> LayerReport("attn", "self", "", 0, 2, {"output_cosine": ((1.0, 0.25), (0.25, 1.0))}).mean("output_cosine")
         0.25
@@ -72,7 +69,7 @@ class LayerReport:
         return sum(others) / len(others) if others else None
 
     def of_heads(self, measure: str) -> tuple[float, ...]:
-        """Return for each head the mean over the others; empty where it was not measured."""
+        """Return for each head its mean over the other heads; empty if it was not measured."""
         require_choice("measure", measure, PAIRS)
         matrix = self.pairs.get(measure, ())
         if len(matrix) < 2:
@@ -81,5 +78,5 @@ class LayerReport:
 
     @property
     def drop(self) -> float | None:
-        """The mean drop of the score over heads, or None where none was measured."""
+        """Mean drop of the score over heads, or None if it was not measured."""
         return sum(drop.value for drop in self.drops) / len(self.drops) if self.drops else None

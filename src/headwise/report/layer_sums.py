@@ -1,7 +1,4 @@
-"""What one attention module did over many calls: sums that become the numbers of its layer.
-
-Owns what is computed from a capture. Must not know how captures come about, or how a report is shown.
-"""
+"""Sums over the calls of one attention module, from which its layer report is made."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from headwise.metrics.intervals import mean_interval
 from headwise.metrics.pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
 from headwise.metrics.roles import RoleShares, role_shares
 from headwise.report.layer import LayerReport, Matrix
-from headwise.report.removal_cost import HeadCosts
+from headwise.report.removal_cost import RemovalCosts
 
 
-class SiteSums:
-    """What one site did so far."""
+class LayerSums:
+    """Sums over the calls of one attention module so far."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, PairSums] = {}
@@ -35,13 +32,13 @@ class SiteSums:
         self.shares: RoleShares | None = None
 
     def add(self, capture: Capture, mask: HeadMask | None) -> None:
-        """Add one call."""
+        """Add one call of the module."""
         if capture.outputs is not None:
             outputs, keep = capture.outputs, capture.query_keep
             cosines = cosine_pairs(outputs, keep)
             self._pair("output_cosine", cosines)
             self._pair("output_distance", distance_pairs(outputs, keep))
-            self._term("output", _over_all(cosines))
+            self._term("output", _average_all_pairs(cosines))
             if outputs.shape[2] > 1:
                 moments = output_moments(outputs, keep)
                 self.moments = moments if self.moments is None else self.moments + moments
@@ -49,7 +46,7 @@ class SiteSums:
             cosines = cosine_pairs(capture.values, capture.key_keep)
             self._pair("value_cosine", cosines)
             self._pair("value_distance", distance_pairs(capture.values, capture.key_keep))
-            self._term("subspace", _over_all(cosines))
+            self._term("subspace", _average_all_pairs(cosines))
         if capture.weights is not None:
             pairs, entropy = attention_pairs(capture.weights, capture.query_keep)
             self._pair("attention_js", pairs)
@@ -59,34 +56,34 @@ class SiteSums:
                 shares = role_shares(capture.weights, mask.roles.to(capture.weights.device), capture.query_keep)
                 self.shares = shares if self.shares is None else self.shares + shares
 
-    def _pair(self, name: str, found: PairSums) -> None:
-        self.pairs[name] = self.pairs[name] + found if name in self.pairs else found
+    def _pair(self, name: str, pairs: PairSums) -> None:
+        self.pairs[name] = self.pairs[name] + pairs if name in self.pairs else pairs
 
     def _term(self, name: str, found: tuple[Tensor, Tensor]) -> None:
         before = self.terms.get(name)
         self.terms[name] = found if before is None else (before[0] + found[0], before[1] + found[1])
 
 
-def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: list[str]) -> LayerReport:
-    """Return the numbers of a layer; what was left out is added to the notes."""
-    pairs = {name: _matrix(found.mean) for name, found in sums.pairs.items()}
+def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, notes: list[str]) -> LayerReport:
+    """Make the report of a layer; whatever is omitted is added to the notes."""
+    pairs = {name: _to_rows(found.mean) for name, found in sums.pairs.items()}
     if sums.moments is not None:
         of = "queries" if site.kind == "pooling" else "tokens"
         if sums.moments.count < 2:
-            notes.append(f"CKA was left out: it compares two {of} or more.")
+            notes.append(f"CKA was omitted: it needs at least two {of}.")
         else:
-            pairs["output_cka"] = _matrix(sums.moments.linear_cka_matrix())
+            pairs["output_cka"] = _to_rows(sums.moments.linear_cka_matrix())
         if 1 < sums.moments.count < 10 * site.head_size:
             notes.append(
-                f"CKA is over {sums.moments.count} {of}; heads of {site.head_size} numbers want "
-                f"{10 * site.head_size} or more, fewer raise it."
+                f"CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, fewer "
+                f"than {10 * site.head_size} bias it upward."
             )
     _require_finite(site, pairs)
-    pairs |= _of_parameters(site, notes)
+    pairs |= _compare_parameters(site, notes)
     shares = sums.shares
-    told = shares is not None and bool((shares.queries > 0).all())
-    if shares is not None and not told:
-        notes.append("a role allows no pair on these batches; roles were left out.")
+    complete = shares is not None and bool((shares.queries > 0).all())
+    if shares is not None and not complete:
+        notes.append("a role allows no pair on these batches; roles were omitted.")
     return LayerReport(
         site=site.name,
         kind=site.kind,
@@ -97,8 +94,8 @@ def layer_report(site: Site, sums: SiteSums, costs: HeadCosts | None, notes: lis
         terms={name: float(total / count.clamp_min(1)) for name, (total, count) in sums.terms.items()},
         entropy=() if sums.entropy is None else tuple((sums.entropy / sums.pairs["attention_js"].count).tolist()),
         drops=() if costs is None else tuple(mean_interval(drops) for drops in costs.drops[site.name]),
-        roles=_matrix(shares.share.T) if shares is not None and told else (),
-        chance=tuple(shares.expected.tolist()) if shares is not None and told else (),
+        roles=_to_rows(shares.share.T) if shares is not None and complete else (),
+        chance=tuple(shares.expected.tolist()) if shares is not None and complete else (),
     )
 
 
@@ -106,17 +103,17 @@ def _require_finite(site: Site, pairs: Mapping[str, Matrix]) -> None:
     wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
     if wrong is not None:
         raise DataError(
-            f"{site.name or 'the model'}: {wrong.replace('_', ' ')} of its heads is no finite number on these batches; "
-            "look for inputs or weights that are not."
+            f"{site.name or 'the model'}: {wrong.replace('_', ' ')} of its heads is not finite on these batches; "
+            "check the inputs and weights for NaN or infinity."
         )
 
 
-def _over_all(cosines: PairSums) -> tuple[Tensor, Tensor]:
-    """Return `output_similarity_sum` of the same vectors, the mean over all ordered pairs, and the number of tokens."""
+def _average_all_pairs(cosines: PairSums) -> tuple[Tensor, Tensor]:
+    """Return `output_similarity_sum` of the same vectors: the mean over all ordered pairs, and the number of tokens."""
     return cosines.total.sum() / cosines.total.numel(), torch.tensor(cosines.count)
 
 
-def _of_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
+def _compare_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
     found: dict[str, Matrix] = {}
     for head_slice in site.slices:
         name = "value_parameter" if head_slice.projection == "value" else head_slice.projection
@@ -124,11 +121,11 @@ def _of_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
             particles = head_slice.view(head_slice.parameter.detach()).flatten(1)
             cosine, distance = parameter_pairs(particles)
         except HeadwiseError as error:
-            notes.append(f"parameters were left out: {error}")
+            notes.append(f"parameters were omitted: {error}")
             continue
-        found |= {f"{name}_cosine": _matrix(cosine), f"{name}_distance": _matrix(distance)}
+        found |= {f"{name}_cosine": _to_rows(cosine), f"{name}_distance": _to_rows(distance)}
     return found
 
 
-def _matrix(matrix: Tensor) -> Matrix:
+def _to_rows(matrix: Tensor) -> Matrix:
     return tuple(tuple(row) for row in matrix.detach().cpu().double().tolist())

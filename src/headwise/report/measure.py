@@ -1,8 +1,4 @@
-"""`measure`: what the heads of a model do on a user's batches, and what each of them is worth.
-
-Owns the walk over batches and what is read of each attention module. The equations are those of `metrics`,
-`disagreement`, `head_pairs` and `role_shares`; nothing here is a loss, and no gradient flows.
-"""
+"""Measure the heads of a model on batches: their similarity, their attention, and the cost of removing each."""
 
 from __future__ import annotations
 
@@ -22,8 +18,8 @@ from headwise.heads.site import Site
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
-from headwise.report.layer_sums import SiteSums, layer_report
-from headwise.report.removal_cost import EVERY_FORWARD_WHOLE, Score, head_costs
+from headwise.report.layer_sums import LayerSums, make_layer_report
+from headwise.report.removal_cost import NO_REPLAY, Score, measure_removal
 from headwise.report.report import Report
 
 WHAT = {"outputs": "outputs", "values": "values", "weights": "attention weights"}
@@ -41,42 +37,41 @@ def measure(
     replay: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Return what the heads of a model do, layer by layer, and what the removal of each head costs.
+    """Measure the heads of a model, layer by layer, and the cost of removing each head.
 
-    Read in one forward a batch, with all heads: for each two heads of a layer the cosine, distance and linear CKA of
-    their outputs, the cosine and distance of their values, the Jensen-Shannon divergence of their attention; for each
-    head the entropy of its attention and its share on each role's pairs; for each layer the similarities of Li et al.
-    (2021). Averages run over valid tokens. What cannot be read in a model is left out, and `Report.notes` says so.
+    One forward pass per batch gives, for each pair of heads in a layer, the cosine, distance and linear CKA of their
+    outputs, the cosine and distance of their values, and the Jensen-Shannon divergence of their attention; for each
+    head, the entropy of its attention and its share on each role's pairs; for each layer, the similarities of Li et al.
+    (2021). Averages run over valid tokens. `Report.notes` lists what could not be read in this model.
 
-    With a score, each head is removed alone (`ablate`) on every batch. A forward without a head gives back what was
-    computed before that head, and computes the rest: the numbers are bit for bit those of whole forwards. That is tried
-    on the first batch: begun at the last module, the model must put out with all heads what it put out as a whole;
-    where it does not, every forward is whole and the notes say so. The interval of a drop is Student's, at 95 %, over
-    the paired differences of the items.
+    With a score, each head is removed alone (`ablate`) on every batch. A forward pass without a head reuses what was
+    computed before that head; the results are bit for bit those of full forward passes. This is checked on the first
+    batch: resumed at the last module with all heads, the model must return what the full forward pass returned. If it
+    does not, every forward pass is computed in full, and the notes say so. The interval of a drop is Student's 95 %
+    interval over the paired differences of the items.
 
-    The model is measured in evaluation mode, without gradients, and left in the mode it was in.
+    The model runs in evaluation mode, without gradients; its mode is restored afterwards.
 
     Args:
         model: The model.
         heads: Its heads, or some of them.
-        batches: What it is run on: tensors, or mappings of its keyword arguments, on its device; with `forward`
-            anything. They are kept in memory while they are measured.
-        score: Given the model's output and the batch, one number an item, [N]; larger is better, and the model's score
-            is their mean. None removes no head.
-        score_name: What the score is called.
-        forward: Runs the model on a batch and returns its output; model(batch) or model(**batch) when None.
-        roles: Given a batch, the masks of its roles (`Roles`), for self-attention.
-        replay: False computes every forward whole.
-        advance: Told forwards done and forwards in all, for a progress bar.
+        batches: Inputs: tensors or mappings of keyword arguments, on the model's device; anything with `forward`. They
+            are kept in memory during the measurement.
+        score: Maps the model's output and the batch to one number per item, [N]; larger is better, and the model's
+            score is their mean. Without it no head is removed.
+        score_name: Name of the score.
+        forward: Runs the model on a batch and returns its output; by default model(batch) or model(**batch).
+        roles: Maps a batch to its role masks (`Roles`), for self-attention.
+        replay: Whether to reuse what was computed before the removed head.
+        advance: Called with the number of forward passes done and in total, for a progress bar.
 
     Returns:
         A `Report`: print it, `save` it, `compare` it.
 
     Raises:
-        SettingError: `heads` are of another model, there is no batch, or a batch is none that the model can be called
-            with.
-        NotFired: A forward does not go through a module of `heads`.
-        ShapeError: `score` does not return one finite number an item.
+        SettingError: `heads` belong to another model, there is no batch, or the model cannot be called with a batch.
+        NotFired: A forward pass does not use a module of `heads`.
+        ShapeError: `score` does not return one finite number per item.
 
     Example:
         >>> import headwise as hw
@@ -89,10 +84,10 @@ def measure(
     """
     require_heads(heads)
     if heads.model is not model:
-        raise SettingError("heads are of another model than the one given; expected hw.find_heads(model) of this one.")
+        raise SettingError("heads belong to another model; expected hw.find_heads(model) of the model given.")
     kept, run = list(batches), forward or _call
     if not kept:
-        raise SettingError("there is no batch; expected at least one to measure heads on.")
+        raise SettingError("there are no batches; expected at least one.")
     total = len(kept) * (1 + (0 if score is None else sum(site.num_heads for site in heads)))
     done = 0
 
@@ -111,12 +106,12 @@ def measure(
                     run(model, batch)
                 step(1)
         else:
-            # what is read leaves the forward as it is: it is also the one that the forwards without a head go on from
-            costs = head_costs(heads, kept, run, score, replay=replay, advance=step, around=reading)
+            # reading does not change this forward pass, so the passes without a head can reuse it
+            costs = measure_removal(heads, kept, run, score, replay=replay, advance=step, around=reading)
     sums, names, notes = reading.sums, reading.names, reading.notes
     if costs is not None and not costs.replayed:
-        notes.append(f"{EVERY_FORWARD_WHOLE}: {costs.reason}.")
-    layers = tuple(layer_report(site, sums[site.name], costs, notes) for site in heads.sites)
+        notes.append(f"{NO_REPLAY}: {costs.reason}.")
+    layers = tuple(make_layer_report(site, sums[site.name], costs, notes) for site in heads.sites)
     return Report(
         model=type(model).__name__,
         batches=len(kept),
@@ -133,7 +128,7 @@ def measure(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module back into its own mode at the end."""
+    """Put a model into evaluation mode, and restore the mode of every module at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -143,11 +138,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
-    """Return what can be read of which sites, and a note on each thing that cannot.
+def group_readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
+    """Group the attention modules by what can be read of them.
 
     Returns:
-        For each set of things ("outputs", "values", "weights") the sites of which just these can be read; and notes.
+        For each subset of "outputs", "values", "weights" the modules of which exactly these can be read, and a note on
+        everything that cannot be read.
     """
     groups: dict[tuple[str, ...], list[Site]] = {}
     notes: list[str] = []
@@ -159,35 +155,35 @@ def readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
                 Taps(one, **{what: True}).remove()
                 found.append(what)
             except LayoutError:
-                notes.append(f"{WHAT[what]} of {type(site.module).__name__} cannot be read, and were left out.")
+                notes.append(f"{WHAT[what]} of {type(site.module).__name__} cannot be read and were omitted.")
         groups.setdefault(tuple(found), []).append(site)
     return {found: replace(heads, sites=tuple(sites)) for found, sites in groups.items()}, list(dict.fromkeys(notes))
 
 
 class Reading:
-    """What each site does, batch by batch: a forward inside `with reading(batch)` is read.
+    """Accumulates measures over batches: `with reading(batch)` reads the forward pass inside the block.
 
     Attributes:
-        sums: What each site did, by its name.
-        names: The names of the roles.
-        tokens: How many queries the forwards had.
-        notes: What could not be read, and what is to be known of what was.
+        sums: Sums of each attention module, by its name.
+        names: Names of the roles.
+        tokens: Number of queries so far.
+        notes: What could not be read, and remarks on what was.
     """
 
     def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None) -> None:
-        self._groups, self.notes = readable(heads)
+        self._groups, self.notes = group_readable(heads)
         self._roles = roles
-        self.sums = {site.name: SiteSums() for site in heads.sites}
+        self.sums = {site.name: LayerSums() for site in heads.sites}
         self.names: tuple[str, ...] = ()
         self.tokens = 0
 
     @contextmanager
     def __call__(self, batch: Any) -> Iterator[None]:
-        """Read the one forward that runs inside the block.
+        """Read the one forward pass that runs inside the block.
 
         Raises:
-            MaskError: The roles of the batch are others than those of one before.
-            NotFired: The forward does not go through a site.
+            MaskError: The roles of the batch differ from those of an earlier batch.
+            NotFired: The forward pass does not use an attention module.
         """
         with ExitStack() as attached:
             taps = [
@@ -200,22 +196,24 @@ class Reading:
         mask = None if self._roles is None else self._roles(batch)
         if mask is not None:
             if self.names not in ((), mask.names):
-                raise MaskError(f"a batch has roles {mask.names}, one before {self.names}; expected the same in all.")
+                raise MaskError(
+                    f"a batch has roles {mask.names}, an earlier one {self.names}; expected the same in all."
+                )
             self.names = mask.names
         self.tokens += max((capture.queries for capture in captures), default=0)
         for site, passes in Counter(capture.site.name for capture in captures).items():
             if passes > 1:
                 self.notes.append(
-                    f"{site or 'the model'} runs {passes} times in a forward; its numbers are over all {passes}."
+                    f"{site or 'the model'} runs {passes} times per forward pass; its numbers cover all {passes}."
                 )
         for capture in captures:
-            fits = _fits(capture, mask)
+            fits = _mask_fits(capture, mask)
             if mask is not None and capture.weights is not None and not fits:
-                self.notes.append(_without_roles(capture))
+                self.notes.append(_explain_missing_roles(capture))
             self.sums[capture.site.name].add(capture, mask if fits else None)
 
 
-def _fits(capture: Capture, mask: HeadMask | None) -> bool:
+def _mask_fits(capture: Capture, mask: HeadMask | None) -> bool:
     weights = capture.weights
     return (
         mask is not None
@@ -225,10 +223,10 @@ def _fits(capture: Capture, mask: HeadMask | None) -> bool:
     )
 
 
-def _without_roles(capture: Capture) -> str:
+def _explain_missing_roles(capture: Capture) -> str:
     if capture.site.kind == "pooling":
-        return "roles are of pairs of words, and were not looked for in attention with one query a text."
-    return f"roles were not looked for in {capture.site.kind}-attention of other lengths."
+        return "roles apply to pairs of words and were not measured in attention with one query per text."
+    return f"roles were not measured in {capture.site.kind}-attention of other lengths."
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -238,5 +236,5 @@ def _call(model: nn.Module, batch: Any) -> Any:
         return model(**batch)
     raise SettingError(
         f"a batch is a {type(batch).__name__}; expected a tensor or a mapping of the model's arguments, or "
-        "forward=... that runs the model on a batch."
+        "forward=... to run the model on a batch."
     )

@@ -1,8 +1,7 @@
-"""What a forward computed before an output projection was reached, to be given back instead of computed again.
+"""Record a forward pass and replay the part before an attention module.
 
-Removing a head changes nothing that ran before its output projection. Owns the record of one whole forward, and the
-replay of the part before a site: each layer that was done by then, and in the layer of the site what projects its
-queries, keys and values, gives back what it gave before. Everything else runs. Must not know what is removed.
+Removing a head changes nothing that ran before its output projection. In a replay, every layer that had finished by
+then, and the query, key and value projections of the module itself, return their recorded outputs; the rest runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headwise.nn.hooks import Hook
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module: when it began and ended, and what it gave."""
+    """One call of a module: when it began and ended, and what it returned."""
 
     module: nn.Module
     start: int
@@ -36,10 +35,10 @@ class _Call:
 
 @dataclass(eq=False)
 class Recording:
-    """One forward of a model: the calls of some modules, and when each site's output projection was first called.
+    """One forward pass: the calls of some modules, and when each output projection was first called.
 
     Attributes:
-        changed: Names of modules whose output was changed in place after they had returned; these are never replayed.
+        changed: Names of modules whose output was later modified in place; these are never replayed.
     """
 
     heads: Heads
@@ -50,20 +49,20 @@ class Recording:
 
     @contextmanager
     def before(self, site: Site) -> Iterator[int]:
-        """Give back what ran before `site`, in every forward inside the block, and yield how many calls that spares.
+        """Replay what ran before `site` in every forward pass inside the block; yields the number of calls saved.
 
-        The forward must be the recorded one up to the site: the same inputs, in evaluation mode.
+        Up to the site, the forward pass must equal the recorded one: the same inputs, in evaluation mode.
 
         Raises:
-            NotFired: The recorded forward did not reach the site.
+            NotFired: The recorded forward pass did not reach the site.
         """
         if site.name not in self._reached:
             raise NotFired(
-                f"the forward did not go through {site.name or 'the model'}; leave that site out, or give batches "
-                "that use it."
+                f"the forward pass did not use {site.name or 'the model'}; select other heads, or give batches that "
+                "use it."
             )
-        done = [call for call in self._calls if 0 <= call.end < self._reached[site.name] and not _stale(call)]
-        outermost = [call for call in done if not any(_inside(call, other) for other in done)]
+        done = [call for call in self._calls if 0 <= call.end < self._reached[site.name] and not _is_stale(call)]
+        outermost = [call for call in done if not any(_is_inside(call, other) for other in done)]
         by_module: dict[nn.Module, list[_Call]] = {}
         for call in outermost:
             by_module.setdefault(call.module, []).append(call)
@@ -73,7 +72,7 @@ class Recording:
         reset = self.heads.model.register_forward_pre_hook(lambda *_: begin.clear())
         try:
             for module, calls in replayed.items():
-                restore.append(_patched(module, calls, begin))
+                restore.append(_patch(module, calls, begin))
             with partial_forwards():
                 yield sum(map(len, replayed.values()))
         finally:
@@ -82,13 +81,13 @@ class Recording:
                 undo()
 
     def reached(self, site: Site) -> int:
-        """Return when the output projection of a site was first called, as a number that grows; -1 for never."""
+        """Return when the output projection of a site was first called, as an increasing number; -1 for never."""
         return self._reached.get(site.name, -1)
 
     def _in_order(self, module: nn.Module, calls: list[_Call], outermost: list[_Call]) -> bool:
-        """Return whether the calls to be given back are the first that the module will get."""
+        """Return whether the replayed calls are the first calls that the module will get."""
         own = [call for call in self._calls if call.module is module]
-        left = [call for call in own if not any(_inside(call, other) for other in outermost)]
+        left = [call for call in own if not any(_is_inside(call, other) for other in outermost)]
         return left[: len(calls)] == calls
 
     def _tick(self) -> int:
@@ -98,10 +97,10 @@ class Recording:
 
 @contextmanager
 def record(heads: Heads) -> Iterator[Recording]:
-    """Record the next forward of the model: exactly one must run inside the block.
+    """Record a forward pass of the model: exactly one must run inside the block.
 
     Args:
-        heads: The sites before which `Recording.before` can replay.
+        heads: Heads of the modules before which `Recording.before` can replay.
     """
     recording = Recording(heads)
     handles = []
@@ -115,7 +114,9 @@ def record(heads: Heads) -> Iterator[Recording]:
     def ended(module: nn.Module, _args: tuple, output: object) -> None:
         call = open_calls[module].pop()
         call.end, call.output = recording._tick(), output
-        call.versions = tuple((tensor, tensor._version) for tensor in tensors_of(output) if not tensor.is_inference())
+        call.versions = tuple(
+            (tensor, tensor._version) for tensor in iterate_tensors(output) if not tensor.is_inference()
+        )
 
     def reached(site: Site) -> Callable[[nn.Module, tuple], None]:
         def at(_module: nn.Module, _args: tuple) -> None:
@@ -127,7 +128,7 @@ def record(heads: Heads) -> Iterator[Recording]:
         for site in heads.sites:
             output_projection = site.expose().module
             handles.append(output_projection.register_forward_pre_hook(Hook(output_projection, reached(site))))
-        for module in replayable_modules(heads):
+        for module in find_replayable(heads):
             handles.append(module.register_forward_pre_hook(Hook(module, begun)))
             handles.append(module.register_forward_hook(Hook(module, ended)))
         yield recording
@@ -135,16 +136,16 @@ def record(heads: Heads) -> Iterator[Recording]:
         for handle in handles:
             handle.remove()
     names = {module: name for name, module in heads.model.named_modules()}
-    recording.changed = tuple(dict.fromkeys(names[call.module] for call in recording._calls if _stale(call)))
+    recording.changed = tuple(dict.fromkeys(names[call.module] for call in recording._calls if _is_stale(call)))
 
 
-def replayable_modules(heads: Heads) -> list[nn.Module]:
-    """Return what may be given back: the layers of every stack, what stands beside it, the sites, their projections.
+def find_replayable(heads: Heads) -> list[nn.Module]:
+    """Return the modules to replay: layers of every stack, its sibling modules, attention modules, projections.
 
     >>> import headwise as hw
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3,
     ...                               enable_nested_tensor=False)
-    >>> len(replayable_modules(hw.find_heads(model)))
+    >>> len(find_replayable(hw.find_heads(model)))
     7
     """
     found: dict[nn.Module, None] = {}
@@ -158,12 +159,12 @@ def replayable_modules(heads: Heads) -> list[nn.Module]:
     return [module for module in found if module is not heads.model]
 
 
-def _patched(module: nn.Module, calls: list[_Call], begin: Counter[nn.Module]) -> Callable[[], None]:
-    """Have the first calls of a module in each forward give back what was recorded; returns what undoes that."""
+def _patch(module: nn.Module, calls: list[_Call], begin: Counter[nn.Module]) -> Callable[[], None]:
+    """Replay the first calls of a module in each forward pass; returns a function that undoes the patch."""
     own = module.__dict__.get("forward")
     forward = module.forward
 
-    def given_back(*args: Any, **kwargs: Any) -> Any:
+    def replay(*args: Any, **kwargs: Any) -> Any:
         number = begin[module]
         begin[module] += 1
         return calls[number].output if number < len(calls) else forward(*args, **kwargs)
@@ -174,29 +175,29 @@ def _patched(module: nn.Module, calls: list[_Call], begin: Counter[nn.Module]) -
         else:
             module.__dict__["forward"] = own
 
-    module.__dict__["forward"] = given_back
+    module.__dict__["forward"] = replay
     return undo
 
 
-def _inside(call: _Call, other: _Call) -> bool:
+def _is_inside(call: _Call, other: _Call) -> bool:
     return other.start < call.start and call.end < other.end
 
 
-def _stale(call: _Call) -> bool:
+def _is_stale(call: _Call) -> bool:
     return any(tensor._version != version for tensor, version in call.versions)
 
 
-def tensors_of(output: object) -> Iterator[Tensor]:
-    """Yield the tensors of what a module put out, in tuples, lists and mappings too.
+def iterate_tensors(output: object) -> Iterator[Tensor]:
+    """Yield the tensors in the output of a module, also inside tuples, lists and mappings.
 
-    >>> [len(one) for one in tensors_of({"a": torch.zeros(2), "b": [torch.zeros(3), None]})]
+    >>> [len(one) for one in iterate_tensors({"a": torch.zeros(2), "b": [torch.zeros(3), None]})]
     [2, 3]
     """
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from tensors_of(value)
+            yield from iterate_tensors(value)
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from tensors_of(value)
+            yield from iterate_tensors(value)

@@ -1,8 +1,4 @@
-"""What the removal of each head costs, item by item, without computing again what comes before the head.
-
-Owns the walk over batches and heads. A forward without a head starts again where the head is removed; that it gives
-the very numbers of a whole forward is tried on the first batch, and where it does not every forward is whole.
-"""
+"""Remove each head in turn and measure the cost per item, reusing what was computed before the head."""
 
 from __future__ import annotations
 
@@ -18,21 +14,21 @@ from headwise.errors import HeadwiseError, ShapeError
 from headwise.heads.ablation import ablate
 from headwise.heads.heads import Heads
 from headwise.heads.site import Site
-from headwise.report.prefix_cache import Recording, record, tensors_of
+from headwise.report.prefix_cache import Recording, iterate_tensors, record
 
 Score = Callable[[Any, Any], Tensor]
-EVERY_FORWARD_WHOLE = "every forward without a head was computed whole"
+NO_REPLAY = "every forward pass without a head was computed in full"
 
 
 @dataclass(frozen=True, eq=False)
-class HeadCosts:
-    """Scores of every item with all heads, and what the removal of each head takes from them.
+class RemovalCosts:
+    """Score of every item with all heads, and its drop without each head.
 
     Attributes:
-        whole: [N] float64, the scores of the items under the whole model.
-        drops: For each site [H, N] float64: score of the whole model minus the score without the head.
-        replayed: Whether forwards began where the head was removed.
-        reason: Why not, where they did not.
+        whole: [N] float64, scores of the items with all heads.
+        drops: For each attention module [H, N] float64: score with all heads minus score without the head.
+        replayed: Whether forward passes were resumed at the removed head.
+        reason: Why they were not.
     """
 
     whole: Tensor
@@ -41,7 +37,7 @@ class HeadCosts:
     reason: str = ""
 
 
-def head_costs(
+def measure_removal(
     heads: Heads,
     batches: Iterable[Any],
     run: Callable[[nn.Module, Any], Any],
@@ -50,25 +46,28 @@ def head_costs(
     replay: bool = True,
     advance: Callable[[int], None] | None = None,
     around: Callable[[Any], AbstractContextManager[object]] = nullcontext,
-) -> HeadCosts:
-    """Remove each head alone, on every batch, and return what that costs each item.
+) -> RemovalCosts:
+    """Remove each head alone, on every batch, and return the cost for each item.
+
+    A forward pass without a head is resumed where the head is removed. Whether that gives exactly the result of a full
+    forward pass is checked on the first batch; if it does not, every forward pass is computed in full.
 
     Args:
-        heads: The sites whose heads are removed; the model must be in evaluation mode.
-        batches: What the model is run on.
+        heads: The heads to remove; the model must be in evaluation mode.
+        batches: Inputs of the model.
         run: Runs the model on a batch and returns its output.
-        score: Given output and batch, one number an item, [N]; larger is better.
-        replay: Whether what runs before a head may be given back instead of computed again.
-        advance: Told how many forwards are done, for a progress bar.
-        around: Given a batch, what its forward with all heads runs inside of; it must leave that forward as it is.
+        score: Maps output and batch to one number per item, [N]; larger is better.
+        replay: Whether to reuse what was computed before a head.
+        advance: Called with the number of forward passes done, for a progress bar.
+        around: Maps a batch to a context for its forward pass with all heads; it must not change that pass.
 
     Raises:
-        NotFired: A forward does not go through a site.
-        ShapeError: `score` does not return one finite number an item.
+        NotFired: A forward pass does not use an attention module.
+        ShapeError: `score` does not return one finite number per item.
     """
     whole: list[Tensor] = []
     drops: dict[str, list[list[Tensor]]] = {site.name: [[] for _ in range(site.num_heads)] for site in heads.sites}
-    reason = "" if replay else "asked for"
+    reason = "" if replay else "requested"
     done = 0
 
     def tell(forwards: int) -> None:
@@ -81,28 +80,28 @@ def head_costs(
         for batch in batches:
             with record(heads) as recording, around(batch):
                 output = run(heads.model, batch)
-            values = _values(score, output, batch)
+            values = _compute_score(score, output, batch)
             tell(1)
             removal = _Removal(heads, recording, batch, run, score, values, tell)
             found, before = None, done
             if not whole and not reason:
-                found, reason = removal.tried(output)
+                found, reason = removal.try_replay(output)
             if found is None:
                 tell(before - done)
             del output
-            for name, costs in (found or removal.costs(replay=not reason)).items():
+            for name, costs in (found or removal.measure(replay=not reason)).items():
                 for kept, one in zip(drops[name], costs, strict=True):
                     kept.append(one)
             whole.append(values)
     if not whole:
-        raise ShapeError("there is no batch; expected at least one to measure heads on.")
+        raise ShapeError("there are no batches; expected at least one.")
     joined = {name: torch.stack([torch.cat(parts) for parts in found]) for name, found in drops.items()}
-    return HeadCosts(torch.cat(whole), joined, not reason, reason)
+    return RemovalCosts(torch.cat(whole), joined, not reason, reason)
 
 
 @dataclass(frozen=True, eq=False)
 class _Removal:
-    """The removal of each head alone on one batch whose whole forward was recorded."""
+    """Removes each head in turn on one batch whose full forward pass was recorded."""
 
     heads: Heads
     recording: Recording
@@ -112,38 +111,39 @@ class _Removal:
     values: Tensor
     tell: Callable[[int], None]
 
-    def costs(self, *, replay: bool) -> dict[str, list[Tensor]]:
-        """Return for each site what each of its heads takes from the scores, [N] each."""
+    def measure(self, *, replay: bool) -> dict[str, list[Tensor]]:
+        """Return the drop of the scores without each head of each module, [N] each."""
         found = {}
         for site in self.heads.sites:
             one = replace(self.heads, sites=(site,))
             with self.recording.before(site) if replay else nullcontext():
                 found[site.name] = [
-                    self.values - _same(_without(one, head, self.batch, self.run, self.score), self.values)
+                    self.values
+                    - _require_same_items(_score_without(one, head, self.batch, self.run, self.score), self.values)
                     for head in range(site.num_heads)
                 ]
             self.tell(site.num_heads)
         return found
 
-    def tried(self, output: Any) -> tuple[dict[str, list[Tensor]] | None, str]:
-        """Return the costs with replay and "", or None and why forwards cannot be replayed.
+    def try_replay(self, output: Any) -> tuple[dict[str, list[Tensor]] | None, str]:
+        """Return the costs with replay and "", or None and the reason why forward passes cannot be replayed.
 
-        A layer may tell later ones something beside what it returns. What a forward without a head has told then
-        stands in the replays that follow, so these are compared with the whole forward before and after, the last site
-        first: a replay of an earlier one would tell the truth again.
+        A layer may pass state to later layers besides what it returns. The state left by a forward pass without a head
+        would then affect later replays. So replays are compared with the full forward pass before and after, starting
+        with the last module: replaying an earlier one would restore the state.
         """
         order = sorted(self.heads.sites, key=self.recording.reached, reverse=True)
         with self.recording.before(order[0]) as spared:
             if not spared:
-                return None, "no layer is done before another begins"
+                return None, "no layer ends before another begins"
         reason = self._difference(order[0], output)
         if reason:
             return None, reason
         try:
-            found = self.costs(replay=True)
+            found = self.measure(replay=True)
         except Exception as error:
-            # a score at fault is at fault in whole forwards too
-            return None, f"with what ran before a head given back, the model refused ({_said(error)})"
+            # an error in the score occurs in full forward passes as well
+            return None, f"the model failed when resumed at a head ({_describe(error)})"
         for site in order:
             reason = self._difference(site, output)
             if reason:
@@ -151,56 +151,56 @@ class _Removal:
         return found, ""
 
     def _difference(self, site: Site, whole: Any) -> str:
-        """Return why a forward that begins at a site is not the whole one on this batch; "" where it is."""
+        """Return why resuming at a module does not give the full result on this batch; "" if it does."""
         name = site.name or "the model"
         try:
             with self.recording.before(site):
                 again = self.run(self.heads.model, self.batch)
         except Exception as error:
-            return f"started again at {name} the model refused ({_said(error)})"
-        before, after = list(tensors_of(whole)), list(tensors_of(again))
+            return f"the model failed when resumed at {name} ({_describe(error)})"
+        before, after = list(iterate_tensors(whole)), list(iterate_tensors(again))
         if not before:
-            return f"the model puts out a {type(whole).__name__}, in which no tensor was found to compare"
+            return f"the model returns a {type(whole).__name__}, which holds no tensor to compare"
         if [one.shape for one in before] != [other.shape for other in after]:
-            return f"started again at {name} the model put out something else"
+            return f"resumed at {name}, the model returned something else"
         apart = [
             float((one.double() - other.double()).abs().max())
             for one, other in zip(before, after, strict=True)
             if _differ(one, other)
         ]
-        return f"started again at {name} the model put out other numbers, by up to {max(apart):.2g}" if apart else ""
+        return f"resumed at {name}, the model returned other numbers, by up to {max(apart):.2g}" if apart else ""
 
 
-def _without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score) -> Tensor:
+def _score_without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score) -> Tensor:
     with ablate(one, head):
-        return _values(score, run(one.model, batch), batch)
+        return _compute_score(score, run(one.model, batch), batch)
 
 
-def _said(error: Exception) -> str:
-    """Return an error in words: ours as they are, another's with its kind."""
+def _describe(error: Exception) -> str:
+    """Return the message of an error, with its type if it is not headwise's."""
     return str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    # what stands at padding may be no number in both
+    # padding may be NaN in both
     return bool(((one != other) & ~((one != one) & (other != other))).any())
 
 
-def _values(score: Score, output: Any, batch: Any) -> Tensor:
+def _compute_score(score: Score, output: Any, batch: Any) -> Tensor:
     values = score(output, batch)
     if not isinstance(values, Tensor) or values.dim() != 1 or not len(values):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ShapeError(f"score returned {shape}; expected a tensor with one number an item of the batch, [N].")
+        raise ShapeError(f"score returned {shape}; expected a tensor with one number per item of the batch, [N].")
     values = values.detach().cpu().double()
     if not values.isfinite().all():
         raise ShapeError(f"score returned {float(values[~values.isfinite()][0])} for an item; expected finite numbers.")
     return values
 
 
-def _same(values: Tensor, whole: Tensor) -> Tensor:
+def _require_same_items(values: Tensor, whole: Tensor) -> Tensor:
     if values.shape != whole.shape:
         raise ShapeError(
-            f"score returned {len(values)} numbers without a head and {len(whole)} with all; expected as many, one an "
-            "item."
+            f"score returned {len(values)} numbers without a head and {len(whole)} with all; expected one number "
+            "per item in both."
         )
     return values

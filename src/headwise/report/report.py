@@ -1,7 +1,4 @@
-"""What was measured of the heads of a model: plain numbers, saved as JSON, compared with those of another model.
-
-Owns the record and its file. Measuring is `measurement`'s, tables are `report_tables`'. Must not know models.
-"""
+"""The measures of a model's heads as plain numbers, saved as JSON and compared with another model's."""
 
 from __future__ import annotations
 
@@ -15,7 +12,15 @@ from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.metrics.intervals import Interval
 from headwise.report.layer import LayerReport, Matrix
-from headwise.report.tables import comparison_rows, head_rows, layer_rows, number, plain_table, rich_table, stacked
+from headwise.report.tables import (
+    format_number,
+    format_plain_table,
+    make_comparison_rows,
+    make_head_rows,
+    make_layer_rows,
+    make_rich_table,
+    stack_tables,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -26,19 +31,19 @@ FORMAT = "headwise report 1"
 
 @dataclass(frozen=True)
 class Report:
-    """What the heads of a model do, on some text or pictures.
+    """Measures of the heads of a model on some inputs.
 
     Attributes:
         model: Class of the model.
-        batches: Number of batches it was measured on.
-        tokens: Number of valid queries, the most any module had.
-        layers: One entry an attention module.
-        score: Name of the score; "" where none was given.
+        batches: Number of batches.
+        tokens: Number of valid queries; the largest format_number over modules.
+        layers: One entry per attention module.
+        score: Name of the score; "" without a score.
         items: Number of scored items.
-        whole: Mean score with all heads, and its interval over items; None where none was given.
-        replayed: Whether a forward without a head began at that head; the numbers are those of whole forwards.
+        whole: Mean score with all heads and its interval over items; None without a score.
+        replayed: Whether forward passes without a head were resumed at that head, with identical results.
         roles: Names of the roles.
-        notes: What could not be read, or was done otherwise than one might expect.
+        notes: What could not be read, and other remarks.
     """
 
     model: str
@@ -53,7 +58,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON, the whole file or nothing.
+        """Write the report as JSON, atomically.
 
         Raises:
             DataError: The file cannot be written.
@@ -62,42 +67,42 @@ class Report:
         write_whole(Path(path), (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
     def compare(self, before: Report) -> Comparison:
-        """Return this report beside that of the model before, or of another model of the same shape.
+        """Compare this report with that of an earlier model, or of another model of the same shape.
 
         Raises:
-            SettingError: The two do not have the same attention modules with as many heads.
+            SettingError: The two have different attention modules or numbers of heads.
         """
         return Comparison(before, self)
 
     @property
     def summary(self) -> str:
-        """What the report is of, in a sentence."""
+        """One sentence on what was measured."""
         modules = f"{len(self.layers)} attention module{'s' if len(self.layers) != 1 else ''}"
-        said = f"{self.model}: {sum(layer.heads for layer in self.layers)} heads in {modules}, {self.tokens} "
-        # attention with one query a text has no queries at tokens
-        said += "queries" if all(layer.kind == "pooling" for layer in self.layers) else "tokens"
+        text = f"{self.model}: {sum(layer.heads for layer in self.layers)} heads in {modules}, {self.tokens} "
+        # additive attention has one query per text, not one per token
+        text += "queries" if all(layer.kind == "pooling" for layer in self.layers) else "tokens"
         if self.whole is not None:
-            said += f"; {self.score} {number(self.whole.value, 4)} over {self.items} items"
-        return f"{said}."
+            text += f"; {self.score} {format_number(self.whole.value, 4)} over {self.items} items"
+        return f"{text}."
 
     def head_table(self) -> Table:
-        """Return a table with a row a head, for rich."""
-        return rich_table(*head_rows(self.layers, self.roles), title=self.summary)
+        """Return a rich table with one row per head."""
+        return make_rich_table(*make_head_rows(self.layers, self.roles), title=self.summary)
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, plain_table(*layer_rows(self.layers)), *self.notes])
+        return "\n".join([self.summary, format_plain_table(*make_layer_rows(self.layers)), *self.notes])
 
     def __rich__(self) -> Group:
-        return stacked(*layer_rows(self.layers), title=self.summary, notes=self.notes)
+        return stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports of models of one shape.
+    """Two reports of models of the same shape.
 
     Attributes:
-        before: The one compared with.
-        after: The one looked at.
+        before: The reference.
+        after: The report compared with it.
     """
 
     before: Report
@@ -108,49 +113,49 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """What is compared, in two sentences."""
+        """Two sentences on what is compared."""
         return f"{self.after.summary} Before: {self.before.summary}"
 
     @property
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows, a row a layer; drops of two different scores do not stand beside one another."""
-        return comparison_rows(self.before.layers, self.after.layers, drops=self.before.score == self.after.score)
+        """Header and rows, one row per layer; drops are included if both reports have the same score."""
+        return make_comparison_rows(self.before.layers, self.after.layers, drops=self.before.score == self.after.score)
 
     def __str__(self) -> str:
-        return f"{self.summary}\n{plain_table(*self.rows)}"
+        return f"{self.summary}\n{format_plain_table(*self.rows)}"
 
     def __rich__(self) -> Group:
-        return stacked(*self.rows, title=self.summary)
+        return stack_tables(*self.rows, title=self.summary)
 
 
 def require_same_shape(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> None:
-    """Raise `SettingError` unless two models have the same sites with as many heads.
+    """Raise `SettingError` unless two models have the same attention modules and numbers of heads.
 
     Args:
-        before: Name and number of heads of each site of the one compared with.
-        after: Those of the one looked at.
+        before: Name and format_number of heads of each module of the reference.
+        after: The same of the other model.
     """
     if list(before) != list(after):
         odd = next((pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]), None)
-        told = f"{odd[0]} and {odd[1]}" if odd else f"{len(before)} and {len(after)} modules"
-        raise SettingError(f"the two models differ in shape ({told}); expected the same modules and heads in both.")
+        found = f"{odd[0]} and {odd[1]}" if odd else f"{len(before)} and {len(after)} modules"
+        raise SettingError(f"the two models differ in shape ({found}); expected the same modules and heads in both.")
 
 
 def load_report(path: str | Path) -> Report:
-    """Return the report that `Report.save` wrote.
+    """Load a report that `Report.save` wrote.
 
     Raises:
-        DataError: The file cannot be read, or holds no report.
+        DataError: The file cannot be read, or is not a report.
     """
     path = Path(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}); expected what Report.save wrote.") from None
+        raise DataError(f"{path} cannot be read as JSON ({error}); expected a file written by Report.save.") from None
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
-        raise DataError(f"{path} is no report of this version; expected what Report.save wrote ({FORMAT!r}).")
+        raise DataError(f"{path} is not a report of this version; expected a file written by Report.save ({FORMAT!r}).")
     try:
-        layers = tuple(_layer(layer) for layer in record.pop("layers"))
+        layers = tuple(_read_layer(layer) for layer in record.pop("layers"))
         whole = record.pop("whole")
         return Report(
             layers=layers,
@@ -163,18 +168,18 @@ def load_report(path: str | Path) -> Report:
         raise DataError(f"{path} is a damaged report ({type(error).__name__}: {error}); measure again.") from None
 
 
-def _layer(record: dict[str, Any]) -> LayerReport:
-    pairs = {str(measure): _matrix(matrix) for measure, matrix in record.pop("pairs").items()}
+def _read_layer(record: dict[str, Any]) -> LayerReport:
+    pairs = {str(measure): _read_matrix(matrix) for measure, matrix in record.pop("pairs").items()}
     return LayerReport(
         pairs=pairs,
         terms={str(term): float(value) for term, value in record.pop("terms").items()},
         entropy=tuple(map(float, record.pop("entropy"))),
         drops=tuple(Interval(**drop) for drop in record.pop("drops")),
-        roles=_matrix(record.pop("roles")),
+        roles=_read_matrix(record.pop("roles")),
         chance=tuple(map(float, record.pop("chance"))),
         **record,
     )
 
 
-def _matrix(rows: list[list[float]]) -> Matrix:
+def _read_matrix(rows: list[list[float]]) -> Matrix:
     return tuple(tuple(map(float, row)) for row in rows)

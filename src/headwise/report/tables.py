@@ -1,7 +1,4 @@
-"""Layers as tables: for a terminal by rich, and as plain text.
-
-Owns columns, headers and the writing of numbers. rich is imported inside.
-"""
+"""Tables of layers and heads, for rich and as plain text."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MINUS = "\N{MINUS SIGN}"
-# Columns of numbers that stand beside one another in a terminal of 80 letters.
-ABREAST = 7
+# Number columns that fit side by side in 80 characters.
+MAX_COLUMNS = 7
 # Columns of the table of layers: header and measure.
 COLUMNS = {
     "output cosine": "output_cosine",
@@ -32,56 +29,56 @@ COLUMNS = {
 COMPARED = {"output cosine": "output_cosine", "CKA": "output_cka", "attention JS": "attention_js"}
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a number as tables write it.
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Format a number for a table.
 
-    >>> number(-0.25), number(-0.0001), number(None)
+    >>> format_number(-0.25), format_number(-0.0001), format_number(None)
     ('\N{MINUS SIGN}0.250', '0.000', '')
     """
     return "" if value is None else f"{value:z.{digits}f}".replace("-", MINUS)
 
 
-def signed(value: float | None, digits: int = 4) -> str:
-    """Return a number with its sign.
+def format_signed(value: float | None, digits: int = 4) -> str:
+    """Format a number with its sign.
 
-    >>> signed(0.25, 2), signed(-0.001, 2)
+    >>> format_signed(0.25, 2), format_signed(-0.001, 2)
     ('+0.25', '+0.00')
     """
     return "" if value is None else f"{value:+z.{digits}f}".replace("-", MINUS)
 
 
-def layer_name(layer: LayerReport) -> str:
-    """Return what a layer is called beside others: its number, and its kind where that is not plain self-attention."""
+def name_layer(layer: LayerReport) -> str:
+    """Return the name of a layer in a table: its index, and its kind unless that is self-attention."""
     return f"{layer.layer}" if layer.kind == "self" else f"{layer.layer} {layer.kind}"
 
 
-def layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table with a row a layer; columns that nothing was measured for are left out."""
-    columns: dict[str, list[str]] = {"layer": [layer_name(layer) for layer in layers]}
+def make_layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table with one row per layer; columns without values are omitted."""
+    columns: dict[str, list[str]] = {"layer": [name_layer(layer) for layer in layers]}
     columns["heads"] = [str(layer.heads) for layer in layers]
-    columns["mean drop"] = [signed(layer.drop) for layer in layers]
-    columns["largest drop (head)"] = [_largest(layer.drops) for layer in layers]
-    columns["entropy"] = [number(_mean(layer.entropy)) for layer in layers]
+    columns["mean drop"] = [format_signed(layer.drop) for layer in layers]
+    columns["largest drop (head)"] = [_format_largest_drop(layer.drops) for layer in layers]
+    columns["entropy"] = [format_number(_mean(layer.entropy)) for layer in layers]
     for header, measure in COLUMNS.items():
-        columns[header] = [number(layer.mean(measure)) for layer in layers]
+        columns[header] = [format_number(layer.mean(measure)) for layer in layers]
     for term in TERMS:
-        columns[f"{term} term"] = [number(layer.terms.get(term)) for layer in layers]
+        columns[f"{term} term"] = [format_number(layer.terms.get(term)) for layer in layers]
     kept = {header: cells for header, cells in columns.items() if any(cells)}
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
-def head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table with a row a head."""
+def make_head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table with one row per head."""
     rows: list[list[str]] = []
     for layer in layers:
         cosine, cka, js = (layer.of_heads(name) for name in ("output_cosine", "output_cka", "attention_js"))
         for head in range(layer.heads):
             drop = layer.drops[head] if layer.drops else None
-            interval = f"{signed(drop.low)} to {signed(drop.high)}" if drop else ""
-            measured = [number(_at(values, head)) for values in (cosine, cka, js, layer.entropy)]
+            interval = f"{format_signed(drop.low)} to {format_signed(drop.high)}" if drop else ""
+            measured = [format_number(_get(values, head)) for values in (cosine, cka, js, layer.entropy)]
             rows.append(
-                [layer_name(layer), str(head), *measured, signed(drop.value) if drop else "", interval]
-                + [_role(layer, role, head) for role in range(len(roles))]
+                [name_layer(layer), str(head), *measured, format_signed(drop.value) if drop else "", interval]
+                + [_format_role_share(layer, role, head) for role in range(len(roles))]
             )
     header = ["layer", "head", "output cosine", "CKA", "attention JS", "entropy", "drop", "95 % interval"]
     header += [f"on {role}" for role in roles]
@@ -89,11 +86,11 @@ def head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list
     return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
 
 
-def comparison_rows(
+def make_comparison_rows(
     before: Sequence[LayerReport], after: Sequence[LayerReport], *, drops: bool = True
 ) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of two models beside one another: after, before and the change, a row a layer."""
-    header, rows = ["layer"], [[layer_name(layer)] for layer in after]
+    """Return header and rows comparing two models: after, before and change, one row per layer."""
+    header, rows = ["layer"], [[name_layer(layer)] for layer in after]
     for name, measure in COMPARED.items():
         pairs = [(one.mean(measure), other.mean(measure)) for one, other in zip(after, before, strict=True)]
         if all(one is None or other is None for one, other in pairs):
@@ -101,21 +98,23 @@ def comparison_rows(
         header += [name, "before", "change"]
         for row, (one, other) in zip(rows, pairs, strict=True):
             change = None if one is None or other is None else one - other
-            row += [number(one), number(other), signed(change, 3)]
+            row += [format_number(one), format_number(other), format_signed(change, 3)]
     if drops and any(layer.drops for layer in (*before, *after)):
         header += ["mean drop", "before"]
         for row, one, other in zip(rows, after, before, strict=True):
-            row += [signed(one.drop), signed(other.drop)]
+            row += [format_signed(one.drop), format_signed(other.drop)]
     return header, rows
 
 
-def rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()) -> Table:
-    """Return header and rows for rich, with a title above and notes below."""
+def make_rich_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()
+) -> Table:
+    """Make a rich table, with a title above and notes below."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    # what a user named is text, never markup
+    # names from users are text, never markup
     table = Table(
         title=Text(title) if title else None,
         title_justify="left",
@@ -131,18 +130,20 @@ def rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: s
     return table
 
 
-def stacked(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()) -> Group:
-    """Return header and rows for rich in tables below one another, each with the first column and no more than fits."""
+def stack_tables(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()
+) -> Group:
+    """Make rich tables below one another, each with the first column and as many others as fit."""
     from rich.console import Group
 
-    parts = [range(start, min(start + ABREAST, len(header))) for start in range(1, len(header), ABREAST)]
+    parts = [range(start, min(start + MAX_COLUMNS, len(header))) for start in range(1, len(header), MAX_COLUMNS)]
     tables = []
     for number, part in enumerate(parts):
         columns = [0, *part]
         own = [[row[column] for column in columns] for row in rows]
         last = number == len(parts) - 1
         tables.append(
-            rich_table(
+            make_rich_table(
                 [header[column] for column in columns],
                 own,
                 title=title if not number else "",
@@ -152,10 +153,10 @@ def stacked(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str,
     return Group(*tables)
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return header and rows as lines of text.
+def format_plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table as plain text.
 
-    >>> print(plain_table(["layer", "CKA"], [["0", "0.5"]]))
+    >>> print(format_plain_table(["layer", "CKA"], [["0", "0.5"]]))
     layer  CKA
         0  0.5
     """
@@ -164,21 +165,21 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _largest(drops: Sequence[Interval]) -> str:
+def _format_largest_drop(drops: Sequence[Interval]) -> str:
     if not drops:
         return ""
     head = max(range(len(drops)), key=lambda place: drops[place].value)
-    return f"{signed(drops[head].value)} ({head})"
+    return f"{format_signed(drops[head].value)} ({head})"
 
 
-def _role(layer: LayerReport, role: int, head: int) -> str:
+def _format_role_share(layer: LayerReport, role: int, head: int) -> str:
     if role >= len(layer.roles):
         return ""
     share, chance = layer.roles[role][head], layer.chance[role]
     return f"{100 * share:.0f} % ({100 * chance:.0f} %)"
 
 
-def _at(values: Sequence[float], place: int) -> float | None:
+def _get(values: Sequence[float], place: int) -> float | None:
     return values[place] if place < len(values) else None
 
 

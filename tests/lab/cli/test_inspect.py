@@ -58,7 +58,7 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
     assert report.whole.value == pytest.approx(1.0)
     assert all(drop.value > 0 for layer in report.layers for drop in layer.drops)
     page = (out / "heads.html").read_text()
-    assert "Beside the other model" in page
+    assert "Comparison with the other model" in page
     assert "<b>" not in page
     shown = capsys.readouterr().out
     assert "BertModel: 6 heads in 2 attention modules, 24 tokens" in shown
@@ -89,7 +89,7 @@ def test_layers_that_share_a_module_are_said_to_and_their_tokens_count_once(fold
     assert inspect(tmp_path / "albert", "--text", folders / "text.txt", "--out", out) == 0
     report = hw.load_report(out / "report.json")
     assert (len(report.layers), report.tokens) == (1, 24)
-    assert [note for note in report.notes if "runs 3 times in a forward; its numbers are over all 3." in note]
+    assert [note for note in report.notes if "runs 3 times per forward pass; its numbers cover all 3." in note]
     assert "the weights over tokens are those of the last" in (out / "heads.html").read_text()
 
 

@@ -20,8 +20,8 @@ from headwise.lab.data.encoded import Encoded
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
-from headwise.report.inspection import Sentence, inspection_page
-from headwise.report.measure import measure, readable
+from headwise.report.inspection import Sentence, make_inspection_page
+from headwise.report.measure import group_readable, measure
 from headwise.report.report import Report, require_same_shape
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def inspect_models(
         before.save(place / AGAINST)
     report.save(place / REPORT)
     sentences, repeated = _sentences(inspected, shown)
-    page = inspection_page(
+    page = make_inspection_page(
         replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
         sentences,
         title=f"The heads of {inspected.frozen.name}",
@@ -152,7 +152,7 @@ def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
     Of a layer that ran more than once in a forward the weights are those of the last time.
     """
     heads = inspected.frozen.heads
-    groups, _ = readable(heads)
+    groups, _ = group_readable(heads)
     sites = [site for what, found in groups.items() if "weights" in what for site in found]
     found: dict[int, Sentence] = {}
     repeated = False
