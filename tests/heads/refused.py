@@ -101,7 +101,7 @@ REFUSED: tuple[Refused, ...] = (
         ),
         why="there are no attention weights; their softmax layers are found",
         way_out='`exclude=("*.linear_attn",)`',
-        found=r"1 modules of Qwen3NextModel look like attention and fit no layout.*beside 1 that do",
+        found=r"1 modules of Qwen3NextModel look like attention and fit no layout.*in addition to 1 that do",
     ),
     Refused(
         "heads fused per group",
@@ -159,7 +159,7 @@ REFUSED: tuple[Refused, ...] = (
         from_transformers("LongformerModel", "LongformerConfig", **_SIZES, attention_window=4),
         why="a head would have two query, key and value projections, and half of it would be found",
         way_out='a row that names the others: `SeparateLinears(beside=("query_global", ...))`',
-        found="holds query_global, key_global, value_global beside key, query, value",
+        found="holds query_global, key_global, value_global in addition to key, query, value",
     ),
     Refused(
         "shared queries and keys",

@@ -169,11 +169,11 @@ def test_a_model_is_never_half_found():
     text = str(refusal.value)
     assert "1 modules of Holding look like attention and fit no layout" in text
     assert "latent: LowRank with q_proj.weight [8, 8]" in text
-    assert "beside 1 that do" in text
+    assert "in addition to 1 that do" in text
     assert "exclude=('latent',)" in text
     assert [site.name for site in hw.find_heads(model, exclude=("latent",))] == ["plain"]
     assert [site.name for site in hw.find_heads(model, exclude="lat*")] == ["plain"]
-    with pytest.raises(hw.LayoutError, match=r"exclude has '\*\.latent', but no module of Holding is called so"):
+    with pytest.raises(hw.LayoutError, match=r"exclude has '\*\.latent', which matches no module name of Holding"):
         hw.find_heads(model, exclude=("*.latent",))
 
 
@@ -203,7 +203,7 @@ def test_projections_beside_those_of_the_row_are_refused_unless_the_row_names_th
     model = SeparateAttention()
     model.query_global = nn.Linear(12, 20)
     with pytest.raises(
-        hw.LayoutError, match=r"holds query_global beside k_proj, q_proj, v_proj, which the layout 'sep"
+        hw.LayoutError, match=r"holds query_global in addition to k_proj, q_proj, v_proj, which the layout 'sep"
     ):
         hw.find_heads(model)
     row = hw.SeparateLinears(beside=("query_global",))
@@ -227,7 +227,7 @@ def test_a_row_of_ones_own_is_one_line_and_the_one_that_the_message_shows_works(
 
     with pytest.raises(hw.LayoutError) as refusal:
         hw.find_heads(Holding(attention=Mine()))
-    shown = str(refusal.value).partition("with a row: ")[2].partition(". Or leave out")[0]
+    shown = str(refusal.value).partition("with a row: ")[2].partition(". Or exclude")[0]
     shown = shown.replace("'wq'", "'first'").replace("'wk'", "'second'").replace("'wv'", "'third'")
     names = {"model": Holding(attention=Mine()), "headwise": hw, **vars(hw)}
     (site,) = eval(shown, names)
@@ -256,7 +256,7 @@ def test_a_fused_weight_whose_rows_do_not_add_up_is_refused_with_the_numbers():
         hw.find_heads(FusedAttention(key_value_heads=2), (alternating,))
     with pytest.raises(hw.SettingError, match=r"order is \('query', 'key'\); expected key, query, value"):
         hw.FusedLinear("mine", ("qkv",), ("proj",), order=("query", "key"))
-    with pytest.raises(hw.SettingError, match="as the query has a projection of its own"):
+    with pytest.raises(hw.SettingError, match="as the query has its own projection"):
         hw.FusedLinear("mine", ("kv",), ("proj",), query=("q",))
 
 

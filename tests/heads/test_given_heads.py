@@ -74,7 +74,7 @@ def test_heads_found_before_a_projection_was_wrapped_are_refused(function):
             r"^v_proj\.weight is no longer a parameter of ParametrizedLinear.*call find_heads again",
         ),
     ],
-    ids=["quantised", "replaced", "deleted", "parametrised"],
+    ids=["quantized", "replaced", "deleted", "parametrized"],
 )
 def test_heads_found_before_another_change_are_refused(change, message):
     model = SeparateAttention()

@@ -67,9 +67,9 @@ def test_a_slice_of_nothing_or_beyond_its_weight_is_refused():
 
 def test_what_stands_in_the_way_of_a_weight_is_said_whenever_it_is_asked_for():
     head_slice = HeadSlice(
-        "key", "k.weight", nn.Linear(4, 6), "weight", 2, 3, obstacle="is quantised; use the full weights"
+        "key", "k.weight", nn.Linear(4, 6), "weight", 2, 3, obstacle="is quantized; use the full weights"
     )
     assert head_slice.features(torch.zeros(5, 6)).shape == (5, 2, 3)
     for ask in (lambda: head_slice.parameter, lambda: head_slice.view(torch.zeros(6, 4))):
-        with pytest.raises(hw.LayoutError, match=r"^k\.weight is quantised; use the full weights\.$"):
+        with pytest.raises(hw.LayoutError, match=r"^k\.weight is quantized; use the full weights\.$"):
             ask()

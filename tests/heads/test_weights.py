@@ -1,4 +1,4 @@
-"""Parametrised, quantised and LoRA-wrapped projections are found; what cannot be done to them is refused with why."""
+"""Parametrized, quantized and LoRA-wrapped projections are found; what cannot be done to them is refused with why."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def outputs_of(heads: hw.Heads) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("parametrise", "reason"),
+    ("parametrize", "reason"),
     [
-        (nn.utils.parametrizations.spectral_norm, r"parametrisation \(SpectralNorm\).*remove_parametrizations"),
-        (nn.utils.parametrizations.weight_norm, r"parametrisation \(WeightNorm\)"),
-        (old_weight_norm, "computed anew before each forward by a hook"),
+        (nn.utils.parametrizations.spectral_norm, r"parametrization \(SpectralNorm\).*remove_parametrizations"),
+        (nn.utils.parametrizations.weight_norm, r"parametrization \(WeightNorm\)"),
+        (old_weight_norm, "recomputed before each forward by a hook"),
     ],
 )
-def test_a_parametrised_weight_can_be_read_and_proved_but_not_repelled(parametrise, reason):
+def test_a_parametrized_weight_can_be_read_and_proved_but_not_repelled(parametrize, reason):
     model = SeparateAttention().eval()
-    parametrise(model.k_proj)
+    parametrize(model.k_proj)
     heads = hw.find_heads(model)
     assert outputs_of(heads).shape == (2, 6, 4, 5)
     assert hw.verify(heads, (X,)).sites == ("",)
-    with pytest.raises(hw.LayoutError, match=rf"^k_proj\.weight is computed anew.*{reason}|{reason}"):
+    with pytest.raises(hw.LayoutError, match=rf"^k_proj\.weight is recomputed.*{reason}|{reason}"):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
     assert hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads.projection("query"), hw.SVGD())
-    assert str(heads).splitlines()[-1].startswith("no repulsion, for example in k_proj.weight: it is computed anew")
+    assert str(heads).splitlines()[-1].startswith("no repulsion, for example in k_proj.weight: it is recomputed")
 
 
-def test_a_parametrised_packed_weight_of_torch_is_found_and_not_repelled():
+def test_a_parametrized_packed_weight_of_torch_is_found_and_not_repelled():
     model = nn.MultiheadAttention(12, 3, batch_first=True)
     nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
     heads = hw.find_heads(model)
     assert heads.sites[0].num_heads == 3
-    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is computed anew at each use by a parametrisation"):
+    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is recomputed at each use by a parametrization"):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
 
 
@@ -109,7 +109,7 @@ def test_lora_layers_in_families_are_found_and_proved(family, place, names):
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_quantised_layers_are_found_and_read_but_not_repelled(dynamic):
+def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
     model = SeparateAttention().eval()
     if dynamic:
         for name in PROJECTIONS:
@@ -117,17 +117,17 @@ def test_quantised_layers_are_found_and_read_but_not_repelled(dynamic):
                 getattr(model, name).in_features, getattr(model, name).out_features
             )
             setattr(model, name, layer)
-        reason = r"q_proj\.weight is not a parameter of Linear, which is how quantised layers are"
+        reason = r"q_proj\.weight is not a parameter of Linear, as in quantized layers"
     else:
         wrap(model, *PROJECTIONS, wrapper=Linear8bit)
-        reason = r"q_proj\.weight is quantised \(int8\); use the full weights"
+        reason = r"q_proj\.weight is quantized \(int8\); use the full-precision weights"
     heads = hw.find_heads(model)
     assert (heads.sites[0].num_heads, heads.sites[0].head_size, heads.sites[0].width) == (4, 5, 12)
     assert outputs_of(heads).shape == (2, 6, 4, 5)
     with pytest.raises(hw.LayoutError, match=reason):
         hw.repel(torch.optim.SGD(SeparateAttention().parameters(), lr=0.1), heads, hw.SVGD())
     if dynamic:
-        with pytest.raises(hw.HeadwiseError, match="a quantised model cannot be proved, its full-precision original"):
+        with pytest.raises(hw.HeadwiseError, match="a quantized model cannot be proved, its full-precision original"):
             hw.verify(heads, (X,))
     else:
         assert hw.verify(heads, (X,)).sites == ("",)

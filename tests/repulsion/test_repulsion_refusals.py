@@ -182,7 +182,7 @@ def test_heads_without_values_are_refused():
             r"v_proj\.weight is no longer a parameter of ParametrizedLinear: something took its place",
         ),
     ],
-    ids=["wrapped", "replaced", "parametrised"],
+    ids=["wrapped", "replaced", "parametrized"],
 )
 def test_a_layer_changed_after_repel_is_told_at_the_next_step_and_by_verify(change, message):
     model, optimizer, handle = repelled()

@@ -1,7 +1,6 @@
-"""How attention sites are found: a small table of structural layouts, one row each.
+"""Finding the heads of a model: each module is compared with a table of layout rows.
 
-A layout recognises an attention module by the parameters it holds, never by its class name. Users pass rows of
-their own to `find_heads`. What a row claims is proved by `headwise.verify`.
+`headwise.verify` proves what a row claims.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.fused_layouts import FusedLinear
 from headwise.heads.head_slice import check_head_slice
 from headwise.heads.heads import Heads
-from headwise.heads.layout_steps import letters, projects
-from headwise.heads.layouts import AdditiveQueries, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.layout_steps import find_letters, projects
+from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.site import Site
 
-# Falcon and GPT-BigCode lay out the same attribute in several ways, and tell which by these flags.
+# Falcon and GPT-BigCode store the same attribute in several ways; these flags tell which.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -67,24 +65,23 @@ def find_heads(
 ) -> Heads:
     """Return the attention heads of a model.
 
-    Every module is compared with the layouts in order; the first that fits gives its site. Nothing is guessed and
-    nothing is half found: where no row fits, or where some modules fit and others that project queries, keys and
-    values do not, they are listed. A module shared between layers is one site. Heads of a model that
-    DistributedDataParallel wraps are those of the model inside, under the names they have there.
+    Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is guessed and
+    nothing is found by halves: if no row fits, or if some modules fit and others that project queries, keys and values
+    do not, those are listed in the error. A module shared between layers is one site. For a model wrapped in
+    DistributedDataParallel, the heads and names are those of the wrapped model.
 
     Args:
         model: Any module that holds attention modules, or is one.
         layouts: Rows to try, or one. Put your own first: `find_heads(model, (my_row, *headwise.LAYOUTS))`.
-        exclude: Shell patterns of module names to leave out, with what is inside them, for example
-            ("*.linear_attn",).
+        exclude: Shell patterns of module names to leave out, with their submodules, for example ("*.linear_attn",).
 
     Returns:
         The heads of all sites found, in the order of the model's modules.
 
     Raises:
-        LayoutError: No module fits a row; a row fits but its numbers do not; a module looks like attention and fits
+        LayoutError: No module fits a row; a row fits but its sizes do not; a module looks like attention and fits
             no row; or a pattern of `exclude` matches nothing.
-        SettingError: `model` is no module, or something among `layouts` no row.
+        SettingError: `model` is not a module, or `layouts` holds something that is not a row.
 
     Example:
         >>> model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
@@ -96,39 +93,43 @@ def find_heads(
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
     replicated = isinstance(model, DistributedDataParallel)
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    layouts = _rows(layouts)
-    modules = _included(model, _patterns(exclude))
-    sites: list[Site] = []
-    for name, module in modules:
-        for layout in layouts:
-            site = layout.site(model, name, module)
-            if site is not None:
-                for head_slice in (*site.slices, *(() if site.output is None else (site.output,))):
-                    check_head_slice(head_slice)
-                sites.append(site)
-                break
-    unread = _unread(modules, sites)
+    layouts = _check_layouts(layouts)
+    modules = _exclude(model, exclude)
+    sites = [site for name, module in modules if (site := _match(model, name, module, layouts)) is not None]
+    unread = _find_unread(modules, sites)
     if not sites or unread:
-        raise LayoutError(_refusal(model, layouts, sites, unread or _candidates(modules)))
+        raise LayoutError(_describe_failure(model, layouts, sites, unread or _find_candidates(modules)))
     crossed = {site.stack for site in sites if site.kind == "cross"}
-    placed = [
-        replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites
-    ]
-    return Heads(model, _with_scores(model, placed), replicated=replicated)
+    sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
+    return Heads(model, _connect_scores(model, sites), replicated=replicated)
 
 
-def _with_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
+def _match(model: nn.Module, name: str, module: nn.Module, layouts: Sequence[Layout]) -> Site | None:
+    """Return the site of a module by the first row that fits it."""
+    site = next((site for layout in layouts if (site := layout.site(model, name, module)) is not None), None)
+    if site is not None:
+        for head_slice in (*site.slices, *(() if site.output is None else (site.output,))):
+            check_head_slice(head_slice)
+    return site
+
+
+def _connect_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
+    """Return the sites with their scores reachable where the model comes from transformers."""
     origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     if not any(origin.startswith("transformers.") for origin in origins):
         return tuple(sites)
     from headwise.heads import huggingface
 
-    return tuple(huggingface.with_scores(site) for site in sites)
+    return tuple(huggingface.connect_scores(site) for site in sites)
 
 
-def _rows(layouts: Any) -> tuple[Layout, ...]:
-    several = isinstance(layouts, Iterable) and not isinstance(layouts, str)
-    rows: tuple[Any, ...] = tuple(layouts) if several else (layouts,)
+def _list_given(given: Any) -> tuple[Any, ...]:
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if several else (given,)
+
+
+def _check_layouts(layouts: Any) -> tuple[Layout, ...]:
+    rows = _list_given(layouts)
     for row in rows:
         if isinstance(row, type) or not callable(getattr(row, "site", None)):
             raise SettingError(f"layouts holds {row!r}; expected layout rows, for example {ROW}.")
@@ -137,31 +138,26 @@ def _rows(layouts: Any) -> tuple[Layout, ...]:
     return rows
 
 
-def _patterns(exclude: Any) -> tuple[str, ...]:
-    several = isinstance(exclude, Iterable) and not isinstance(exclude, str)
-    patterns: tuple[Any, ...] = tuple(exclude) if several else (exclude,)
+def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of a model without those that match a pattern, and without their submodules."""
+    patterns, modules = _list_given(exclude), list(model.named_modules())
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SettingError(f"exclude holds {pattern!r}; expected shell patterns of names, such as '*.linear_attn'.")
-    return patterns
-
-
-def _included(model: nn.Module, exclude: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    modules = list(model.named_modules())
-    for pattern in exclude:
+    for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in modules):
-            raise LayoutError(f"exclude has {pattern!r}, but no module of {type(model).__name__} is called so.")
+            raise LayoutError(f"exclude has {pattern!r}, which matches no module name of {type(model).__name__}.")
 
-    def left_out(name: str) -> bool:
+    def matches(name: str) -> bool:
         parts = name.split(".")
         above = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        return any(fnmatch.fnmatchcase(place, pattern) for place in above for pattern in exclude)
+        return any(fnmatch.fnmatchcase(place, pattern) for place in above for pattern in patterns)
 
-    return [(name, module) for name, module in modules if not left_out(name)]
+    return [(name, module) for name, module in modules if not matches(name)]
 
 
-def _unread(modules: Sequence[tuple[str, nn.Module]], sites: Sequence[Site]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that look like attention and are no site nor part of one."""
+def _find_unread(modules: Sequence[tuple[str, nn.Module]], sites: Sequence[Site]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that look like attention and are neither a site nor part of one."""
     found = {id(site.module) for site in sites}
     read = {id(part) for site in sites for part in site.module.modules()}
     return [
@@ -170,20 +166,20 @@ def _unread(modules: Sequence[tuple[str, nn.Module]], sites: Sequence[Site]) -> 
 
 
 def _looks_like_attention(module: nn.Module, found: set[int]) -> bool:
-    """Whether a module itself holds projections of queries, keys and values; of one of them, if it is called so."""
-    spoken: set[str] = set()
+    """Return whether a module holds projections of q, k and v; of any of them, if its class is called attention."""
+    mentioned: set[str] = set()
     for name, child in module._modules.items():
         # a "query" that holds attention itself is an encoder of queries
         if child is not None and projects(child) and not any(id(part) in found for part in child.modules()):
-            spoken |= letters(name)
+            mentioned |= find_letters(name)
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dim() > 1:
-            spoken |= letters(name)
+            mentioned |= find_letters(name)
     called_attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
-    return spoken == set("qkv") or (bool(spoken) and called_attention)
+    return mentioned == set("qkv") or (bool(mentioned) and called_attention)
 
 
-def _candidates(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def _find_candidates(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     looks_like = re.compile(r"att(ention|n)|qkv|query|_proj$|to_q", re.IGNORECASE)
     return [
         (name, module)
@@ -192,11 +188,11 @@ def _candidates(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.
     ]
 
 
-def _refusal(
+def _describe_failure(
     model: nn.Module, layouts: Sequence[Layout], sites: Sequence[Site], seen: Sequence[tuple[str, nn.Module]]
 ) -> str:
     tried = ", ".join(dict.fromkeys(layout.name for layout in layouts))
-    lines = [f"  {name or '(model)'}: {type(part).__name__} with {_parameter_shapes(part)}" for name, part in seen]
+    lines = [f"  {name or '(model)'}: {type(part).__name__} with {_describe_shapes(part)}" for name, part in seen]
     listed = "\n".join(lines[:12]) or "  none whose name or class mentions attention, query or projections"
     listed += f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
     if not sites:
@@ -204,14 +200,14 @@ def _refusal(
     else:
         found = (
             f"{len(seen)} modules of {type(model).__name__} look like attention and fit no layout (tried: {tried}), "
-            f"beside {len(sites)} that do:"
+            f"in addition to {len(sites)} that do:"
         )
     return (
         f"{found}\n{listed}\nDescribe yours with a row: {ROW}. "
-        f"Or leave out what is no softmax attention: find_heads(model, exclude=({(seen[0][0] if seen else '...')!r},))."
+        f"Or exclude what is not softmax attention: find_heads(model, exclude=({(seen[0][0] if seen else '...')!r},))."
     )
 
 
-def _parameter_shapes(module: nn.Module) -> str:
+def _describe_shapes(module: nn.Module) -> str:
     shapes = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
     return ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"

@@ -34,7 +34,7 @@ class HeadSlice:
             where no module call does, in `nn.MultiheadAttention`.
         along: Size of the weight along `axis`; taken from the parameter when 0.
         across: Its size along the other axis; likewise.
-        obstacle: Why the parameter cannot be read and written as heads (parametrised, quantised, the base of a LoRA
+        obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, the base of a LoRA
             layer); None when it can. Features can be read all the same.
     """
 
@@ -88,7 +88,7 @@ class HeadSlice:
             return f"{self.name} {reason}."
         return (
             f"{self.name} is no longer a parameter of {type(self.owner).__name__}: something took its place after its "
-            "heads were found (a parametrisation, pruning, sharding). Take that off, or call find_heads again, which "
+            "heads were found (a parametrization, pruning, sharding). Take that off, or call find_heads again, which "
             "says what can still be done."
         )
 

@@ -181,7 +181,7 @@ def _require_current(site: Site) -> None:
             raise LayoutError(
                 f"{head_slice.name} is not where the model calls it any more"
                 f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
-                "prune, replace or quantise layers first, then call find_heads."
+                "prune, replace or quantize layers first, then call find_heads."
             )
         if head_slice.obstacle is None and head_slice.owner._parameters.get(head_slice.attribute) is None:
             raise LayoutError(head_slice.vanished)

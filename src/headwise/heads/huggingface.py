@@ -42,7 +42,7 @@ from headwise.nn.scores import (
 LISTENERS = "_headwise_listeners"
 
 
-def with_scores(site: Site) -> Site:
+def connect_scores(site: Site) -> Site:
     """Return the site with its scores reachable, when its module calls the attention interface."""
     if site.scores is not None or not calls_interface(site.module):
         return site

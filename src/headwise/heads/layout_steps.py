@@ -1,46 +1,169 @@
-"""What every layout row does: count heads, refuse what it does not describe, and put a site together."""
+"""What the layout rows share: reading names and sizes, finding W_O, and building slices and sites."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from torch import nn
 
 from headwise.errors import LayoutError
 from headwise.heads.head_slice import HeadSlice, OutputProjection
-from headwise.heads.naming import joined, output_slice, place
 from headwise.heads.projection import Projection, read_projection
 from headwise.heads.site import Site
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
-# Projections of positions beside query, key and value: no heads of their own, and no reason to refuse.
+# Projections of positions: they have no heads, and are no reason to refuse the module.
 BESIDE = ("pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj", "relative_k_proj", "linear_pos")
+# A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
+AMBIGUOUS = ("output", "..output")
+CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|src_attn|context_attn", re.IGNORECASE)
 
 
 def projects(module: nn.Module) -> bool:
-    """Whether a module may project: it holds a matrix and looks nothing up."""
+    """Return whether a module may be a projection: it holds a matrix and is no embedding."""
     if isinstance(module, nn.Embedding):
         return False
     return any(parameter.dim() > 1 for parameter in module.parameters()) or read_projection(module) is not None
 
 
-def letters(name: str) -> set[str]:
-    """Return which of q, k, v an attribute name speaks of: "query_key_value" of all, "to_kv" of k and v."""
+def find_letters(name: str) -> set[str]:
+    """Return which of q, k, v an attribute name mentions: all for "query_key_value", k and v for "to_kv"."""
     words = re.split(r"_|\d+|(?<=[a-z])(?=[A-Z])", name)
-    spoken: set[str] = set()
+    letters: set[str] = set()
     for word in words:
         lower = word.lower().removeprefix("w")
         if lower in ("q", "k", "v", "qk", "kv", "qkv", "qv", "kvq", "qvk", "qkvz", "qkvg"):
-            spoken |= set(lower) & set("qkv")
-        for full in ("query", "queries", "key", "keys", "value", "values"):
-            if lower == full:
-                spoken.add(full[0])
-    return {*"qkv"} if name in ("c_attn", "att_proj", "attn_proj") else spoken
+            letters |= set(lower) & set("qkv")
+        if lower in ("query", "queries", "key", "keys", "value", "values"):
+            letters.add(lower[0])
+    return {*"qkv"} if name in ("c_attn", "att_proj", "attn_proj") else letters
 
 
-def assembled(
+def find_attribute(module: nn.Module, names: Sequence[str]) -> str | None:
+    """Return the first of these names under which a module holds a projection."""
+    return next((name for name in names if read_projection(module._modules.get(name)) is not None), None)
+
+
+def read_child(module: nn.Module, attribute: str) -> Projection:
+    """Return the projection under a name that `find_attribute` returned."""
+    projection = read_projection(module._modules.get(attribute))
+    assert projection is not None
+    return projection
+
+
+def read_integer(module: nn.Module, names: Sequence[str]) -> int | None:
+    """Return the first of these attributes that is an integer, of the module or else of its `config`."""
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def count_heads(name: str, rows: int, size: int) -> int:
+    """Return `rows / size`, and refuse a remainder."""
+    if size < 1 or rows % size:
+        raise LayoutError(f"{name}: {rows} rows do not divide into heads of {size} rows.")
+    return rows // size
+
+
+def refuse_uncounted(name: str, module: nn.Module, num_heads: Sequence[str], head_size: Sequence[str]) -> NoReturn:
+    """Refuse a module whose number of heads is unknown."""
+    raise LayoutError(
+        f"{name or 'the model'} ({type(module).__name__}) holds query, key and value projections but neither "
+        f"{', '.join(num_heads)} nor {', '.join(head_size)}; name its number of heads in a layout row "
+        "(num_heads=('...',))."
+    )
+
+
+def refuse_others(row: str, name: str, module: nn.Module, used: set[str], beside: Sequence[str]) -> None:
+    """Refuse a module with more projections of queries, keys or values than the row describes."""
+    others = [
+        child
+        for child, held in module._modules.items()
+        if held is not None and child not in used and child not in beside
+        if (find_letters(child) and projects(held)) or isinstance(held, nn.Conv1d)
+    ]
+    if others:
+        raise LayoutError(
+            f"{name or 'the model'} ({type(module).__name__}) holds {', '.join(others)} in addition to "
+            f"{', '.join(sorted(used))}, which the layout {row!r} does not describe. If they have no heads, name "
+            "them in a row (beside=...); if this is not softmax attention, leave it out with "
+            "find_heads(model, exclude=('...',))."
+        )
+
+
+def find_output_projection(
+    model: nn.Module, name: str, module: nn.Module, candidates: Sequence[str], width: int | None
+) -> OutputProjection | None:
+    """Return the first candidate for W_O that can take the concatenated heads.
+
+    A projection of another width cannot. A module that is no projection, such as an aggregator, can.
+
+    Args:
+        model: The model.
+        name: Name of the attention module in it.
+        module: The attention module.
+        candidates: Attribute paths from the attention module; from its parent with a leading "..".
+        width: H * e; None where it is unknown, and any projection will do.
+    """
+    for candidate in candidates:
+        owner, path = module, candidate
+        if candidate.startswith(".."):
+            if not name:
+                continue
+            owner, path = model.get_submodule(name.rpartition(".")[0]), candidate[2:]
+        *middle, attribute = path.split(".")
+        for part in middle:
+            owner = owner._modules.get(part) if isinstance(owner, nn.Module) else None
+        found = owner._modules.get(attribute) if isinstance(owner, nn.Module) else None
+        if owner is None or found is None:
+            continue
+        projection = read_projection(found)
+        fits = candidate not in AMBIGUOUS if projection is None else width in (None, projection.columns)
+        if fits:
+            return OutputProjection(owner, attribute)
+    return None
+
+
+def read_output_width(output_projection: OutputProjection | None) -> int | None:
+    """Return the input features of the module that plays W_O, where it is a projection."""
+    projection = None if output_projection is None else read_projection(output_projection.module)
+    return None if projection is None else projection.columns
+
+
+def join_names(name: str, attribute: str) -> str:
+    """Return the dotted name of an attribute of the module called `name`, which is empty for the model itself."""
+    return f"{name}.{attribute}" if name else attribute
+
+
+def build_slice(
+    kind: str, name: str, projection: Projection, heads: int, size: int, start: int = 0, stride: int = 0
+) -> HeadSlice:
+    """Return the heads of one of query, key and value in a projection."""
+    return HeadSlice(
+        kind,
+        f"{name}.{projection.path}weight",
+        projection.owner,
+        "weight",
+        heads,
+        size,
+        start=start,
+        stride=stride,
+        axis=projection.axis,
+        bias=projection.bias,
+        module=projection.module,
+        along=projection.rows,
+        across=projection.columns,
+        obstacle=projection.obstacle,
+    )
+
+
+def build_site(
     model: nn.Module,
     name: str,
     module: nn.Module,
@@ -54,70 +177,60 @@ def assembled(
         model=model,
         name=name,
         module=module,
-        **place(model, name),
+        **locate(model, name),
         layout=layout,
         num_heads=query.heads,
         key_value_heads=key.heads,
         head_size=query.head_size,
         slices=tuple(slices),
-        output=None
-        if output_projection is None
-        else output_slice(_name_in(model, output_projection), output_projection, query.heads, query.head_size),
+        output=_build_output_slice(model, output_projection, query.heads, query.head_size),
         output_projection=output_projection,
         value_module=value.module,
     )
 
 
-def _name_in(model: nn.Module, output_projection: OutputProjection) -> str:
+def _build_output_slice(
+    model: nn.Module, output_projection: OutputProjection | None, heads: int, size: int
+) -> HeadSlice | None:
+    """Return the heads of W_O, or None where its module is unknown or no projection of them."""
+    projection = None if output_projection is None else read_projection(output_projection.module)
+    if output_projection is None or projection is None or projection.columns != heads * size:
+        return None
     owner = next((name for name, module in model.named_modules() if module is output_projection.owner), "")
-    return joined(owner, output_projection.attribute)
-
-
-def read_child(module: nn.Module, attribute: str) -> Projection:
-    """Return the projection that a module holds under a name; the row asked before whether it is one."""
-    projection = read_projection(module._modules.get(attribute))
-    assert projection is not None
-    return projection
-
-
-def refuse_others(row: str, name: str, module: nn.Module, used: set[str], beside: Sequence[str]) -> None:
-    """Raise where the module projects more queries, keys or values than the row describes: it would be half found."""
-    others = [
-        child
-        for child, held in module._modules.items()
-        if held is not None and child not in used and child not in beside
-        if (letters(child) and projects(held)) or isinstance(held, nn.Conv1d)
-    ]
-    if others:
-        raise LayoutError(
-            f"{name or 'the model'} ({type(module).__name__}) holds {', '.join(others)} beside "
-            f"{', '.join(sorted(used))}, which the layout {row!r} does not describe. If they are no heads, name "
-            "them in a row (beside=...); if this is no softmax attention, leave it out with "
-            "find_heads(model, exclude=('...',))."
-        )
-
-
-def integer(module: nn.Module, names: Sequence[str]) -> int | None:
-    """Return the first of these attributes that is an integer, of the module or else of its `config`."""
-    for holder in (module, getattr(module, "config", None)):
-        for name in names:
-            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
-
-
-def no_count(name: str, module: nn.Module, num_heads: Sequence[str], head_size: Sequence[str]) -> str:
-    """Return the refusal of a module that does not say how many heads it has."""
-    return (
-        f"{name or 'the model'} ({type(module).__name__}) holds query, key and value projections but neither "
-        f"{', '.join(num_heads)} nor {', '.join(head_size)}; name its number of heads in a layout row "
-        "(num_heads=('...',))."
+    return HeadSlice(
+        "output",
+        f"{join_names(owner, output_projection.attribute)}.{projection.path}weight",
+        projection.owner,
+        "weight",
+        heads,
+        size,
+        axis=1 - projection.axis,
+        module=projection.module,
+        along=projection.columns,
+        across=projection.rows,
+        obstacle=projection.obstacle,
     )
 
 
-def heads_in(name: str, rows: int, size: int) -> int:
-    """Return how often a size goes into a number of rows, and refuse a rest."""
-    if size < 1 or rows % size:
-        raise LayoutError(f"{name}: {rows} rows do not divide into heads of {size} rows.")
-    return rows // size
+def locate(model: nn.Module, name: str) -> dict:
+    """Return kind ("self" or "cross"), layer and stack of an attention module.
+
+    The layer is its index in the innermost list of modules of one class. A T5 block, a list of an attention and a
+    feed-forward layer, is therefore no stack. Without such a list the innermost index counts.
+    """
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    stacks = [i for i in numbers if _is_stack(model.get_submodule(".".join(parts[:i])))]
+    last = (stacks or numbers or [None])[-1]
+    layer = 0 if last is None else int(parts[last])
+    stack = "" if last is None else ".".join(parts[:last])
+    own = parts if last is None else parts[max(last - 1, 0) :]
+    module, parent = model.get_submodule(name), model.get_submodule(".".join(parts[:-1]))
+    torch_cross = isinstance(parent, nn.TransformerDecoderLayer) and parts[-1] == "multihead_attn"
+    flagged = getattr(module, "is_cross_attention", None) is True
+    kind = "cross" if torch_cross or flagged or CROSS.search(".".join(own)) else "self"
+    return {"kind": kind, "layer": layer, "stack": stack}
+
+
+def _is_stack(container: nn.Module) -> bool:
+    return len({type(child) for child in container.children()}) == 1

@@ -1,33 +1,38 @@
-"""The layouts of torch's attention, of additive attention and of separate projections, and what a layout is.
+"""Layout rows: the ways in which attention modules store their projections.
 
-A row recognises a module by what it holds, never by its class name, and refuses numbers that do not fit.
+A row recognizes a module by what it holds, never by its class name, and refuses sizes that do not fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import nn
 
-from headwise import nn as headwise_nn
-from headwise.errors import LayoutError, require_names
+from headwise.errors import LayoutError, SettingError, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
     NUM_HEADS,
-    assembled,
-    heads_in,
-    integer,
-    no_count,
+    build_site,
+    build_slice,
+    count_heads,
+    find_attribute,
+    find_output_projection,
+    join_names,
+    locate,
     read_child,
+    read_integer,
+    read_output_width,
     refuse_others,
+    refuse_uncounted,
 )
-from headwise.heads.naming import find_output_projection, joined, output_slice, output_width, place, projection_slice
-from headwise.heads.projection import obstacle_to, read_projection
+from headwise.heads.projection import Projection, find_obstacle
 from headwise.heads.site import PROJECTIONS, Site
 from headwise.nn.additive import AdditiveAttention
+from headwise.nn.multihead import adopt
 from headwise.nn.scores import TorchScores
 from headwise.parallel import computes_part
 
@@ -37,7 +42,7 @@ class Layout(Protocol):
 
     @property
     def name(self) -> str:
-        """What the layout is called in tables and messages."""
+        """Name of the layout in tables and messages."""
         ...
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
@@ -55,8 +60,6 @@ class TorchMultihead:
         """Return the site of a torch multi-head attention module."""
         if not isinstance(module, nn.MultiheadAttention):
             return None
-        heads, size = module.num_heads, module.head_dim
-        bias = None if module.in_proj_bias is None else "in_proj_bias"
         packed = module.in_proj_weight is not None
         slices = []
         for index, projection in enumerate(PROJECTIONS):
@@ -65,42 +68,29 @@ class TorchMultihead:
             slices.append(
                 HeadSlice(
                     projection,
-                    joined(name, attribute),
+                    join_names(name, attribute),
                     module,
                     attribute,
-                    heads,
-                    size,
+                    module.num_heads,
+                    module.head_dim,
                     start=index * module.embed_dim if packed else 0,
-                    bias=bias,
+                    bias=None if module.in_proj_bias is None else "in_proj_bias",
                     bias_start=index * module.embed_dim,
                     along=weight.shape[0],
                     across=weight.shape[1],
-                    obstacle=obstacle_to(module, attribute),
+                    obstacle=find_obstacle(module, attribute),
                 )
             )
-        output_projection = OutputProjection(module, "out_proj")
-        return Site(
-            model=model,
-            name=name,
-            module=module,
-            **place(model, name),
-            layout=f"{self.name} {'packed' if packed else 'separate'}",
-            num_heads=heads,
-            key_value_heads=heads,
-            head_size=size,
-            slices=tuple(slices),
-            output=output_slice(joined(name, "out_proj"), output_projection, heads, size),
-            output_projection=output_projection,
-            prepare=headwise_nn.adopt,
-            scores=TorchScores,
-        )
+        layout = f"{self.name} {'packed' if packed else 'separate'}"
+        site = build_site(model, name, module, layout, slices, OutputProjection(module, "out_proj"))
+        return replace(site, prepare=adopt, scores=TorchScores)
 
 
 @dataclass(frozen=True)
 class AdditiveQueries:
-    """`headwise.nn.AdditiveAttention`: the rows of its score matrix, each the learned query of one head.
+    """`headwise.nn.AdditiveAttention`: each row of its score matrix is the learned query of one head.
 
-    Keys and values are the same for all heads, so there is one key/value head and no head slice of them.
+    All heads share keys and values, so there is one key/value head and no head slice of them.
     """
 
     name: str = "additive"
@@ -109,23 +99,22 @@ class AdditiveQueries:
         """Return the site of an additive attention module."""
         if not isinstance(module, AdditiveAttention):
             return None
-        weight = joined(joined(name, "score"), "weight")
         query = HeadSlice(
             "query",
-            weight,
+            join_names(name, "score.weight"),
             module.score,
             "weight",
             module.num_heads,
             1,
             along=module.num_heads,
             across=module.score.in_features,
-            obstacle=obstacle_to(module.score, "weight"),
+            obstacle=find_obstacle(module.score, "weight"),
         )
         return Site(
             model=model,
             name=name,
             module=module,
-            **{**place(model, name), "kind": "pooling"},
+            **{**locate(model, name), "kind": "pooling"},
             layout=self.name,
             num_heads=module.num_heads,
             key_value_heads=1,
@@ -141,20 +130,20 @@ class SeparateLinears:
     """Query, key and value projections as three modules whose output features are heads x head size.
 
     Each is an `nn.Linear`, GPT-2's Conv1D, or a layer that wraps one (LoRA). Fewer key/value heads than query heads
-    are grouped queries. Queries twice as wide as W_O takes are gated: head h is [query; gate].
+    are grouped queries. Queries twice as wide as the input of W_O are gated: head h is [query; gate].
 
     Args:
-        name: What the row is called in tables and messages.
+        name: Name of the row in tables and messages.
         query: Attribute names of the query projection, tried in order.
         key: Likewise for the key projection.
         value: Likewise for the value projection.
-        output: Likewise for W_O; a leading ".." names an attribute path from the parent module.
+        output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
         num_heads: Attribute names of the number of query heads, on the module or its `config`.
         head_size: Attribute names of the width of one head; tried before `num_heads`.
-        beside: Names of other projections that such a module may hold and that are no heads.
+        beside: Names of other projections that the module may hold and that have no heads.
 
     Raises:
-        SettingError: Names are no tuple of strings.
+        SettingError: Names are not a tuple of strings.
 
     Example:
         >>> row = SeparateLinears(query=("wq",), key=("wk",), value=("wv",), output=("wo",), num_heads=("nh",))
@@ -184,64 +173,155 @@ class SeparateLinears:
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the three projections."""
-        paths = {
-            kind: next((a for a in getattr(self, kind) if read_projection(module._modules.get(a)) is not None), "")
-            for kind in PROJECTIONS
-        }
+        paths = {kind: find_attribute(module, getattr(self, kind)) or "" for kind in PROJECTIONS}
         if not all(paths.values()):
             return None
         refuse_others(self.name, name, module, {*paths.values()}, self.beside)
         found = {kind: read_child(module, path) for kind, path in paths.items()}
         rows = found["query"].rows
-        # a module under tensor parallel may count the heads that it computes itself
+        # a module under tensor parallelism may hold the number of heads that it computes itself
         divided = computes_part(found["query"].owner, "weight", found["query"].axis)
-        size = self._size(name, module, rows, divided)
+        size = self._read_size(name, module, rows, divided)
         output_projection, gated = find_output_projection(model, name, module, self.output, rows), 1
         if output_projection is None and rows % (2 * size) == 0:
             output_projection = find_output_projection(model, name, module, self.output, rows // 2)
             gated = 1 if output_projection is None else 2
         elif (
             output_projection is not None
-            and output_width(output_projection) is None
+            and read_output_width(output_projection) is None
             and not divided
-            and integer(module, self.num_heads) == rows / (2 * size)
+            and read_integer(module, self.num_heads) == rows / (2 * size)
         ):
-            # another module in the place of W_O does not say how wide the heads are
+            # the width of the heads cannot be read from a module that replaced W_O
             gated = 2
-        counts = {
-            kind: heads_in(joined(name, paths[kind]), projection.rows, size * (gated if kind == "query" else 1))
-            for kind, projection in found.items()
-        }
+        sizes = {kind: size * (gated if kind == "query" else 1) for kind in PROJECTIONS}
+        names = {kind: join_names(name, path) for kind, path in paths.items()}
+        counts = {kind: count_heads(names[kind], found[kind].rows, sizes[kind]) for kind in PROJECTIONS}
         if counts["key"] != counts["value"] or counts["query"] % counts["key"]:
             raise LayoutError(
                 f"{name or 'the model'}: {counts['query']} query, {counts['key']} key and {counts['value']} value "
                 f"heads of {size} rows do not group; the layout row does not describe this module."
             )
         slices = [
-            projection_slice(
-                kind,
-                joined(name, paths[kind]),
-                projection,
-                counts[kind],
-                size,
-                stride=gated * size if kind == "query" else size,
-            )
-            for kind, projection in found.items()
+            build_slice(kind, names[kind], found[kind], counts[kind], size, stride=sizes[kind]) for kind in PROJECTIONS
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        return assembled(model, name, module, layout, slices, output_projection)
+        return build_site(model, name, module, layout, slices, output_projection)
 
-    def _size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
-        size = integer(module, self.head_size)
+    def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
+        size = read_integer(module, self.head_size)
         if size is not None:
             return size
         if divided:
             raise LayoutError(
-                f"{name or 'the model'} ({type(module).__name__}) is divided by tensor parallel and has none of "
+                f"{name or 'the model'} ({type(module).__name__}) is divided by tensor parallelism and has none of "
                 f"{', '.join(self.head_size)}; its number of heads may be that of all processes or of this one. Call "
                 "find_heads before parallelize_module."
             )
-        heads = integer(module, self.num_heads)
+        heads = read_integer(module, self.num_heads)
         if heads is None:
-            raise LayoutError(no_count(name, module, self.num_heads, self.head_size))
-        return heads_in(f"{name or 'the model'} query", rows, heads)
+            refuse_uncounted(name, module, self.num_heads, self.head_size)
+        return count_heads(f"{name or 'the model'} query", rows, heads)
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Query, key and value in one projection, or key and value in one and the query in another.
+
+    The output features of the fused projection are one block per projection, each of heads x head size, with fewer
+    key/value heads under grouped queries. Interleaved, they are query, key and value of head 0, then of head 1, and so
+    on. Only the forward tells these orders apart: a row therefore names the output projection too and fits no module
+    without it, and `verify` proves the order.
+
+    Args:
+        name: Name of the row in tables and messages.
+        fused: Attribute names of the fused projection, tried in order.
+        output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
+        order: What the fused projection returns, in order.
+        interleaved: Whether the heads of `order` alternate.
+        query: Attribute names of the query projection where it is not in `order`.
+        when: Values that attributes of the module must have, each (name, allowed values); None allows its absence.
+        num_heads: Attribute names of the number of query heads, on the module or its `config`.
+        head_size: Attribute names of the width of one head; tried before `num_heads`.
+        beside: Names of other projections that the module may hold and that have no heads.
+
+    Raises:
+        SettingError: Names are not a tuple of strings, or `order` is not made of query, key and value.
+
+    Example:
+        >>> row = FusedLinear("mine", fused=("to_qvk",), output=("merge",), order=("query", "value", "key"))
+    """
+
+    name: str
+    fused: tuple[str, ...]
+    output: tuple[str, ...]
+    order: tuple[str, ...] = PROJECTIONS
+    interleaved: bool = False
+    query: tuple[str, ...] = ()
+    when: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    num_heads: tuple[str, ...] = NUM_HEADS
+    head_size: tuple[str, ...] = HEAD_SIZE
+    beside: tuple[str, ...] = BESIDE
+
+    def __post_init__(self) -> None:
+        for field in ("fused", "output", "order", "query", "num_heads", "head_size", "beside"):
+            require_names(field, getattr(self, field))
+        expected = sorted(PROJECTIONS[1:] if self.query else PROJECTIONS)
+        if sorted(self.order) != expected:
+            raise SettingError(
+                f"order is {self.order}; expected {', '.join(expected)} in some order"
+                f"{', as the query has its own projection' if self.query else ''}."
+            )
+
+    def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
+        """Return the site of a module that holds the fused projection and W_O."""
+        fused, query = find_attribute(module, self.fused), find_attribute(module, self.query)
+        if fused is None or (self.query and query is None):
+            return None
+        if any(getattr(module, attribute, None) not in allowed for attribute, allowed in self.when):
+            return None
+        output_projection = find_output_projection(model, name, module, self.output, None)
+        if output_projection is None:
+            return None
+        refuse_others(self.name, name, module, {fused, query or fused}, self.beside)
+        path, projection = join_names(name, fused), read_child(module, fused)
+        separate = None if query is None else read_child(module, query)
+        heads, groups, size = self._count(path, module, projection, separate, output_projection)
+        counts = {kind: heads if kind == "query" else groups for kind in PROJECTIONS}
+        stride, start, slices = (len(self.order) * size if self.interleaved else size), 0, {}
+        for kind in self.order:
+            slices[kind] = build_slice(kind, path, projection, counts[kind], size, start, stride)
+            start += size if self.interleaved else counts[kind] * size
+        if separate is not None:
+            slices["query"] = build_slice("query", join_names(name, str(query)), separate, heads, size)
+        return build_site(model, name, module, self.name, [slices[kind] for kind in PROJECTIONS], output_projection)
+
+    def _count(
+        self,
+        name: str,
+        module: nn.Module,
+        fused: Projection,
+        query: Projection | None,
+        output_projection: OutputProjection,
+    ) -> tuple[int, int, int]:
+        """Return query heads, key/value heads and head size, from the width of W_O where it is known."""
+        width = read_output_width(output_projection) or (None if query is None else query.rows)
+        given = read_integer(module, self.num_heads)
+        size = read_integer(module, self.head_size)
+        if size is None:
+            if given is None:
+                refuse_uncounted(name, module, self.num_heads, self.head_size)
+            size = count_heads(name, width or fused.rows // len(self.order), given)
+        heads = given if width is None else count_heads(f"W_O of {name}", width, size)
+        if heads is None:
+            refuse_uncounted(name, module, self.num_heads, self.head_size)
+        rest, pair = fused.rows - (heads * size if query is None else 0), 2 * size
+        fits = rest > 0 and rest % pair == 0 and heads % (rest // pair) == 0
+        if not fits or (self.interleaved and rest != heads * pair):
+            kinds = f"one {'each' if self.interleaved else 'block each'} of {', '.join(self.order)}"
+            raise LayoutError(
+                f"{name}.weight: {fused.rows} rows are not {kinds} for {heads} query heads of {size} rows; "
+                "the layout row does not describe this module (heads fused per group have no row: write one for "
+                "the modules you need, or leave them out with exclude)."
+            )
+        return heads, rest // pair, size

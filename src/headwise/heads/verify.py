@@ -117,7 +117,7 @@ def _run(site: Site, call: Call) -> None:
     except Exception as error:
         raise HeadwiseError(
             f"{site.name or 'the model'} ({type(site.module).__name__}) could not be called again in float64 "
-            f"({type(error).__name__}: {error}); a quantised model cannot be proved, its full-precision original can, "
+            f"({type(error).__name__}: {error}); a quantized model cannot be proved, its full-precision original can, "
             "and has the same layout."
         ) from error
 
