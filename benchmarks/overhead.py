@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.disagreement.terms import output_similarity
+from headwise.repulsion.groups import find_groups
 from headwise.repulsion.rules import Rule
-from headwise.repulsion.step import apply_rule, ensembles_of
+from headwise.repulsion.step import apply_rule
 from headwise.routing.modules import build
 from timing import console, default_device, interleaved, new_record, ratio, write
 
@@ -174,8 +175,8 @@ def model_table(
     variants = {name: Variant(name, device, attach, rules.get(name)) for name, attach in attachments.items()}
     plain = variants["plain"]
     heads = hw.find_heads(plain.model)
-    everything = ensembles_of(heads, joint=False)
-    first = ensembles_of(heads.kind("self").layer(0), joint=False)
+    everything = find_groups(heads, joint=False)
+    first = find_groups(heads.kind("self").layer(0), joint=False)
     runs: dict[str, Callable[[], object]] = {
         name: (lambda variant=variant: variant.step(source, target)) for name, variant in variants.items()
     }
@@ -238,12 +239,10 @@ def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
     Counted is what any form must move: particles and gradients read once, gradients written once.
     """
     model = Translation().to(device)
-    ensembles = ensembles_of(hw.find_heads(model), joint=False)
+    groups = find_groups(hw.find_heads(model), joint=False)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    numbers = sum(
-        head_slice.view(head_slice.parameter).numel() for ensemble in ensembles for head_slice in ensemble.slices
-    )
+    numbers = sum(head_slice.view(head_slice.parameter).numel() for group in groups for head_slice in group.slices)
     moved = 3 * 4 * numbers
     source = torch.randn(COPIED[device.type], device=device)
     target = torch.empty_like(source)
@@ -253,13 +252,13 @@ def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
 
     runs = {
         "copy": repeat(lambda: target.copy_(source)),
-        "svgd": repeat(lambda: apply_rule(RULE, ensembles, strength=1.0, scale=None)),
+        "svgd": repeat(lambda: apply_rule(RULE, groups, strength=1.0, scale=None)),
     }
     seconds = interleaved(device, runs, rounds, "bytes a second")
     copied = 2 * source.numel() * source.element_size() * REPEATS / statistics.median(seconds["copy"])
     achieved = moved * REPEATS / statistics.median(seconds["svgd"])
     return {
-        "ensembles": len(ensembles),
+        "ensembles": len(groups),
         "bytes a step": moved,
         "milliseconds a step": 1e3 * statistics.median(seconds["svgd"]) / REPEATS,
         "bytes a second": achieved,
@@ -320,7 +319,7 @@ def show(record: dict) -> None:
     if "traffic" in record:
         table = record["traffic"]
         console.print(
-            f"\n[bold]Repulsion of {table['ensembles']} ensembles[/bold]: {table['milliseconds a step']:.3f} ms, "
+            f"\n[bold]Repulsion of {table['ensembles']} particle groups[/bold]: {table['milliseconds a step']:.3f} ms, "
             f"{table['bytes a second'] / 1e9:.1f} GB/s, {table['share of copying']:.1%} of copying"
         )
     if "module" not in record:

@@ -25,14 +25,12 @@ from headwise.nn.scores import ScoreCall
 from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
 from headwise.report.report import Comparison, Report, load_report
-from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
-from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.repulsion.function_rule import FunctionSVGD
+from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.groups import jitter
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, NormalizedRBF
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.mixing import Relative
 from headwise.repulsion.repel import Repulsion, repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
 from headwise.roles.align import Alignment, align
 from headwise.roles.build import Roles
 from headwise.roles.collator import RoleCollator

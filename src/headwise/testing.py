@@ -47,8 +47,8 @@ def particles_near_collapse(count: int, width: int, *, seed: int = 0) -> dict[st
 def check_rule(rule: Rule, *, count: int = 4, width: int = 6, seed: int = 0) -> None:
     """Check what holds for every particle rule.
 
-    Permuting heads permutes the drive, the repulsion and the gradient; all of them are finite near and at collapse;
-    equal heads do not repel; and the gradient is drive - repulsion - noise.
+    Permuting heads permutes the driving term, the repulsion and the gradient; all of them are finite near and at
+    collapse; equal heads do not repel; and the gradient is driving term - repulsion - noise.
 
     Args:
         rule: The rule.
@@ -71,13 +71,13 @@ def check_rule(rule: Rule, *, count: int = 4, width: int = 6, seed: int = 0) -> 
     for name, particles in particles_near_collapse(count, width, seed=seed).items():
         forces = update(rule, particles.double(), gradients, noise)
         moved = update(rule, particles.double()[order], gradients[order], None if noise is None else noise[order])
-        for field in ("drive", "repulsion", "gradient"):
+        for field, term in (("driving", "driving term"), ("repulsion", "repulsion"), ("gradient", "gradient")):
             value = getattr(forces, field)
-            _require(bool(value.isfinite().all()), f"{rule} on {name} particles: its {field} is not finite.")
+            _require(bool(value.isfinite().all()), f"{rule} on {name} particles: its {term} is not finite.")
             # distances of near heads beside a far one keep about seven digits of float64
             same = bool((getattr(moved, field) - value[order]).abs().max() <= 1e-5 * value.abs().max())
-            _require(same, f"{rule} on {name} particles: permuting the heads does not permute the {field}.")
-        total = forces.drive - forces.repulsion - forces.noise
+            _require(same, f"{rule} on {name} particles: permuting the heads does not permute the {term}.")
+        total = forces.driving - forces.repulsion - forces.noise
         _require(torch.allclose(forces.gradient, total), f"{rule} on {name} particles: the forces do not add up.")
         if name == "equal":
             still = bool((forces.repulsion.abs() <= 1e-12).all())

@@ -76,7 +76,7 @@ def assert_as_alone(engine: str, rule: str, make: Any, **options: Any) -> None:
         torch.testing.assert_close(together[name], parameter, rtol=0.0, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
     assert sorted(found.names) == sorted(expected.names)
     order = [expected.names.index(name) for name in found.names]
-    for norm in ("drive_norm", "repulsion_norm", "particle_norm"):
+    for norm in ("driving_norm", "repulsion_norm", "particle_norm"):
         torch.testing.assert_close(getattr(found, norm), getattr(expected, norm)[order], rtol=1e-6, atol=1e-9)
     assert found.finite.all()
 
@@ -182,10 +182,10 @@ def assert_on_two_dimensions(layout: str) -> None:
 @pytest.mark.parametrize("rule", ["SVGD", "prior"])
 def test_columns_are_summed_in_one_message_for_the_whole_model(two: Processes, rule: str):
     """L H (H + 1) numbers: a triangle of each of two symmetric matrices, and H norms of particles for the record."""
-    ensembles, pairs = 3 * LAYERS, HEADS * HEADS
+    groups, pairs = 3 * LAYERS, HEADS * HEADS
     more = (HEADS * (HEADS + 1) // 2 + pairs) if rule == "prior" else 0
     for messages, others in two.run(messages_of_a_step, rule):
-        assert messages == [(ensembles * (pairs + HEADS + more), torch.float64)]
+        assert messages == [(groups * (pairs + HEADS + more), torch.float64)]
         assert others == {"c10d.allreduce_": 1}
 
 

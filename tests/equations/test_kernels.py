@@ -10,17 +10,27 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
-from headwise.repulsion.bandwidths import Bandwidth, Fixed, Median, ReleasedMedian
 from headwise.repulsion.gram import (
     CPU_CHUNK,
-    collapsed,
+    find_collapsed,
     geometry,
     geometry_from_grams,
     plain_gram,
     require_nonzero,
     shifted_gram,
 )
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF, cosine_gradient
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Bandwidth,
+    Cosine,
+    Fixed,
+    Kernel,
+    Median,
+    NormalizedRBF,
+    ReleasedMedian,
+    cosine_gradient,
+)
 
 EPS = torch.finfo(torch.float64).eps
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
@@ -269,18 +279,18 @@ def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_n
 
 def test_a_group_of_one_or_of_nan_is_not_collapsed():
     one = geometry(torch.zeros(3, 1, 4), inner=False)
-    assert collapsed(one).tolist() == [False] * 3
+    assert find_collapsed(one).tolist() == [False] * 3
     theta = torch.ones(2, 3, 4)
     theta[1, 2, 0] = torch.nan
     spoilt = geometry(theta, inner=False)
-    assert collapsed(spoilt).tolist() == [True, False]
+    assert find_collapsed(spoilt).tolist() == [True, False]
     assert spoilt.squared_distances[1].isnan().tolist() == [[i == 2 or j == 2 for j in range(3)] for i in range(3)]
 
 
 def test_collapsed_groups_are_named():
     theta = draw(2, 4, 3)
     theta[1] = theta[1, 0]
-    assert collapsed(geometry(theta, inner=False)).tolist() == [False, True]
+    assert find_collapsed(geometry(theta, inner=False)).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF()], ids=str)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
-from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
-from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.gram import Geometry, geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.mixing import Mixing, Relative, blend
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 
 EPS = torch.finfo(torch.float64).eps
 NOISY = (SPOS, SGLD)
@@ -215,7 +213,7 @@ def test_many_groups_at_once_equal_each_group_alone(rule: Rule):
 def test_drive_repulsion_and_noise_make_up_the_gradient(rule: Rule):
     noise = draw(4, 5, seed=2) if isinstance(rule, NOISY) else None
     forces = update(rule, draw(4, 5), draw(4, 5, seed=1), noise)
-    close(forces.gradient, forces.drive - forces.repulsion - forces.noise)
+    close(forces.gradient, forces.driving - forces.repulsion - forces.noise)
     assert forces.noise.any() == (noise is not None)
 
 
@@ -258,8 +256,8 @@ def test_a_relative_strength_sets_the_norm_of_the_repulsion_and_keeps_its_direct
 def test_equal_particles_get_a_drive_and_no_repulsion_at_all(kernel: Kernel, alpha: float | Relative):
     theta = draw(1, 257).float().repeat(8, 1)
     forces = update(SVGD(alpha, 0.3, kernel), theta, draw(8, 257, seed=1).float())
-    assert forces.drive.isfinite().all()
-    assert forces.drive.any()
+    assert forces.driving.isfinite().all()
+    assert forces.driving.any()
     assert not forces.repulsion.any()
 
 

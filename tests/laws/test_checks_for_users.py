@@ -51,7 +51,7 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("not finite", "is not finite"), ("order", "does not permute the drive"), ("equal", "equal heads repel")],
+    [("not finite", "is not finite"), ("order", "does not permute the driving term"), ("equal", "equal heads repel")],
 )
 def test_broken_rules_fail(how, message):
     with pytest.raises(AssertionError, match=message):

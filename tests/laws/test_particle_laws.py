@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
-from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
 from headwise.repulsion.gram import geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, NormalizedRBF
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.mixing import Relative
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule, update
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -88,7 +86,7 @@ def test_shifting_all_heads_leaves_the_repulsion_of_a_kernel_on_distances(kernel
     theta, g, shift = draw(6, 4), draw(6, 4, seed=1), 3 * draw(1, 4, seed=2)
     rule = SVGD(0.7, 0.3, kernel(bandwidth))
     close(update(rule, theta + shift, g).repulsion, update(rule, theta, g).repulsion)
-    close(update(rule, theta + shift, g).drive, update(rule, theta, g).drive)
+    close(update(rule, theta + shift, g).driving, update(rule, theta, g).driving)
 
 
 @settings(max_examples=25)
@@ -119,7 +117,7 @@ def test_a_huge_bandwidth_gives_every_head_the_mean_gradient(kernel):
 @pytest.mark.parametrize("kernel", [RBF(Fixed(1e-6)), IMQ(Fixed(1e-26))], ids=str)
 def test_a_tiny_bandwidth_gives_every_head_its_own_gradient_over_the_number_of_heads(kernel: Kernel):
     g = draw(5, 4, seed=1)
-    torch.testing.assert_close(update(SVGD(0.0, 0.3, kernel), draw(5, 4), g).drive, 0.3 / 5 * g, rtol=0, atol=1e-12)
+    torch.testing.assert_close(update(SVGD(0.0, 0.3, kernel), draw(5, 4), g).driving, 0.3 / 5 * g, rtol=0, atol=1e-12)
 
 
 def test_a_tiny_bandwidth_leaves_an_rbf_without_repulsion():

@@ -34,7 +34,7 @@ def expected_gradients(model: nn.Module, rule: Rule, strength: float = 1.0) -> d
         gradients = head_slice.view(head_slice.parameter.grad).double().flatten(1)
         forces = update(rule, particles, gradients)
         shape = head_slice.view(head_slice.parameter).shape
-        head_slice.view(expected[head_slice.name]).copy_((forces.drive - strength * forces.repulsion).view(shape))
+        head_slice.view(expected[head_slice.name]).copy_((forces.driving - strength * forces.repulsion).view(shape))
     return expected
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.repulsion.function_rule import FunctionSVGD, products, pulled_back
-from headwise.repulsion.function_space import function_ensembles_of
+from headwise.repulsion.function_space import FunctionSVGD, compute_products, pull_back
 from headwise.repulsion.gram import geometry
 
 HEADS, SIZE, WIDTH = 3, 4, 12
@@ -36,16 +35,16 @@ def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
     torch.manual_seed(1)
     first = torch.randn(HEADS, SIZE, 5, dtype=torch.float64, requires_grad=True)
     second = torch.randn(HEADS, SIZE, 7, dtype=torch.float64, requires_grad=True)
-    flat = products(first, second).flatten(1)
+    flat = compute_products(first, second).flatten(1)
     distances = (flat[:, None] - flat).square().sum(-1)
     h = kernel.bandwidth.value
     values = torch.exp(-distances / h) if isinstance(kernel, hw.RBF) else (1 + distances / h) ** -0.5
     # R_i = -sum_j grad_i k(F_i, F_j); each pair stands in the sum twice
     wanted = torch.autograd.grad(-values.sum() / 2, (first, second))
-    functions = products(first, second).detach()
+    functions = compute_products(first, second).detach()
     mixing = FunctionSVGD(alpha=0.7, step_size=0.3, kernel=kernel).mixing(geometry(functions.flatten(1), inner=False))
     force = torch.tensordot(mixing.repulsion, functions, dims=1)
-    found = pulled_back(force, first.detach(), second.detach())
+    found = pull_back(force, first.detach(), second.detach())
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, 0.7 * 0.3 / HEADS * other, rtol=1e-10, atol=1e-12)
 
@@ -133,9 +132,7 @@ def test_a_scaled_gradient_gives_the_same_step(dtype):
     heads = hw.find_heads(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25 * 8)
-    from headwise.repulsion.function_space import apply_function_rule
-
-    apply_function_rule(rule, function_ensembles_of(heads), strength=1.0, scale=torch.tensor(8.0))
+    rule.apply(rule.find_groups(heads), strength=1.0, scale=torch.tensor(8.0))
     assert model.in_proj_weight.grad is not None
     assert torch.allclose(model.in_proj_weight.grad / 8, wanted, rtol=1e-4)
 
@@ -170,8 +167,8 @@ def test_what_makes_no_product_is_refused():
         hw.repel(optimizer, heads, FunctionSVGD(), joint=True)
     with pytest.raises(hw.SettingError, match=r"alpha"):
         FunctionSVGD(alpha=-1.0)
-    assert [one.name for one in function_ensembles_of(heads.projection("query", "key"))] == ["query-key"]
-    assert [one.name for one in function_ensembles_of(heads.projection("value"))] == ["output-value"]
+    assert [one.name for one in FunctionSVGD().find_groups(heads.projection("query", "key"))] == ["query-key"]
+    assert [one.name for one in FunctionSVGD().find_groups(heads.projection("value"))] == ["output-value"]
 
 
 def test_grouped_queries_are_refused():
@@ -190,6 +187,6 @@ def test_grouped_queries_are_refused():
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("headwise.repulsion.step.is_sharded", lambda tensor: tensor.dim() == 2)
-    with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*take SVGD there"):
-        function_ensembles_of(hw.find_heads(attention()))
+    monkeypatch.setattr("headwise.repulsion.groups.is_sharded", lambda tensor: tensor.dim() == 2)
+    with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
+        FunctionSVGD().find_groups(hw.find_heads(attention()))

@@ -99,7 +99,8 @@ def test_one_head_beside_several_receives_its_scaled_gradient_and_that_is_told()
     told = [line.rpartition("  ")[2] for line in str(handle.last).splitlines() if "one head" in line]
     assert told == ["one head: nothing repels it"] * 2
     assert repr(handle) == (
-        f"{rule} on 3 ensembles of 1, 4 heads, before each step of SGD; one head, so nothing repels it: key, value"
+        f"{rule} on 3 particle groups of 1, 4 heads, before each step of SGD; "
+        "one head, so nothing repels it: key, value"
     )
 
 
@@ -158,7 +159,7 @@ def test_gradients_still_scaled_by_a_fused_optimizers_scaler_are_mixed_as_if_uns
     plain = model_with_gradients()
     other = hw.repel(torch.optim.SGD(plain.parameters(), lr=0.0), hw.find_heads(plain), RULE)
     other.apply()
-    torch.testing.assert_close(handle.last.drive_norm, other.last.drive_norm)
+    torch.testing.assert_close(handle.last.driving_norm, other.last.driving_norm)
     torch.testing.assert_close(handle.last.repulsion_norm, other.last.repulsion_norm)
 
 
@@ -191,7 +192,7 @@ def test_a_gradient_that_is_not_finite_is_left_alone_and_reported(bad):
     torch.testing.assert_close(model.k_proj.weight.grad, before, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(model.q_proj.weight.grad.double(), expected["q_proj.weight"], rtol=2e-5, atol=2e-6)
     assert handle.last.finite.tolist() == [True, False, True]
-    assert "gradient not finite, left alone" in str(handle.last)
+    assert "gradient not finite, gradient unchanged" in str(handle.last)
 
 
 def test_heads_without_a_gradient_are_skipped_and_none_at_all_is_an_error():
@@ -203,7 +204,7 @@ def test_heads_without_a_gradient_are_skipped_and_none_at_all_is_an_error():
     assert handle.last.skipped == ("key",)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(hw.NotFired, match="none of the 3 ensembles has a gradient"):
+    with pytest.raises(hw.NotFired, match="none of the 3 particle groups has a gradient"):
         optimizer.step()
 
 
@@ -250,10 +251,12 @@ def test_the_reported_norms_are_those_of_the_forces():
     handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
     handle.apply()
     record = handle.last
-    assert float(record.drive_norm[0]) == pytest.approx(float(forces.drive.norm()), rel=1e-5)
+    assert float(record.driving_norm[0]) == pytest.approx(float(forces.driving.norm()), rel=1e-5)
     assert float(record.repulsion_norm[0]) == pytest.approx(float(forces.repulsion.norm()), rel=1e-5)
     assert float(record.particle_norm[0]) == pytest.approx(float(particles.norm(dim=1).mean()), rel=1e-5)
-    assert float(record.force_ratio[0]) == pytest.approx(float(forces.repulsion.norm() / forces.drive.norm()), rel=1e-5)
+    assert float(record.force_ratio[0]) == pytest.approx(
+        float(forces.repulsion.norm() / forces.driving.norm()), rel=1e-5
+    )
 
 
 def test_parameters_the_optimizer_does_not_hold_are_refused_and_several_optimizers_accepted():
@@ -278,7 +281,7 @@ def test_a_wrapped_optimizer_is_unwrapped_and_anything_else_refused():
     handle = hw.repel([wrapped], hw.find_heads(model), RULE)
     inner.step()
     assert handle.steps == 1
-    assert str(handle) == f"{RULE} on 3 ensembles of 4 heads, before each step of SGD"
+    assert str(handle) == f"{RULE} on 3 particle groups of 4 heads, before each step of SGD"
     with pytest.raises(hw.SettingError, match="optimizer is str"):
         hw.repel("adam", hw.find_heads(model), RULE)
 
@@ -384,7 +387,7 @@ def test_tied_parameters_are_acted_on_once():
     expected = expected_gradients(first, RULE)["q_proj.weight"]
     handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
     handle.apply()
-    assert len(handle.ensembles) == 5
+    assert len(handle.groups) == 5
     torch.testing.assert_close(first.q_proj.weight.grad.double(), expected, rtol=2e-5, atol=2e-6)
 
 
@@ -404,3 +407,14 @@ def test_what_is_no_rule_and_an_optimizer_that_maximizes_are_refused():
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD)
     with pytest.raises(hw.SettingError, match="maximize=True"):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), heads, RULE)
+
+
+def test_names_of_version_0_1_still_read_what_they_read():
+    model = model_with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    optimizer.step()
+    assert handle.ensembles == handle.groups
+    assert handle.last.drive_norm is handle.last.driving_norm
+    forces = update(RULE, torch.randn(3, 5), torch.randn(3, 5))
+    assert forces.drive is forces.driving

@@ -388,6 +388,6 @@ def test_a_schedule_of_the_strength_is_followed_step_by_step():
         loss_of(model, 0).backward()
         optimizer.step()
         norms.append(handle.last.repulsion_norm)
-        torch.testing.assert_close(handle.last.force_ratio, handle.last.repulsion_norm / handle.last.drive_norm)
+        torch.testing.assert_close(handle.last.force_ratio, handle.last.repulsion_norm / handle.last.driving_norm)
     for now, later in pairwise(norms):
         torch.testing.assert_close(later, 0.5 * now)

@@ -12,8 +12,8 @@ from torch.optim import SGD
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.wrappers import LoraLinear, wrap
-from headwise.repulsion.groups import acts_apart
-from headwise.repulsion.step import apply_rule, ensembles_of
+from headwise.repulsion.groups import acts_apart, find_groups
+from headwise.repulsion.step import apply_rule
 from repulsion.by_hand import RULE, assert_as_by_hand, expected_gradients, loss_of, model_with_gradients
 
 
@@ -35,13 +35,13 @@ def test_one_particle_everywhere_is_refused_with_the_projection_to_choose(rule):
     heads = hw.find_heads(shared)
     with pytest.raises(
         hw.LayoutError,
-        match=r"^no ensemble has more than one particle \(key: 1, value: 1\), and one head has nothing to be repelled "
-        r"from; choose heads\.projection\('query'\), with 4 heads a layer\.$",
+        match=r"^no particle group has more than one particle \(key: 1, value: 1\), and one head has nothing to be "
+        r"repelled from; choose heads\.projection\('query'\), with 4 heads per layer\.$",
     ):
         hw.repel(sgd(shared), heads.projection("key", "value"), rule)
     assert hw.repel(sgd(shared), heads.projection("query"), rule)
     single = model_with_gradients(num_heads=1, key_value_heads=1)
-    with pytest.raises(hw.LayoutError, match=r"\(query\+key\+value: 1\).*; select sites with more heads\.$"):
+    with pytest.raises(hw.LayoutError, match=r"\(query\+key\+value: 1\).*; select an attention with more heads\.$"):
         hw.repel(sgd(single), hw.find_heads(single), rule, joint=True)
 
 
@@ -131,7 +131,7 @@ def test_heads_that_become_nan_leave_their_gradient_alone_and_are_told(rule):
         torch.testing.assert_close(model.get_parameter(name).grad.double(), expected[name], rtol=2e-5, atol=2e-6)
     assert handle.last.finite.tolist() == [True, False, True]
     assert not handle.last.equal.any()
-    assert "heads not finite, left alone" in str(handle.last)
+    assert "heads not finite, gradient unchanged" in str(handle.last)
     with pytest.raises(hw.HeadwiseError, match=r"k_proj\.weight holds NaN or infinity in key heads \[1\] of 4"):
         handle.verify()
 
@@ -254,8 +254,8 @@ def test_a_setting_that_python_would_take_for_true_is_refused():
         hw.repel(sgd(model), hw.find_heads(model), RULE, joint="no")
 
 
-def test_the_record_of_a_step_counts_the_particles_of_each_ensemble():
+def test_the_record_of_a_step_counts_the_particles_of_each_group():
     model = model_with_gradients(key_value_heads=2)
-    ensembles = ensembles_of(hw.find_heads(model), joint=False)
-    forces = apply_rule(RULE, ensembles, strength=1.0, scale=None)
+    groups = find_groups(hw.find_heads(model), joint=False)
+    forces = apply_rule(RULE, groups, strength=1.0, scale=None)
     assert dict(zip(forces.names, forces.particles, strict=True)) == {"query": 4, "key": 2, "value": 2}

@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from headwise.repulsion import step as ensembles
-from headwise.repulsion import step_batched
+from headwise.repulsion import step, step_batched
+from headwise.repulsion.groups import find_groups
 from headwise.repulsion.rules import Rule
-from headwise.repulsion.step import apply_rule, ensembles_of
+from headwise.repulsion.step import apply_rule
 from repulsion.launches import Launches
 
 SVGD = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)
@@ -63,22 +63,22 @@ def with_gradients(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.M
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Says whether ensembles are stacked, as they are on a GPU."""
-    return lambda value: monkeypatch.setattr(ensembles, "stacks_on", lambda _device: value)
+    """Sets whether groups are stacked, as they are on a GPU."""
+    return lambda value: monkeypatch.setattr(step, "stacks_on", lambda _device: value)
 
 
 def both_ways(
     stacks: Callable[[bool], None], model: nn.Module, rule: Rule, *, joint: bool = False, scale: Tensor | None = None
 ) -> list[tuple[nn.Module, dict[str, dict[str, Tensor]]]]:
-    """The model after a step on views and after one in stacks, and the norms of each ensemble."""
+    """The model after a step on views and after one in stacks, and the norms of each group."""
     found = []
     for value in (False, True):
         stacks(value)
         own = copy.deepcopy(model)
         for parameter, before in zip(own.parameters(), model.parameters(), strict=True):
             parameter.grad = before.grad.clone()
-        forces = apply_rule(rule, ensembles_of(hw.find_heads(own), joint=joint), strength=0.8, scale=scale)
-        fields = ("drive_norm", "repulsion_norm", "particle_norm", "finite", "equal")
+        forces = apply_rule(rule, find_groups(hw.find_heads(own), joint=joint), strength=0.8, scale=scale)
+        fields = ("driving_norm", "repulsion_norm", "particle_norm", "finite", "equal")
         norms = {name: {f: getattr(forces, f)[i] for f in fields} for i, name in enumerate(forces.names)}
         found.append((own, norms))
     return found
@@ -132,13 +132,13 @@ def test_what_is_not_finite_is_left_alone_and_the_others_are_not(stacks):
     assert not torch.equal(after[:12], before[:12])
 
 
-def test_more_ensembles_than_fit_in_one_stack_take_several(stacks, monkeypatch):
+def test_more_groups_than_fit_in_one_stack_take_several(stacks, monkeypatch):
     model = with_gradients(packed(4))
     taken = []
-    step = step_batched.step_stacked
+    apply = step_batched.apply_to_stack
     monkeypatch.setattr(step_batched, "MOST_STACKED", 5 * 144)
     monkeypatch.setattr(
-        ensembles, "step_stacked", lambda r, own, *a, **k: taken.append(len(own)) or step(r, own, *a, **k)
+        step_batched, "apply_to_stack", lambda r, members, *a: taken.append(len(members)) or apply(r, members, *a)
     )
     assert_equal(both_ways(stacks, model, SVGD), rtol=1e-12, atol=1e-12)
     assert taken == [5, 5, 2]
@@ -158,7 +158,7 @@ def test_the_launches_of_a_step_do_not_grow_with_the_layers(stacks):
     stacks(True)
     two, seven = (launches(with_gradients(packed(layers), torch.float32), hw.SVGD(alpha=0.01)) for layers in (2, 7))
     assert two.counts == seven.counts
-    # 3 ensembles a layer; the number is stated in docs/gpu.md
+    # 3 groups per layer; the number is stated in docs/gpu.md
     assert seven.total == 80
     stacks(False)
     assert launches(with_gradients(packed(7), torch.float32), hw.SVGD(alpha=0.01)).total > 5 * seven.total
@@ -188,10 +188,10 @@ def test_a_step_on_a_device_without_values_stays_there(rule):
     model = packed(2).to("meta")
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
-    every = ensembles_of(hw.find_heads(model), joint=False)
+    every = find_groups(hw.find_heads(model), joint=False)
     with Launches() as counted:
         forces = apply_rule(rule, every, strength=0.8, scale=torch.empty((), device="meta"))
-    assert {getattr(forces, f).device.type for f in ("drive_norm", "repulsion_norm", "particle_norm")} == {"meta"}
+    assert {getattr(forces, f).device.type for f in ("driving_norm", "repulsion_norm", "particle_norm")} == {"meta"}
     assert counted.counts["aten._foreach_copy_"] == 1
 
 

@@ -1,13 +1,23 @@
 """Heads as particles: update rules, kernels, and the hook that runs them in an optimizer step."""
 
-from headwise.repulsion.bandwidths import Bandwidth, Fixed, Median, ReleasedMedian
-from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.repulsion.function_rule import FunctionSVGD
+from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.groups import jitter
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Kernel, KernelMatrices, NormalizedRBF, cosine_gradient
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Bandwidth,
+    Cosine,
+    Fixed,
+    Kernel,
+    KernelMatrices,
+    Median,
+    NormalizedRBF,
+    ReleasedMedian,
+    cosine_gradient,
+)
 from headwise.repulsion.mixing import Mixing, Relative, blend, repulsion_scale
 from headwise.repulsion.repel import Repulsion, repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Forces, Rule, update
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Forces, Rule, update
 
 __all__ = [
     "IMQ",

@@ -1,43 +1,117 @@
-"""The functions of a model's heads, and one step of `FunctionSVGD` on them.
-
-Owns which two parts of a site make a product, and the writing of forces into gradients. The equations are
-`function_rules`', the hooks `attachments`'.
-"""
+"""Repulsion between what heads compute instead of between their parameters; ours, not in the papers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, SettingError
+from headwise.errors import LayoutError, SettingError, ShapeError
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads
 from headwise.heads.site import Site
 from headwise.nn.additive import AdditiveAttention
-from headwise.repulsion.function_rule import FunctionSVGD, products, pulled_back
-from headwise.repulsion.gram import collapsed, geometry_from_grams, plain_gram, shifted_gram
-from headwise.repulsion.mixing import Mixing, repulsion_scale
-from headwise.repulsion.step import Ensemble, ForceNorms
+from headwise.repulsion.gram import Geometry, find_collapsed, geometry_from_grams, plain_gram, shifted_gram
+from headwise.repulsion.groups import ForceNorms, ParticleGroup
+from headwise.repulsion.mixing import Mixing, identity, repulsion_factor
+from headwise.repulsion.rules import KernelRule
+
+
+@dataclass(frozen=True)
+class FunctionSVGD(KernelRule):
+    """SVGD whose kernel compares what heads compute; ours, not in the papers.
+
+    Let x W_Q,h^T W_K,h y^T be the score of key y for query x in head h, and W_O,h W_V,h y what the head adds to its
+    output for y. The functions of a head are the products F_h = W_Q,h^T W_K,h and W_O,h W_V,h, each with its own
+    kernel, and the rule is
+
+    g'_i = (eps / M) [ g_i - alpha R_i ],  R_i = -sum_j grad_{theta_i} k(F_i, F_j) = J_i^T sum_j grad_{F_j} k(F_j, F_i)
+
+    with J_i the derivative of F_i in the head's parameters and the bandwidth a constant of the step. In additive
+    attention F_h = w_h W_1, the scores of head h where tanh is linear; W_1, which the heads share, gets no force.
+
+    Two heads that compute the same may look different: W_Q -> A W_Q, W_K -> A^-T W_K changes the parameters of a head
+    and no output. k and its gradient in F do not see such a change, where kernels on parameters push apart heads that
+    compute the same; R, that gradient in the parameters, turns with the basis. The driving term is not smoothed:
+    gradients of two heads in different bases cannot be added. W_O is moved too, biases are not. Where the model rotates
+    queries and keys by their positions (rotary embeddings) or normalizes them, W_Q^T W_K is not all a head computes,
+    and its basis matters.
+
+    Args:
+        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
+        step_size: eps, above 0.
+        kernel: k, on the products.
+    """
+
+    def mixing(self, geometry: Geometry) -> Mixing:
+        """The coefficients [*, M, M] of one step; those of the repulsion multiply the heads' products."""
+        repulsion = self.kernel.matrices(geometry).repulsion
+        share = self.step_size / repulsion.shape[-1]
+        return Mixing(share * identity(repulsion), None, share * self._weight * repulsion, self._ratio)
+
+    def find_groups(self, heads: Heads, *, joint: bool = False) -> tuple[FunctionGroup, ...]:
+        """Return the query-key and the output-value products of each attention, of the projections selected.
+
+        Raises:
+            LayoutError: W_O of an attention was not found, or the projections selected make no product.
+            SettingError: An attention has fewer key/value heads than query heads, its parameters are divided over
+                processes, or `joint` is True.
+        """
+        if joint:
+            raise SettingError(
+                "FunctionSVGD compares products of projections, which cannot be joined; leave joint out."
+            )
+        groups: list[FunctionGroup] = []
+        for site in heads.sites:
+            groups += _find_products(site, heads.projections)
+        if not groups:
+            raise LayoutError(
+                f"the projections {', '.join(heads.projections)} make no product; select query and key, value, or all."
+            )
+        for group in groups:
+            if group.sharded:
+                raise SettingError(
+                    f"{group.name} is divided over processes, and FunctionSVGD reads whole heads; use SVGD there."
+                )
+        return tuple(groups)
+
+    @torch.no_grad()
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+        """Replace the gradient of every group in place by what the rule says; None when none has a gradient.
+
+        Args:
+            groups: From `find_groups`; those without a gradient are skipped and named.
+            strength: Multiplies the repulsion.
+            scale: What the gradients are multiplied by (a GradScaler's scale), or None.
+        """
+        records, skipped = [], []
+        for group in groups:
+            assert isinstance(group, FunctionGroup)
+            gradients = group.gradients()
+            if gradients is None:
+                skipped.append(group.name)
+            else:
+                records.append(_apply(self, group, group.views(gradients), strength, scale))
+        return replace(ForceNorms.join(records), skipped=tuple(skipped)) if records else None
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionEnsemble(Ensemble):
+class FunctionGroup(ParticleGroup):
     """M heads whose function is the product of two slices, or of one and of a module's weight that all heads share.
 
     Attributes:
-        shared: The module of that weight, [e, b]; None where both factors are the head's own.
+        shared: The module of that weight, [e, b]; None where both factors belong to the head.
     """
 
     shared: nn.Module | None = None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [M, e, a] and B [M, e, b] in at least single precision."""
-        first = _rows(self.slices[0], self.slices[0].parameter)
+        first = _turn(self.slices[0], self.slices[0].view(self.slices[0].parameter))
         if self.shared is None:
-            second = _rows(self.slices[1], self.slices[1].parameter)
+            second = _turn(self.slices[1], self.slices[1].view(self.slices[1].parameter))
         else:
             # one row of a score matrix is a column of A
             first, weight = first.mT, self.shared._parameters["weight"]
@@ -46,128 +120,96 @@ class FunctionEnsemble(Ensemble):
         dtype = torch.promote_types(first.dtype, torch.float32)
         return first.detach().to(dtype), second.detach().to(dtype)
 
+    def turn_back(self, index: int, force: Tensor) -> Tensor:
+        """Return a force on factor `index` in the orientation of its slice's view."""
+        return force.mT if self.shared is not None else _turn(self.slices[index], force)
 
-def function_ensembles_of(heads: Heads) -> tuple[FunctionEnsemble, ...]:
-    """Return the query-key and the output-value products of each site, of the projections selected.
+
+def compute_products(first: Tensor, second: Tensor) -> Tensor:
+    """Return F_h = A_h^T B_h of each head: [M, e, a] and [M, e, b] -> [M, a, b].
 
     Raises:
-        LayoutError: W_O of a site was not found, or the projections selected make no product.
-        SettingError: A site has fewer key/value heads than query heads, or its parameters are divided over processes.
+        ShapeError: The shapes do not fit.
+
+    >>> compute_products(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]])).tolist()
+    [[[3.0, 4.0], [6.0, 8.0]]]
     """
-    found: list[FunctionEnsemble] = []
-    for site in heads.sites:
-        if isinstance(site.module, AdditiveAttention):
-            if "query" in heads.projections:
-                found.append(FunctionEnsemble(f"{site.name} scores".strip(), site.slices, site.module.hidden))
-            continue
-        if site.num_heads != site.key_value_heads:
-            raise SettingError(
-                f"{site.name}: {site.num_heads} query heads share {site.key_value_heads} key/value heads, so that no "
-                "head has a function of its own parameters alone; take SVGD, which repels parameters."
-            )
-        found += _of_site(site, heads.projections)
-    if not found:
-        raise LayoutError(
-            f"the projections {', '.join(heads.projections)} make no product; select query and key, value, or all."
+    if first.dim() != 3 or first.shape[:2] != second.shape[:2]:
+        raise ShapeError(
+            f"products of {tuple(first.shape)} and {tuple(second.shape)}; expected [M, e, a] and [M, e, b]."
         )
-    for ensemble in found:
-        if ensemble.sharded:
-            raise SettingError(
-                f"{ensemble.name} is divided over processes, and FunctionSVGD reads whole heads; take SVGD there."
-            )
-    return tuple(found)
+    return first.mT @ second
 
 
-def _of_site(site: Site, projections: Sequence[str]) -> list[FunctionEnsemble]:
+def pull_back(force: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return J^T applied to a force on the products [M, a, b]: on A [M, e, a] and on B [M, e, b].
+
+    The derivative of <G, A^T B> is B G^T in A and A G in B.
+    """
+    return second @ force.mT, first @ force
+
+
+def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup]:
+    if isinstance(site.module, AdditiveAttention):
+        selected = "query" in projections
+        return [FunctionGroup(f"{site.name} scores".strip(), site.slices, site.module.hidden)] if selected else []
+    if site.num_heads != site.key_value_heads:
+        raise SettingError(
+            f"{site.name}: {site.num_heads} query heads share {site.key_value_heads} key/value heads, so that no head "
+            "has a function of its own parameters alone; use SVGD, which repels parameters."
+        )
     slices = {head_slice.projection: head_slice for head_slice in site.slices}
     found = []
     if {"query", "key"} <= set(projections):
-        found.append(FunctionEnsemble(f"{site.name} query-key".strip(), (slices["query"], slices["key"])))
+        found.append(FunctionGroup(f"{site.name} query-key".strip(), (slices["query"], slices["key"])))
     if "value" in projections:
         if site.output is None:
             raise LayoutError(
                 f"{site.name or 'the model'}: no output projection of its heads was found, so what they add is not "
                 "known; select heads.projection('query', 'key')."
             )
-        found.append(FunctionEnsemble(f"{site.name} output-value".strip(), (site.output, slices["value"])))
+        found.append(FunctionGroup(f"{site.name} output-value".strip(), (site.output, slices["value"])))
     return found
 
 
-@torch.no_grad()
-def apply_function_rule(
-    rule: FunctionSVGD, ensembles: Sequence[Ensemble], *, strength: float, scale: Tensor | None
-) -> ForceNorms | None:
-    """Replace the gradient of every ensemble by what the rule says, in place; None when none has a gradient.
-
-    Args:
-        rule: The rule.
-        ensembles: From `function_ensembles_of`; those without a gradient are skipped and named.
-        strength: Multiplies the repulsion.
-        scale: What the gradients are multiplied by (a GradScaler's scale), or None.
-    """
-    records, skipped = [], []
-    for ensemble in ensembles:
-        assert isinstance(ensemble, FunctionEnsemble)
-        gradients = ensemble.gradients()
-        if gradients is None:
-            skipped.append(ensemble.name)
-        else:
-            views = [head_slice.view(gradient) for head_slice, gradient in zip(ensemble.slices, gradients, strict=True)]
-            records.append(_apply(rule, ensemble, views, strength, scale))
-    if not records:
-        return None
-    forces = ForceNorms.joined(records)
-    return ForceNorms(**{**vars(forces), "skipped": tuple(skipped)})
-
-
 def _apply(
-    rule: FunctionSVGD, ensemble: FunctionEnsemble, gradients: list[Tensor], strength: float, scale: Tensor | None
+    rule: FunctionSVGD, group: FunctionGroup, gradients: list[Tensor], strength: float, scale: Tensor | None
 ) -> ForceNorms:
-    first, second = ensemble.factors()
-    functions = products(first, second)
+    first, second = group.factors()
+    functions = compute_products(first, second)
     shifted = shifted_gram(functions)
     geometry = geometry_from_grams(shifted, plain_gram(functions) if rule.needs_inner else None)
     mixing = rule.mixing(geometry)
-    forces = pulled_back(_mixed(mixing.repulsion, functions), first, second)
-    pushes = [_as_view(ensemble, index, forces[index]) for index in range(len(gradients))]
+    forces = pull_back(_mix(mixing.repulsion, functions), first, second)
+    pushes = [group.turn_back(index, forces[index]) for index in range(len(gradients))]
     coefficients = mixing.drive.to(first.dtype).diagonal().view(-1, 1, 1)
-    drives = [coefficients * gradient.to(first.dtype) for gradient in gradients]
-    drive_norm, push_norm = _norm(drives), _norm(pushes)
-    factor = _factor(mixing, drive_norm, push_norm, strength, scale)
-    finite = drive_norm.isfinite() & (factor * push_norm).isfinite()
-    for gradient, drive, push in zip(gradients, drives, pushes, strict=True):
+    driving = [coefficients * gradient.to(first.dtype) for gradient in gradients]
+    driving_norm, push_norm = _norm(driving), _norm(pushes)
+    factor = repulsion_factor(mixing, driving_norm, push_norm, strength, scale)
+    finite = driving_norm.isfinite() & (factor * push_norm).isfinite()
+    for gradient, term, push in zip(gradients, driving, pushes, strict=True):
         # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
-        torch.where(finite, (drive - factor * push).to(gradient.dtype), gradient, out=gradient)
+        torch.where(finite, (term - factor * push).to(gradient.dtype), gradient, out=gradient)
     unscale = 1.0 if scale is None else scale.reciprocal()
-    sizes = [
-        torch.linalg.vector_norm(head_slice.view(head_slice.parameter).float(), dim=(1, 2))
-        for head_slice in ensemble.slices
-    ]
+    sizes = [torch.linalg.vector_norm(view.float(), dim=(1, 2)) for view in group.views()]
     return ForceNorms(
-        (ensemble.name,),
-        (drive_norm * unscale).view(1),
+        (group.name,),
+        (driving_norm * unscale).view(1),
         (factor * push_norm * unscale).view(1),
         torch.stack([size.square() for size in sizes]).sum(0).sqrt().mean().view(1),
         finite.view(1),
-        collapsed(geometry).view(1),
-        (ensemble.particles,),
+        find_collapsed(geometry).view(1),
+        (group.particles,),
     )
 
 
-def _rows(head_slice: HeadSlice, tensor: Tensor) -> Tensor:
-    """Return the heads of a tensor shaped like the parameter as [M, e, other], whichever way the weight lies."""
-    view = head_slice.view(tensor)
+def _turn(head_slice: HeadSlice, view: Tensor) -> Tensor:
+    """Return the view [M, e, other] of heads that are columns as if they were rows, and back."""
     return view if head_slice.axis == 0 else view.mT
 
 
-def _as_view(ensemble: FunctionEnsemble, index: int, force: Tensor) -> Tensor:
-    if ensemble.shared is not None:
-        return force.mT
-    return force if ensemble.slices[index].axis == 0 else force.mT
-
-
-def _mixed(repulsion: Tensor, functions: Tensor) -> Tensor:
-    """Return sum_j repulsion_ij F_j by way of the differences from F_0: nearly equal functions lose no digits."""
+def _mix(repulsion: Tensor, functions: Tensor) -> Tensor:
+    """Return sum_j repulsion_ij F_j, computed from the differences to F_0: nearly equal functions lose no digits."""
     coefficients = repulsion.to(functions.dtype)
     origin = functions[:1]
     differences = torch.tensordot(coefficients, functions - origin, dims=1)
@@ -176,10 +218,3 @@ def _mixed(repulsion: Tensor, functions: Tensor) -> Tensor:
 
 def _norm(forces: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(force) for force in forces]).norm()
-
-
-def _factor(mixing: Mixing, drive: Tensor, push: Tensor, strength: float, scale: Tensor | None) -> Tensor:
-    """Return what the repulsion is multiplied by: schedule, gradient scale, relative strength."""
-    factor = strength * repulsion_scale(mixing, drive, push)
-    # a relative strength follows the drive, which carries the gradient scale already
-    return factor if scale is None or mixing.relative is not None else factor * scale

@@ -1,19 +1,21 @@
-"""Gram matrices of particles and the squared distances read off them.
+"""Gram matrices of particles, and the squared distances computed from them.
 
-Accumulation is in float64 whatever the parameters' dtype, and distances are taken between particles shifted by
-particle 0 of their group: when heads collapse the Gram of unshifted fp32 weights has no correct digit left. A group
-made of several slices adds their Gram matrices. No kernel and no bandwidth here.
+Sums are in float64 whatever the dtype of the parameters, and distances are taken between particles shifted by particle
+0 of their group: when heads collapse, the Gram matrix of unshifted float32 weights has no correct digit left. The Gram
+matrix of a group of several slices is the sum of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.parallel import sum_over
 
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
 # also the square of the resolution of float32 parameters.
@@ -23,15 +25,17 @@ SMALLEST = 1e-30
 # Float64 temporaries of this many elements (512 KiB) stay in a core's cache; on an accelerator launches cost more.
 CPU_CHUNK = 2**16
 ACCELERATOR_CHUNK = 2**24
+# Fields of `GramSums` that are sent whole.
+NOT_SYMMETRIC = ("products", "squares")
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What the kernels need to know of the particles of one or many groups.
+    """Squared distances and inner products of the particles of one or many groups: the input of kernels and rules.
 
     Args:
         squared_distances: float64 [*, M, M], zero on the diagonal and for particles equal to rounding.
-        inner: float64 [*, M, M] inner products of the unshifted particles; None when no kernel asks for them.
+        inner: float64 [*, M, M] inner products of the unshifted particles; None when no kernel needs them.
     """
 
     squared_distances: Tensor
@@ -57,7 +61,7 @@ def geometry(particles: Tensor, *, inner: bool) -> Geometry:
 
 
 def geometry_from_grams(shifted: Tensor, plain: Tensor | None) -> Geometry:
-    """The `Geometry` of groups whose Gram matrices are already there: D_ij = S_ii + S_jj - 2 S_ij, never below 0.
+    """The `Geometry` of groups from their Gram matrices: D_ij = S_ii + S_jj - 2 S_ij, never below 0.
 
     Args:
         shifted: float64 [*, M, M], sums of `shifted_gram` over the slices of a group.
@@ -127,8 +131,13 @@ def squared_norms(view: Tensor) -> Tensor:
     return sum((columns.square().sum(1) for columns in _columns(view)), _empty_gram(view).diagonal().clone())
 
 
-def collapsed(geometry: Geometry) -> Tensor:
-    """Which groups of several particles have all of them equal, so that nothing can push them apart: bool [*]."""
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, without a kernel launch for a single one."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
+
+
+def find_collapsed(geometry: Geometry) -> Tensor:
+    """Which groups of several particles have all of them equal, so that they do not repel one another: bool [*]."""
     equal = (geometry.squared_distances == 0).all(-1).all(-1)
     return equal if geometry.squared_distances.shape[-1] > 1 else torch.zeros_like(equal)
 
@@ -145,6 +154,89 @@ def require_nonzero(particles: Tensor, name: str = "particles") -> None:
             f"{name} {empty} of {len(particles)} are zero and have no direction; expected nonzero particles. "
             "Initialize those heads, or use a kernel on distances such as RBF()."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class GramSums:
+    """Inner products of G groups of M particles, float64: what a step needs of whole particles and gradients.
+
+    Where processes hold different columns of them, each adds up its columns and `add_over_processes` adds the sums.
+
+    Attributes:
+        shifted: Of the particles less particle 0, [G, M, M].
+        plain: Of the particles, [G, M, M]; None when neither kernel nor prior needs it.
+        gradients: Of the gradients, [G, M, M]; None where the gradients are whole and their norms can be computed.
+        products: Of each gradient with each particle, [G, M, M]; None without a prior.
+        squares: Squared norms of the particles, [G, M]; None where the particles are whole.
+    """
+
+    shifted: Tensor
+    plain: Tensor | None = None
+    gradients: Tensor | None = None
+    products: Tensor | None = None
+    squares: Tensor | None = None
+
+    def driving_norms(self, driving: Tensor, prior: Tensor | None) -> Tensor | None:
+        """Return the norms of K g + P theta, [G]: ||K g||^2 = tr(K g g^T K^T), and so on; None for whole gradients."""
+        if self.gradients is None:
+            return None
+        squares = _quadratic(driving, self.gradients, driving)
+        if prior is not None:
+            assert self.products is not None  # the sums of a rule with a prior have them, and these too
+            assert self.plain is not None
+            squares = squares + 2.0 * _quadratic(driving, self.products, prior)
+            squares = squares + _quadratic(prior, self.plain, prior)
+        return torch.where(squares > 0, squares, squares * 0.0).sqrt()
+
+
+def add_over_processes(process_groups: Sequence[Any], every: Sequence[GramSums]) -> list[GramSums]:
+    """Return these sums added over the processes of some process groups, in one message per process group.
+
+    At least M (M + 1) numbers per particle group: one triangle of each symmetric matrix, without the zeros of the
+    shifted one.
+
+    >>> one = GramSums(torch.zeros(1, 2, 2, dtype=torch.float64))
+    >>> add_over_processes((), [one])[0] is one
+    True
+    """
+    if not process_groups:
+        return list(every)
+    parts = [part for sums in every for part in _pack(sums)]
+    added = iter(sum_over(process_groups, parts))
+    return [_unpack(sums, added) for sums in every]
+
+
+def _pack(sums: GramSums) -> Iterator[Tensor]:
+    for name, matrix in _list_matrices(sums):
+        yield matrix if name in NOT_SYMMETRIC else matrix[:, *_triangle(name, matrix)]
+
+
+def _unpack(sums: GramSums, added: Iterator[Tensor]) -> GramSums:
+    found: dict[str, Tensor] = {}
+    for name, matrix in _list_matrices(sums):
+        found[name] = part = next(added)
+        if name not in NOT_SYMMETRIC:
+            rows, columns = _triangle(name, matrix)
+            found[name] = torch.zeros_like(matrix)
+            found[name][:, rows, columns] = part
+            found[name][:, columns, rows] = part
+    return GramSums(**found)
+
+
+def _list_matrices(sums: GramSums) -> list[tuple[str, Tensor]]:
+    return [(name, matrix) for name, matrix in vars(sums).items() if matrix is not None]
+
+
+def _triangle(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows and columns of the upper triangle, without row 0 where that is zero."""
+    first = 1 if name == "shifted" else 0
+    rows, columns = torch.triu_indices(matrix.shape[-1] - first, matrix.shape[-1] - first, device=matrix.device) + first
+    return rows, columns
+
+
+def _quadratic(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    """Return tr(left @ matrix @ right^T) of each group."""
+    return (left @ matrix * right).sum((-2, -1))
 
 
 def _empty_gram(view: Tensor) -> Tensor:

@@ -1,21 +1,88 @@
-"""Kernels on particles, as [M, M] matrices: the values k_ij and the coefficients of the repulsion.
+"""Kernels on particles, as [M, M] matrices, and the rules that choose their bandwidth.
 
-With R_i the repulsion on particle i, `repulsion @ particles` is R, and the derivative holds the bandwidth constant.
-Every kernel is written as R_i = sum_j (a_ij theta_i - b_ij theta_j) over the pairs that are apart, so that pairs equal
-to rounding push each other by exactly nothing. No optimizer, no gradients of the loss here.
+With R_i the repulsion on particle i, `repulsion @ particles` is R. Every kernel is written as
+R_i = sum_j (a_ij theta_i - b_ij theta_j) over the pairs that are apart, so that particles equal to rounding do not push
+each other. The bandwidth h is a constant of the step: nothing is differentiated through it. A group of one particle, or
+one whose median distance is zero, gets h = 1, so that its kernel stays finite and its repulsion is zero.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError
-from headwise.repulsion.bandwidths import Bandwidth, Median
+from headwise.errors import SettingError, require_positive
 from headwise.repulsion.gram import ROUNDING, SMALLEST, Geometry
+
+
+@runtime_checkable
+class Bandwidth(Protocol):
+    """A rule for h: `Median()`, `ReleasedMedian()`, `Fixed(value)`, or your own frozen dataclass."""
+
+    def resolve(self, squared_distances: Tensor) -> Tensor:
+        """The bandwidth [*] of groups with squared distances [*, M, M]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Median:
+    """h = (median of the pairwise distances, i < j)^2 / log M (An et al. 2020, section 2.2).
+
+    The two middle distances are averaged before squaring. When all distances are equal, every off-diagonal RBF value
+    is 1/M, so each head takes as much from the others together as from itself.
+    """
+
+    def resolve(self, squared_distances: Tensor) -> Tensor:
+        """The bandwidth [*] of groups with squared distances [*, M, M].
+
+        >>> theta = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+        >>> h = Median().resolve(torch.cdist(theta, theta).square())
+        >>> round(h.item(), 5)  # 2 ** 2 / log 3
+        3.64096
+        """
+        count = squared_distances.shape[-1]
+        if count == 1:
+            return torch.ones_like(squared_distances[..., 0, 0])
+        first, second = torch.triu_indices(count, count, offset=1, device=squared_distances.device)
+        median = _middle(squared_distances[..., first, second].sqrt())
+        return _usable(median.square() / math.log(count))
+
+
+@dataclass(frozen=True)
+class ReleasedMedian:
+    """h = median(D) / log(M + 1), with the median over all M^2 squared distances, diagonal included.
+
+    The bandwidth of the authors' released TensorFlow code, for comparison with its numbers; the paper's is `Median`.
+    Equal distances give an off-diagonal RBF value of 1/(M + 1), but 1/9 at M = 2, where half the entries are the
+    diagonal's zeros.
+    """
+
+    def resolve(self, squared_distances: Tensor) -> Tensor:
+        """The bandwidth [*] of groups with squared distances [*, M, M]."""
+        count = squared_distances.shape[-1]
+        return _usable(_middle(squared_distances.flatten(-2)) / math.log(count + 1))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """h = value, whatever the particles do.
+
+    Args:
+        value: the bandwidth, in squared units of the particles; above 0.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        require_positive("Fixed.value", self.value)
+
+    def resolve(self, squared_distances: Tensor) -> Tensor:
+        """The bandwidth [*] of groups with squared distances [*, M, M]."""
+        return torch.full_like(squared_distances[..., 0, 0], self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +132,6 @@ class RBF:
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M]; rows and columns of the latter sum to zero.
 
-        >>> from headwise.repulsion.bandwidths import Fixed
         >>> from headwise.repulsion.gram import geometry
         >>> RBF(Fixed(2.0)).matrices(geometry(torch.tensor([[0.0], [1.0]]), inner=False)).values
         tensor([[1.0000, 0.6065],
@@ -191,3 +257,14 @@ def _pairwise(on_self: Tensor, on_other: Tensor, apart: Tensor) -> Tensor:
     """The matrix of R_i = sum_j (on_self_ij theta_i - on_other_ij theta_j) over the pairs `apart`; all [*, M, M]."""
     own = torch.where(apart, on_self, 0.0).sum(-1)
     return torch.diag_embed(own) - torch.where(apart, on_other, 0.0)
+
+
+def _middle(values: Tensor) -> Tensor:
+    """The median along the last axis, the two middle values averaged (torch's own takes the lower)."""
+    ordered = values.sort(dim=-1).values
+    count = values.shape[-1]
+    return (ordered[..., (count - 1) // 2] + ordered[..., count // 2]) / 2
+
+
+def _usable(bandwidth: Tensor) -> Tensor:
+    return torch.where(bandwidth > SMALLEST, bandwidth, 1.0)

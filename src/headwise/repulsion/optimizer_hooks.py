@@ -1,8 +1,4 @@
-"""What ties ensembles of particles to the optimizer that updates them: its hooks, and where it stands in a step.
-
-Owns finding the torch optimizer inside a wrapper, dividing ensembles among optimizers, the two hooks around `step()`
-and the knowledge of whether the gradients there are now were acted on. What is done to them is `repulsion`'s business.
-"""
+"""Hooks on the optimizers that update particle groups, and whether the present gradients were acted on."""
 
 from __future__ import annotations
 
@@ -20,28 +16,28 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, SettingError, require_integer, require_range
 from headwise.parallel import refuse_flat_optimizer
-from headwise.repulsion.step import Ensemble, ForceNorms
+from headwise.repulsion.groups import ForceNorms, ParticleGroup
 
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 
 
 @dataclass(eq=False)
 class Attachment:
-    """One optimizer, the ensembles whose parameters it holds, and where it stands in the current step.
+    """One optimizer, the particle groups whose parameters it holds, and its progress through the current step.
 
     Attributes:
         optimizer: The innermost torch optimizer.
-        ensembles: What is acted on before its steps.
+        groups: What is acted on before its steps.
         steps: Number of its steps since the attachment.
-        turn: 0, or which repetition this is of parameter names that the optimizer knows already (two models may have
-            equal names), so that each has noise of its own.
+        turn: 0, or the number of earlier attachments with the same parameter names (two models may have equal names),
+            so that each gets different noise.
         last: What the last step did.
-        idle: Names of the ensembles that never had a gradient.
+        idle: Names of the groups that never had a gradient.
         noisy: Whether the gradients that were acted on have their noise.
     """
 
     optimizer: Optimizer
-    ensembles: tuple[Ensemble, ...]
+    groups: tuple[ParticleGroup, ...]
     steps: int = 0
     turn: int = 0
     last: ForceNorms | None = None
@@ -53,22 +49,23 @@ class Attachment:
     _handles: tuple[RemovableHandle, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        self._parameters = [head_slice.parameter for ensemble in self.ensembles for head_slice in ensemble.slices]
-        self.idle = {ensemble.name for ensemble in self.ensembles}
+        self._slices = [head_slice for group in self.groups for head_slice in group.slices]
+        self._parameters = [head_slice.parameter for head_slice in self._slices]
+        self.idle = {group.name for group in self.groups}
 
     @property
     def keys(self) -> dict[tuple[int, int], str]:
         """Parameter and first row of everything acted on, and its name for messages."""
-        return {key: name for ensemble in self.ensembles for key, name in ensemble.keys.items()}
+        return {key: name for group in self.groups for key, name in group.keys.items()}
 
     @property
     def attached(self) -> bool:
         """Whether the optimizer still calls the hooks: a copy of it, or an unpickled one, has none."""
-        return any(own is self for own in attachments_of(self.optimizer))
+        return any(own is self for own in find_attachments(self.optimizer))
 
     @property
     def applied(self) -> bool:
-        """Whether the gradients there are now were acted on; new tensors were not, nor what a later backward added."""
+        """Whether the present gradients were acted on; new tensors were not, nor what a later backward added."""
         present = self._gradients()
         return (
             bool(self._applied_to)
@@ -77,27 +74,27 @@ class Attachment:
         )
 
     def attach(self, before: BeforeStep) -> None:
-        """Call `before(self, scale)` once a step, when the gradients are there; `scale` is what multiplies them."""
-        others = attachments_of(self.optimizer)
+        """Call `before(self, scale)` once per step, when gradients are complete; `scale` is what multiplies them."""
+        others = find_attachments(self.optimizer)
         names = set(self.keys.values())
         taken = {other.turn for other in others if names & set(other.keys.values())}
         self.turn = min(set(range(len(others) + 1)) - taken)
         self._before = before
-        arrived = _forgetting(weakref.ref(self))
+        clear = _make_clearing_hook(weakref.ref(self))
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
-            *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in self._parameters),
+            *(parameter.register_post_accumulate_grad_hook(clear) for parameter in self._parameters),
         )
 
     def detach(self) -> None:
-        """Take the hooks off the optimizer and its parameters."""
+        """Remove the hooks from the optimizer and its parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()
 
     def mark(self) -> None:
-        """Remember that the gradients there are now were acted on."""
+        """Remember that the present gradients were acted on."""
         self._applied_to = tuple(weakref.ref(gradient) for gradient in self._gradients())
 
     def clear(self) -> None:
@@ -113,14 +110,12 @@ class Attachment:
     def require_current(self) -> None:
         """Raise `LayoutError` unless model and optimizer still hold the very parameters that were attached."""
         held = _held(self.optimizer)
-        slices = (head_slice for ensemble in self.ensembles for head_slice in ensemble.slices)
-        for head_slice, parameter in zip(slices, self._parameters, strict=True):
+        for head_slice, parameter in zip(self._slices, self._parameters, strict=True):
             if head_slice.parameter is not parameter:
                 raise LayoutError(
                     f"{head_slice.name} is another tensor than when hw.repel was called: something replaced the "
                     "parameter (load_state_dict(assign=True) does). Build the optimizer from the model as it is now, "
-                    "and call "
-                    "hw.repel on it."
+                    "and call hw.repel on it."
                 )
             if id(parameter) not in held:
                 raise LayoutError(
@@ -133,7 +128,7 @@ class Attachment:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[tuple, dict] | None:
-        # a class whose step() calls its parent's fires once for each of them; a step that raised never said its end
+        # a step() that calls its parent's fires once for each of them; a step that raised has not reached its end
         if self._stepping and (torch.compiler.is_compiling() or _within_step(optimizer, sys._getframe(1))):
             return None
         before = self._before
@@ -145,7 +140,7 @@ class Attachment:
             self._stepping = True
             return None
 
-        def wrapped() -> Any:
+        def closure_then_act() -> Any:
             self.clear()
             try:
                 loss = closure()
@@ -157,8 +152,8 @@ class Attachment:
 
         self._stepping = True
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
+            return args, {**kwargs, "closure": closure_then_act}
+        return (args[0], closure_then_act, *args[2:]), kwargs
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._stepping:
@@ -167,15 +162,15 @@ class Attachment:
         self.clear()
 
 
-def _forgetting(own: weakref.ref[Attachment]) -> Callable[[Tensor], None]:
-    """Return a hook on parameters that clears an attachment; it keeps neither that nor its optimizer alive."""
+def _make_clearing_hook(own: weakref.ref[Attachment]) -> Callable[[Tensor], None]:
+    """Return a hook on parameters that clears an attachment, without keeping it or its optimizer alive."""
 
-    def arrived(_parameter: Tensor) -> None:
+    def clear(_parameter: Tensor) -> None:
         attachment = own()
         if attachment is not None:
             attachment.clear()
 
-    return arrived
+    return clear
 
 
 def _within_step(optimizer: Optimizer, caller: FrameType) -> bool:
@@ -189,17 +184,17 @@ def _within_step(optimizer: Optimizer, caller: FrameType) -> bool:
     return False
 
 
-def attachments_of(optimizer: Optimizer) -> list[Attachment]:
+def find_attachments(optimizer: Optimizer) -> list[Attachment]:
     """Return what is attached to an optimizer now, in order."""
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     return [owner for owner in owners if isinstance(owner, Attachment)]
 
 
-def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the torch optimizer inside each of those given, by way of `.optimizer` and `.original_optimizer`.
+def unwrap_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the torch optimizer inside each of those given, found by `.optimizer` and `.original_optimizer`.
 
     Raises:
-        SettingError: Something given is none, or cannot be hooked.
+        SettingError: Something given is no optimizer, or cannot be hooked.
     """
     refuse_flat_optimizer(given)
     if isinstance(given, Optimizer) or getattr(given, "optimizer", None) is not None:
@@ -218,38 +213,38 @@ def torch_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return [_innermost(optimizer) for optimizer in given]
 
 
-def assign(optimizers: Sequence[Optimizer], ensembles: Sequence[Ensemble]) -> list[Attachment]:
-    """Return an attachment for each optimizer that holds some of the ensembles' parameters; nothing is hooked yet.
+def assign(optimizers: Sequence[Optimizer], groups: Sequence[ParticleGroup]) -> list[Attachment]:
+    """Return an attachment for each optimizer that holds some of the groups' parameters; nothing is hooked yet.
 
     Raises:
-        LayoutError: An ensemble's parameters are not held by any one of the optimizers.
+        LayoutError: The parameters of a group are not held by any one of the optimizers.
         SettingError: An optimizer maximizes, or its attachments act on some of these heads already, or several
             optimizers hold the same heads.
     """
-    if any(group.get("maximize", False) for optimizer in optimizers for group in optimizer.param_groups):
+    if any(options.get("maximize", False) for optimizer in optimizers for options in optimizer.param_groups):
         raise SettingError(
             "the optimizer has maximize=True, under which heads would attract; minimize minus the score."
         )
     held = [_held(optimizer) for optimizer in optimizers]
-    assigned: list[list[Ensemble]] = [[] for _ in optimizers]
-    for ensemble in ensembles:
-        wanted = {id(head_slice.parameter) for head_slice in ensemble.slices}
+    assigned: list[list[ParticleGroup]] = [[] for _ in optimizers]
+    for group in groups:
+        wanted = {id(head_slice.parameter) for head_slice in group.slices}
         owners = [index for index, parameters in enumerate(held) if wanted <= parameters]
         if len({id(optimizers[index]) for index in owners}) > 1:
             raise SettingError(
-                f"{ensemble.name}: its parameters are held by {len(owners)} of the {len(optimizers)} optimizers, which "
+                f"{group.name}: its parameters are held by {len(owners)} of the {len(optimizers)} optimizers, which "
                 "would step on the same gradients; pass the one that updates these heads."
             )
         if not owners:
             raise LayoutError(
-                f"{ensemble.name}: its parameters are not held by "
+                f"{group.name}: its parameters are not held by "
                 f"{'the optimizer' if len(optimizers) == 1 else f'any one of the {len(optimizers)} optimizers'}; "
                 "pass the optimizer (or all of them, in a list) that updates these heads, or select other heads."
             )
-        assigned[owners[0]].append(ensemble)
-    attachments = [Attachment(o, tuple(e)) for o, e in zip(optimizers, assigned, strict=True) if e]
+        assigned[owners[0]].append(group)
+    attachments = [Attachment(o, tuple(own)) for o, own in zip(optimizers, assigned, strict=True) if own]
     for attachment in attachments:
-        claimed = {key for other in attachments_of(attachment.optimizer) for key in other.keys}
+        claimed = {key for other in find_attachments(attachment.optimizer) for key in other.keys}
         taken = sorted(name for key, name in attachment.keys.items() if key in claimed)
         if taken:
             raise SettingError(
@@ -263,11 +258,11 @@ def require_state(state: Mapping[str, Any], expected: int) -> None:
     names = ("steps", "turns", "strength")
     if not isinstance(state, Mapping) or any(name not in state for name in names):
         held = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise SettingError(f"the state holds {held}; expected {', '.join(names)}, as state_dict() of a repulsion has.")
+        raise SettingError(f"the state holds {held}; expected {', '.join(names)}, as in a repulsion's state_dict().")
     steps, turns, strength = (state[name] for name in names)
     if not isinstance(steps, list) or not isinstance(turns, list) or not len(steps) == len(turns) == expected:
         raise SettingError(
-            f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one an optimizer."
+            f"the state holds steps={steps!r} and turns={turns!r}; expected lists of {expected}, one per optimizer."
         )
     for name, counts in (("steps", steps), ("turns", turns)):
         for count in counts:
@@ -276,7 +271,7 @@ def require_state(state: Mapping[str, Any], expected: int) -> None:
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
 
 
 def _innermost(optimizer: object) -> Optimizer:

@@ -1,13 +1,10 @@
-"""A particle rule attached to the user's own optimizer.
-
-Owns the verb, what happens before a step, and the handle. The hooks are in `attachments`, the two passes of a step in
-`ensembles`, the equations in `particles` and `kernels`; which rows are a head is in `heads`.
-"""
+"""A particle rule attached to the user's own optimizer: `repel` and its handle."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,13 +20,46 @@ from headwise.errors import (
 )
 from headwise.heads.heads import Heads, require_heads
 from headwise.nn.hooks import Handle
-from headwise.repulsion.function_rule import FunctionSVGD
-from headwise.repulsion.function_space import apply_function_rule, function_ensembles_of
-from headwise.repulsion.groups import acts_apart, require_apart, require_several
-from headwise.repulsion.optimizer_hooks import Attachment, assign, require_state, torch_optimizers
+from headwise.repulsion.groups import (
+    ForceNorms,
+    ParticleGroup,
+    acts_apart,
+    derive_seed,
+    find_groups,
+    find_langevin_rate,
+    require_several,
+)
+from headwise.repulsion.optimizer_hooks import Attachment, assign, require_state, unwrap_optimizers
 from headwise.repulsion.rules import Rule
-from headwise.repulsion.step import Ensemble, ForceNorms, ensembles_of, langevin_rate, noise_key
-from headwise.repulsion.step_sharded import apply_rule_everywhere
+from headwise.repulsion.step import apply_rule
+
+
+@runtime_checkable
+class Space(Protocol):
+    """What a rule's particles are: `FunctionSVGD` is its own space, other rules act on the heads' parameters."""
+
+    def find_groups(self, heads: Heads, *, joint: bool) -> Sequence[ParticleGroup]:
+        """Return the groups to act on."""
+        ...
+
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+        """Replace the gradient of every group in place; None when none has a gradient."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParameterSpace:
+    """The space of rules whose particles are the heads' parameters."""
+
+    rule: Rule
+
+    def find_groups(self, heads: Heads, *, joint: bool) -> Sequence[ParticleGroup]:
+        """Return one group per projection of each attention, or one per attention when `joint`."""
+        return find_groups(heads, joint=joint)
+
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+        """Replace the gradient of every group in place; None when none has a gradient."""
+        return apply_rule(self.rule, groups, strength=strength, scale=scale)
 
 
 def repel(
@@ -44,33 +74,33 @@ def repel(
 ) -> Repulsion:
     """Make the heads repel one another at every step of an optimizer; returns the handle.
 
-    Before each `optimizer.step()` the gradient g_i of every head's parameters theta_i becomes what the rule says, for
-    SVGD g'_i = eps [ sum_j k_ij g_j - alpha R_i ] / M (An et al. 2020, Eq. 4 with the sign of a descent step). Nothing
-    else changes: parameters outside the heads keep their gradients, and the loop stays as it was. Gradients are
-    written in place, scaled gradients of a fused optimizer under GradScaler are respected, and a closure is wrapped.
+    Before each `optimizer.step()` the rule replaces the gradient g_i of every head's parameters theta_i, for SVGD by
+    g'_i = eps [ sum_j k_ij g_j - alpha R_i ] / M (An et al. 2020, Eq. 4 with the sign of a descent step). Parameters
+    outside the heads keep their gradients, and the training loop does not change. Gradients are written in place,
+    scaled gradients of a fused optimizer under GradScaler are respected, and a closure is wrapped.
 
     With `when="step"` this happens inside `optimizer.step()`, after any clipping in the loop. The papers clip after
     it: call `handle.apply()` before clipping, with `when="manual"` so that a forgotten call is an error. Langevin
-    noise is added in `optimizer.step()` all the same unless `noise="apply"`.
+    noise is still added in `optimizer.step()` unless `noise="apply"`.
 
     Args:
         optimizer: The optimizer that holds the heads' parameters, or several; wrappers (Accelerate) are unwrapped.
         heads: Which heads, for example `find_heads(model).layer(0)`; query, key and value separately.
         rule: `SVGD(...)`, `SPOS(...)`, `SGLD(...)`, one of the cosine family, or `FunctionSVGD(...)`, which acts on W_O
             too.
-        joint: Whether query, key and value of a site make one particle instead of three.
+        joint: Whether query, key and value of an attention make one particle instead of three.
         when: "step" or "manual".
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
         seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter name) and the kind of device. Two
-            models with equal names draw apart under one optimizer; under two, give them seeds of their own.
+            models with equal names get different noise under one optimizer; under two, give them different seeds.
 
     Raises:
         LayoutError: An optimizer lacks a parameter of the heads; a parameter is sharded, frozen or without values; the
-            model was changed since its heads were found; or there is but one head wherever the rule would act.
-        SettingError: These heads are repelled by this optimizer already, or held by two of those given, or a setting
+            model was changed since its heads were found; or there is only one head wherever the rule would act.
+        SettingError: These heads are already repelled under this optimizer, or held by two of those given, or a setting
             is out of range.
-        HeadwiseError: All heads of an ensemble are equal: nothing would ever separate them. See `jitter`. Or they are
-            not finite.
+        HeadwiseError: All heads of a group are equal, so that nothing would ever separate them (see `jitter`), or they
+            are not finite.
         ShapeError: A head is zero and the rule's kernel compares directions.
 
     Example:
@@ -90,20 +120,19 @@ def repel(
     require_choice("noise", noise, ("step", "apply"))
     require_boolean("joint", joint)
     require_integer("seed", seed)
-    optimizers = torch_optimizers(optimizer)
+    optimizers = unwrap_optimizers(optimizer)
     require_heads(heads)
-    if isinstance(rule, FunctionSVGD) and joint:
-        raise SettingError("FunctionSVGD compares products of projections, which cannot be joined; leave joint out.")
-    ensembles = function_ensembles_of(heads) if isinstance(rule, FunctionSVGD) else ensembles_of(heads, joint=joint)
-    for ensemble in ensembles:
-        ensemble.check()
+    space = rule if isinstance(rule, Space) else ParameterSpace(rule)
+    groups = space.find_groups(heads, joint=joint)
+    for group in groups:
+        group.require_trainable()
     if not acts_apart(rule):
-        require_several(ensembles, heads)
-    for ensemble in ensembles:
-        require_apart(ensemble)
+        require_several(groups, heads)
+    for group in groups:
+        group.require_apart()
         if rule.needs_inner:
-            ensemble.require_nonzero()
-    return Repulsion(heads, assign(optimizers, ensembles), rule, when=when, noise=noise, seed=seed)
+            group.require_nonzero()
+    return Repulsion(heads, assign(optimizers, groups), rule, space, when=when, noise=noise, seed=seed)
 
 
 class Repulsion(Handle):
@@ -119,6 +148,7 @@ class Repulsion(Handle):
         heads: Heads,
         attachments: Sequence[Attachment],
         rule: Rule,
+        space: Space,
         *,
         when: Literal["step", "manual"],
         noise: Literal["step", "apply"],
@@ -126,7 +156,7 @@ class Repulsion(Handle):
     ) -> None:
         super().__init__()
         self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
-        self._strength = 1.0
+        self._space, self._strength = space, 1.0
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
@@ -134,7 +164,9 @@ class Repulsion(Handle):
 
     @property
     def strength(self) -> float:
-        """Multiplies the repulsion (not the drive), at least 0; assign between steps to schedule it. Starts at 1.
+        """Factor on the repulsion (not on the driving term), at least 0; assign between steps to schedule it.
+
+        It is 1 at first.
 
         Raises:
             SettingError: On assignment of anything else.
@@ -147,9 +179,14 @@ class Repulsion(Handle):
         self._strength = float(value)
 
     @property
-    def ensembles(self) -> tuple[Ensemble, ...]:
-        """The ensembles of particles acted on."""
-        return tuple(ensemble for attachment in self._attachments for ensemble in attachment.ensembles)
+    def groups(self) -> tuple[ParticleGroup, ...]:
+        """The particle groups acted on."""
+        return tuple(group for attachment in self._attachments for group in attachment.groups)
+
+    @property
+    def ensembles(self) -> tuple[ParticleGroup, ...]:
+        """`groups`, under its name in version 0.1."""
+        return self.groups
 
     @property
     def steps(self) -> int:
@@ -158,7 +195,7 @@ class Repulsion(Handle):
 
     @property
     def last(self) -> ForceNorms:
-        """Norms of drive, repulsion and particles of each ensemble at the last step.
+        """Norms of driving term, repulsion and particles of each group at the last step.
 
         Raises:
             NotFired: No step was taken yet.
@@ -166,13 +203,13 @@ class Repulsion(Handle):
         records = [attachment.last for attachment in self._attachments if attachment.last is not None]
         if not records:
             raise NotFired("no optimizer step has been taken since repel(); there are no forces to report.")
-        return ForceNorms.joined(records)
+        return ForceNorms.join(records)
 
     def apply(self) -> None:
-        """Change the heads' gradients now, before clipping; the coming `optimizer.step()` will not do it again.
+        """Change the heads' gradients now, before clipping; the next `optimizer.step()` will not do it again.
 
-        Once a step, on gradients that are whole and unscaled: after the last micro-batch and `scaler.unscale_`. Where
-        the step is then skipped, or raises, call `zero_grad()` as usual before going on.
+        Call it once per step, on complete and unscaled gradients: after the last micro-batch and `scaler.unscale_`.
+        Where the step is then skipped, or raises, call `zero_grad()` as usual before continuing.
 
         Raises:
             NotFired: No head has a gradient: call it after `backward()`. Or the handle was removed.
@@ -180,7 +217,7 @@ class Repulsion(Handle):
         """
         for attachment in self._attachments:
             if not attachment.attached:
-                raise NotFired("the repulsion is not attached to its optimizer any more; call hw.repel again.")
+                raise NotFired("the repulsion is no longer attached to its optimizer; call hw.repel again.")
             if not attachment.applied:
                 self._act(attachment, scale=None)
                 attachment.mark()
@@ -189,15 +226,15 @@ class Repulsion(Handle):
         """Raise unless the repulsion is attached and has acted on all of its heads.
 
         Args:
-            optimizers: Those that the loop steps now, wrapped or not; without them, those that were attached.
+            optimizers: Those that the loop steps now, wrapped or not; by default those that were attached.
 
         Raises:
             NotFired: The hook is gone, no step was acted on, or heads never had a gradient.
             LayoutError: A parameter or the layer that held it was replaced or wrapped, or left its optimizer.
-            HeadwiseError: All heads of an ensemble have become equal, or are not finite.
+            HeadwiseError: All heads of a group have become equal, or are not finite.
         """
         attached = [attachment.optimizer for attachment in self._attachments]
-        strangers = [o for o in torch_optimizers(optimizers or attached) if not any(o is own for own in attached)]
+        strangers = [o for o in unwrap_optimizers(optimizers or attached) if not any(o is own for own in attached)]
         if strangers or not all(attachment.attached for attachment in self._attachments):
             raise NotFired(
                 "the repulsion is not attached to the optimizer in use: it was removed, another optimizer was built, "
@@ -216,11 +253,11 @@ class Repulsion(Handle):
                     f"{', '.join(sorted(attachment.idle))}: no gradient at any step since repel(); the loss does not "
                     "use these heads, or they are frozen. Select other heads."
                 )
-        for ensemble in self.ensembles:
-            require_apart(ensemble)
+        for group in self.groups:
+            group.require_apart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same noise and strength."""
+        """Return what a resumed run needs to continue with the same noise and strength."""
         return {
             "steps": [attachment.steps for attachment in self._attachments],
             "turns": [attachment.turn for attachment in self._attachments],
@@ -228,10 +265,10 @@ class Repulsion(Handle):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Continue from the state that `state_dict` returned.
 
         Raises:
-            SettingError: It is no such state, or of a repulsion on another number of optimizers. Nothing is changed
+            SettingError: It is no such state, or of a repulsion on a different number of optimizers. Nothing is changed
                 then.
         """
         require_state(state, len(self._attachments))
@@ -241,12 +278,14 @@ class Repulsion(Handle):
             attachment.clear()
 
     def __str__(self) -> str:
-        sizes = ", ".join(map(str, sorted({ensemble.particles for ensemble in self.ensembles})))
+        sizes = ", ".join(map(str, sorted({group.particles for group in self.groups})))
         steppers = " and ".join(type(attachment.optimizer).__name__ for attachment in self._attachments)
-        single = [ensemble.name for ensemble in self.ensembles if ensemble.particles == 1]
+        single = [group.name for group in self.groups if group.particles == 1]
         alone = f"; one head, so nothing repels it: {', '.join(single[:4])}" if single else ""
         alone += f" and {len(single) - 4} more" if len(single) > 4 else ""
-        return f"{self.rule} on {len(self.ensembles)} ensembles of {sizes} heads, before each step of {steppers}{alone}"
+        return (
+            f"{self.rule} on {len(self.groups)} particle groups of {sizes} heads, before each step of {steppers}{alone}"
+        )
 
     __repr__ = __str__
 
@@ -254,7 +293,7 @@ class Repulsion(Handle):
         if not attachment.applied:
             if self.when == "manual":
                 raise NotFired(
-                    'repel(..., when="manual") was asked for but apply() was not called before optimizer.step(); '
+                    'repel(..., when="manual") was given but apply() was not called before optimizer.step(); '
                     'call handle.apply() after backward(), or use when="step".'
                 )
             self._act(attachment, scale)
@@ -265,17 +304,14 @@ class Repulsion(Handle):
 
     def _act(self, attachment: Attachment, scale: Tensor | None) -> None:
         attachment.require_current()
-        if any(ensemble.gradients() is None for ensemble in attachment.ensembles):
-            # none comes to a layer that was wrapped or replaced
+        if any(group.gradients() is None for group in attachment.groups):
+            # a layer that was wrapped or replaced gets no gradient
             require_heads(self.heads)
-        if isinstance(self.rule, FunctionSVGD):
-            forces = apply_function_rule(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
-        else:
-            forces = apply_rule_everywhere(self.rule, attachment.ensembles, strength=self.strength, scale=scale)
+        forces = self._space.apply(attachment.groups, strength=self.strength, scale=scale)
         if forces is None:
             raise NotFired(
-                f"none of the {len(attachment.ensembles)} ensembles has a gradient; call backward() before the step, "
-                "and zero_grad() only after it. Where all these heads are frozen for good, call .remove()."
+                f"none of the {len(attachment.groups)} particle groups has a gradient; call backward() before the "
+                "step, and zero_grad() only after it. If all these heads are frozen for good, call .remove()."
             )
         attachment.record(forces)
         if self.noise == "apply":
@@ -288,9 +324,9 @@ class Repulsion(Handle):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise SettingError(
                 f"{self.rule} draws noise that depends on the step, and a CUDA graph would add that of one step again "
-                "and again; leave optimizer.step() out of the graph, or take a rule without noise such as hw.SVGD()."
+                "and again; leave optimizer.step() out of the graph, or use a rule without noise such as hw.SVGD()."
             )
-        seed = self.seed if attachment.turn == 0 else noise_key(self.seed, "turn", attachment.turn)
-        for ensemble in attachment.ensembles:
-            rate = langevin_rate(attachment.optimizer, ensemble)
-            ensemble.add_noise(deviation * rate, seed=seed, step=attachment.steps, scale=scale)
+        seed = self.seed if attachment.turn == 0 else derive_seed(self.seed, "turn", attachment.turn)
+        for group in attachment.groups:
+            rate = find_langevin_rate(attachment.optimizer, group)
+            group.add_noise(deviation * rate, seed=seed, step=attachment.steps, scale=scale)

@@ -1,8 +1,8 @@
-"""Update rules on particles: SVGD, SPOS and SGLD.
+"""Update rules on particles: SVGD, SPOS, SGLD and the cosine rules of An et al. 2020.
 
 A rule turns the geometry of a group into a `Mixing`: [M, M] coefficients of the loss gradients, the prior and the
-repulsion. Whoever applies it hands g' = drive - repulsion - noise to a descent optimizer, which is -epsilon phi in the
-letters of An et al. 2020. Nothing here touches an optimizer or a module, and no rule reads a tensor's value.
+repulsion. The step hands g' = driving term - repulsion - noise to a descent optimizer, which is -epsilon phi in the
+letters of An et al. 2020. No rule reads the value of a tensor, so that a step never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
 from headwise.repulsion.gram import Geometry, geometry, require_nonzero
-from headwise.repulsion.kernels import RBF, Kernel
-from headwise.repulsion.mixing import Mixing, Relative, blend, require_alpha
+from headwise.repulsion.kernels import RBF, Cosine, Kernel, cosine_gradient
+from headwise.repulsion.mixing import Mixing, Relative, blend, identity
 
 
 @dataclass(frozen=True, eq=False)
 class Forces:
-    """One step taken apart, each [M, D]: gradient = drive - repulsion - noise goes to a descent optimizer."""
+    """The terms of one step, each [M, D]: gradient = driving - repulsion - noise goes to a descent optimizer."""
 
-    drive: Tensor
+    driving: Tensor
     repulsion: Tensor
     noise: Tensor
     gradient: Tensor
+
+    @property
+    def drive(self) -> Tensor:
+        """`driving`, under its name in version 0.1."""
+        return self.driving
 
 
 @runtime_checkable
@@ -44,85 +49,77 @@ class Rule(Protocol):
         ...
 
     def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step."""
+        """The coefficients [*, M, M] of one step, without the noise."""
         ...
 
 
 @dataclass(frozen=True)
-class SVGD:
-    """Stein variational gradient descent on heads (An et al. 2020, Eq. 4; Alg. 1).
-
-    g'_i = eps [ sum_j k_ij (beta N g_j + tau theta_j) - alpha R_i ] / M
-    with R_i = sum_j grad_{theta_j} k(theta_j, theta_i).
-
-    The sign is that of a descent step, g' = -eps phi. With M heads in thousands of dimensions it is a regularizer and
-    samples no posterior. Adam is scale-free: under it `step_size` shows in clipping alone.
+class RepulsiveRule:
+    """What rules with a repulsion share: its strength, the step size, and no noise.
 
     Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0 (0 leaves the smoothing), or a `Relative`.
+        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
         step_size: eps, above 0.
-        kernel: k.
-        smoothing: False puts delta_ij in the place of k_ij in the drive alone: each head its own gradient.
-        prior_precision: tau of a Gaussian prior N(0, 1/tau), at least 0; 0 is flat.
-        data_size: N; the loss is a mean over examples, so N = 1 tempers the posterior by 1/N.
-        inverse_temperature: beta, multiplies the likelihood and not the prior; above 0.
     """
 
     alpha: float | Relative = 0.01
     step_size: float = 0.1
-    kernel: Kernel = field(default_factory=RBF)
-    _: KW_ONLY
-    smoothing: bool = True
-    prior_precision: float = 0.0
-    data_size: float = 1.0
-    inverse_temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_stein("SVGD", self)
-        _check_target("SVGD", self)
+        owner = type(self).__name__
+        if not isinstance(self.alpha, Relative):
+            require_range(f"{owner}.alpha", self.alpha, low=0.0)
+        require_positive(f"{owner}.step_size", self.step_size)
+
+    @property
+    def _weight(self) -> float:
+        """The factor alpha on the repulsion; 1 for a relative strength."""
+        return 1.0 if isinstance(self.alpha, Relative) else self.alpha
+
+    @property
+    def _ratio(self) -> float | None:
+        """The ratio of a relative strength; None for a factor."""
+        return self.alpha.ratio if isinstance(self.alpha, Relative) else None
+
+    def noise_scale(self) -> float:
+        """0.0: no noise."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class KernelRule(RepulsiveRule):
+    """What rules with a kernel share.
+
+    Args:
+        kernel: k.
+    """
+
+    kernel: Kernel = field(default_factory=RBF)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.kernel, type) or not isinstance(self.kernel, Kernel):
+            raise SettingError(
+                f"{type(self).__name__}.kernel is {self.kernel!r}; expected a kernel such as RBF(), an instance."
+            )
 
     @property
     def needs_inner(self) -> bool:
         """Whether the kernel reads inner products besides distances."""
         return self.kernel.needs_inner
 
-    def noise_scale(self) -> float:
-        """0.0: SVGD adds no noise."""
-        return 0.0
-
-    def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step."""
-        influence, repulsion, relative = _stein(self, geometry)
-        return Mixing(
-            self.inverse_temperature * self.data_size * influence,
-            _prior(self.prior_precision, influence),
-            repulsion,
-            relative,
-        )
-
 
 @dataclass(frozen=True)
-class SPOS:
-    """Stochastic particle-optimization sampling: SVGD plus Langevin diffusion (An et al. 2020, Eq. 5).
-
-    g'_i = eps { [ sum_j k_ij u_j - alpha R_i ] / M + u_i / beta } - sqrt(2 eps / beta) xi_i, u_j = N g_j + tau theta_j.
-
-    The target does not depend on beta, which only weighs the diffusion against SVGD: at alpha = 1 both leave exp(-U)
-    invariant. The released code multiplies the noise by median |g|; the paper and this do not.
+class SteinRule(KernelRule):
+    """What SVGD and SPOS share: the target distribution, and a driving term smoothed by the kernel.
 
     Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
-        step_size: eps, above 0.
-        kernel: k.
-        smoothing: False puts delta_ij in the place of k_ij in the drive alone.
+        smoothing: False replaces k_ij by delta_ij in the driving term only: each head keeps its own gradient.
         prior_precision: tau of a Gaussian prior N(0, 1/tau), at least 0; 0 is flat.
         data_size: N, above 0; the loss is a mean over examples.
-        inverse_temperature: beta, above 0. No default: the papers give none, and small values drown the gradient.
+        inverse_temperature: beta, above 0.
     """
 
-    alpha: float | Relative = 0.01
-    step_size: float = 0.1
-    kernel: Kernel = field(default_factory=RBF)
     _: KW_ONLY
     smoothing: bool = True
     prior_precision: float = 0.0
@@ -130,23 +127,72 @@ class SPOS:
     inverse_temperature: float
 
     def __post_init__(self) -> None:
-        _check_stein("SPOS", self)
-        _check_target("SPOS", self)
+        super().__post_init__()
+        require_boolean(f"{type(self).__name__}.smoothing", self.smoothing)
+        _require_target(self)
 
-    @property
-    def needs_inner(self) -> bool:
-        """Whether the kernel reads inner products besides distances."""
-        return self.kernel.needs_inner
+    def _influence(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """eps/M times k (or the identity), and eps/M times the coefficients of alpha R."""
+        kernel = self.kernel.matrices(geometry)
+        share = self.step_size / kernel.values.shape[-1]
+        influence = kernel.values if self.smoothing else identity(kernel.values)
+        return share * influence, share * self._weight * kernel.repulsion
+
+
+@dataclass(frozen=True)
+class SVGD(SteinRule):
+    """Stein variational gradient descent on heads (An et al. 2020, Eq. 4; Alg. 1).
+
+    g'_i = eps [ sum_j k_ij (beta N g_j + tau theta_j) - alpha R_i ] / M
+    with R_i = sum_j grad_{theta_j} k(theta_j, theta_i).
+
+    The sign is that of a descent step, g' = -eps phi. With M heads in thousands of dimensions it is a regularizer and
+    samples no posterior. Adam is scale-free: under it `step_size` matters only for clipping.
+
+    Args:
+        alpha: weight of the repulsion, in units of the loss, at least 0 (0 leaves the smoothing), or a `Relative`.
+        step_size: eps, above 0.
+        kernel: k.
+        smoothing: False replaces k_ij by delta_ij in the driving term only: each head keeps its own gradient.
+        prior_precision: tau of a Gaussian prior N(0, 1/tau), at least 0; 0 is flat.
+        data_size: N, above 0; the loss is a mean over examples, so N = 1 tempers the posterior by 1/N.
+        inverse_temperature: beta, multiplies the likelihood and not the prior; above 0.
+    """
+
+    _: KW_ONLY
+    inverse_temperature: float = 1.0
+
+    def mixing(self, geometry: Geometry) -> Mixing:
+        """The coefficients [*, M, M] of one step."""
+        influence, repulsion = self._influence(geometry)
+        drive = self.inverse_temperature * self.data_size * influence
+        return Mixing(drive, _weigh_prior(self.prior_precision, influence), repulsion, self._ratio)
+
+
+@dataclass(frozen=True)
+class SPOS(SteinRule):
+    """Stochastic particle-optimization sampling: SVGD plus Langevin diffusion (An et al. 2020, Eq. 5).
+
+    g'_i = eps { [ sum_j k_ij u_j - alpha R_i ] / M + u_i / beta } - sqrt(2 eps / beta) xi_i, u_j = N g_j + tau theta_j.
+
+    The target does not depend on beta, which only weighs the diffusion against SVGD: at alpha = 1 both leave exp(-U)
+    invariant. The released code multiplies the noise by median |g|; the paper and this rule do not.
+
+    Args:
+        alpha, step_size, kernel, smoothing, prior_precision, data_size: as in `SVGD`.
+        inverse_temperature: beta, above 0. No default: the papers give none, and small values drown the gradient.
+    """
 
     def noise_scale(self) -> float:
         """sqrt(2 eps / beta)."""
         return math.sqrt(2 * self.step_size / self.inverse_temperature)
 
     def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step, noise apart."""
-        influence, repulsion, relative = _stein(self, geometry)
-        influence = influence + self.step_size / self.inverse_temperature * _identity(influence)
-        return Mixing(self.data_size * influence, _prior(self.prior_precision, influence), repulsion, relative)
+        """The coefficients [*, M, M] of one step, without the noise."""
+        influence, repulsion = self._influence(geometry)
+        influence = influence + self.step_size / self.inverse_temperature * identity(influence)
+        prior = _weigh_prior(self.prior_precision, influence)
+        return Mixing(self.data_size * influence, prior, repulsion, self._ratio)
 
 
 @dataclass(frozen=True)
@@ -170,8 +216,8 @@ class SGLD:
     data_size: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("SGLD.step_size", self.step_size)
-        _check_target("SGLD", self)
+        require_positive(f"{type(self).__name__}.step_size", self.step_size)
+        _require_target(self)
 
     @property
     def needs_inner(self) -> bool:
@@ -183,9 +229,57 @@ class SGLD:
         return math.sqrt(2 * self.step_size / self.inverse_temperature)
 
     def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step, noise apart."""
-        own = self.step_size * _identity(geometry.squared_distances)
-        return Mixing(self.data_size * own, _prior(self.prior_precision, own), torch.zeros_like(own), None)
+        """The coefficients [*, M, M] of one step, without the noise."""
+        own = self.step_size * identity(geometry.squared_distances)
+        return Mixing(self.data_size * own, _weigh_prior(self.prior_precision, own), torch.zeros_like(own), None)
+
+
+@dataclass(frozen=True)
+class CosineRule(RepulsiveRule):
+    """What the two rules on cosines without smoothing share (An et al. 2020, Table 9 and appendix C.6)."""
+
+    @property
+    def needs_inner(self) -> bool:
+        """True: cosines are computed from inner products."""
+        return True
+
+    def _mix(self, repulsion: Tensor) -> Mixing:
+        drive = self.step_size * identity(repulsion)
+        return Mixing(drive, None, self.step_size * self._weight / repulsion.shape[-1] * repulsion, self._ratio)
+
+
+@dataclass(frozen=True)
+class CosinePenalty(CosineRule):
+    """Gradient descent with a penalty on the cosine similarity between heads (An et al. 2020, appendix C.6).
+
+    g'_i = eps [ g_i + alpha grad_{theta_i} (1/M) sum_j cos(theta_i, theta_j) ]. The paper prints the penalty with the
+    sign that would raise the similarity; this lowers it. The penalty turns a head and never lengthens it.
+
+    Args:
+        alpha: weight of the penalty, in units of the loss, at least 0, or a `Relative`.
+        step_size: eps, above 0.
+    """
+
+    def mixing(self, geometry: Geometry) -> Mixing:
+        """The coefficients [*, M, M] of one step."""
+        return self._mix(-cosine_gradient(geometry))
+
+
+@dataclass(frozen=True)
+class CosineRepulsion(CosineRule):
+    """The repulsion of the cosine kernel without its smoothing (An et al. 2020, Table 9, row "i->j").
+
+    g'_i = eps [ g_i - alpha (1/M) sum_j grad_{theta_j} cos(theta_j, theta_i) ]. Between nearly orthogonal heads the
+    repulsion is almost wholly radial: heads grow, and hardly turn. With smoothing it is `SVGD(kernel=Cosine())`.
+
+    Args:
+        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
+        step_size: eps, above 0.
+    """
+
+    def mixing(self, geometry: Geometry) -> Mixing:
+        """The coefficients [*, M, M] of one step."""
+        return self._mix(Cosine().matrices(geometry).repulsion)
 
 
 def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | None = None) -> Forces:
@@ -195,7 +289,7 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
 
     Args:
         rule: the particle rule.
-        particles: [M, D], one particle a row.
+        particles: [M, D], one particle per row.
         gradients: [M, D], the gradient of the mean loss in each particle.
         noise: [M, D] of standard normal draws; needed by `SPOS` and `SGLD`, refused by rules without noise.
 
@@ -224,41 +318,20 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
         require_nonzero(particles)
     dtype = torch.promote_types(torch.promote_types(particles.dtype, gradients.dtype), torch.float32)
     theta, g = particles.detach().to(dtype), gradients.detach().to(dtype)
-    drive, repulsion = blend(rule.mixing(geometry(theta, inner=rule.needs_inner)), theta, g)
+    driving, repulsion = blend(rule.mixing(geometry(theta, inner=rule.needs_inner)), theta, g)
     if noise is None:
-        return Forces(drive, repulsion, torch.zeros_like(drive), drive - repulsion)
+        return Forces(driving, repulsion, torch.zeros_like(driving), driving - repulsion)
     _require_particles("noise", noise, particles)
     kick = deviation * noise.to(dtype)
-    return Forces(drive, repulsion, kick, drive - repulsion - kick)
+    return Forces(driving, repulsion, kick, driving - repulsion - kick)
 
 
-def _stein(rule: SVGD | SPOS, geometry: Geometry) -> tuple[Tensor, Tensor, float | None]:
-    """eps/M times k (or the identity), eps/M times alpha R's coefficients, and the relative strength if that is it."""
-    kernel = rule.kernel.matrices(geometry)
-    share = rule.step_size / kernel.values.shape[-1]
-    influence = kernel.values if rule.smoothing else _identity(kernel.values)
-    if isinstance(rule.alpha, Relative):
-        return share * influence, share * kernel.repulsion, rule.alpha.ratio
-    return share * influence, share * rule.alpha * kernel.repulsion, None
-
-
-def _prior(precision: float, influence: Tensor) -> Tensor | None:
+def _weigh_prior(precision: float, influence: Tensor) -> Tensor | None:
     return None if precision == 0 else precision * influence
 
 
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
-
-
-def _check_stein(owner: str, rule: SVGD | SPOS) -> None:
-    require_alpha(owner, rule.alpha)
-    require_positive(f"{owner}.step_size", rule.step_size)
-    if isinstance(rule.kernel, type) or not isinstance(rule.kernel, Kernel):
-        raise SettingError(f"{owner}.kernel is {rule.kernel!r}; expected a kernel such as RBF(), an instance.")
-    require_boolean(f"{owner}.smoothing", rule.smoothing)
-
-
-def _check_target(owner: str, rule: SVGD | SPOS | SGLD) -> None:
+def _require_target(rule: SteinRule | SGLD) -> None:
+    owner = type(rule).__name__
     require_range(f"{owner}.prior_precision", rule.prior_precision, low=0.0)
     require_positive(f"{owner}.data_size", rule.data_size)
     require_positive(f"{owner}.inverse_temperature", rule.inverse_temperature)

@@ -19,8 +19,7 @@ from headwise.lab.experiment.guided import ROLES
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.training.drophead import DropHead
 from headwise.nn.multihead import MultiheadAttention
-from headwise.repulsion.bandwidths import Fixed, ReleasedMedian
-from headwise.repulsion.kernels import IMQ, RBF, NormalizedRBF
+from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SPOS, SVGD
 from headwise.routing.settings import Chunks, EMRouting, Trunk

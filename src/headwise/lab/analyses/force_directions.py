@@ -38,7 +38,7 @@ def radial_share(rule: Rule, particles: Tensor) -> float | None:
 
     With R_i the repulsion on theta_i: sum_i (R_i . theta_i / |theta_i|)^2 / sum_i |R_i|^2.
 
-    >>> from headwise.repulsion.cosine_rules import CosinePenalty
+    >>> from headwise.repulsion.rules import CosinePenalty
     >>> radial_share(CosinePenalty(alpha=1.0), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     0.0
     """

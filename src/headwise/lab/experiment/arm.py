@@ -17,11 +17,10 @@ from headwise.disagreement.penalty import Frobenius, Output, Position, Similarit
 from headwise.errors import SettingError, require_choice, require_integer, require_positive, require_range
 from headwise.heads.site import PROJECTIONS
 from headwise.lab.experiment.guided import PARSED, ROLES, Guided
-from headwise.repulsion.cosine_rules import CosinePenalty, CosineRepulsion
-from headwise.repulsion.function_rule import FunctionSVGD
+from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import NormalizedRBF
 from headwise.repulsion.mixing import Relative
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, Rule
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
 
 Aggregation = SimpleRouting | EMRouting | Trunk

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.arm import Arm, combine, control_of, named_arms
-from headwise.repulsion.bandwidths import Fixed, Median, ReleasedMedian
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, NormalizedRBF
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
 # Settings whose value is itself a value with settings: the words that choose one.

@@ -104,7 +104,7 @@ class Methods:
             return None
         self.repulsion.apply()
         last = self.repulsion.last
-        return last.repulsion_norm.norm() / last.drive_norm.norm()
+        return last.repulsion_norm.norm() / last.driving_norm.norm()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

@@ -251,7 +251,7 @@ def test_attention_maps_hold_whole_texts_of_the_class_next_to_the_last(tmp_path)
 
 
 def test_the_radial_share_is_one_for_growth_and_nothing_without_repulsion():
-    from headwise.repulsion.cosine_rules import CosineRepulsion
+    from headwise.repulsion.rules import CosineRepulsion
 
     nearly_orthogonal = torch.eye(3) + 0.01
     assert radial_share(CosineRepulsion(alpha=1.0), nearly_orthogonal) > 0.9
