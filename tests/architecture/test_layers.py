@@ -25,6 +25,7 @@ LAYERS = """
     lab/role_masks lab/results
     lab/training
     lab/analyses lab/frozen
+    lab/options lab/streams
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare

@@ -15,7 +15,7 @@ from rich.console import Console
 from headwise.errors import DataError
 from headwise.lab.analyses import head_removal
 from headwise.lab.analyses.head_removal import UNFINISHED, measure_redundancy
-from headwise.lab.analyses.registry import AnalysisSettings, analyse
+from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.metrics import METRICS
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def record(run):
     settings, folder = run
-    analyse(AnalysisSettings("redundancy", settings), folder)
+    analyze(AnalysisSettings("redundancy", settings), folder)
     return read_json(analysis_file(folder, "redundancy"))
 
 

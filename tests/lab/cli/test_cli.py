@@ -122,7 +122,7 @@ def test_what_is_unknown_is_refused_with_what_is_near(capsys):
     assert "workers is 0" in refused(capsys, "compare", "logic", "--workers", "0")
     assert "draws is 0" in refused(capsys, "tune", "logic", "svgd", "--draws", "0")
     assert call("tune", "classification", "plain", "--scale", "paper", "--draws", "0") == 2
-    assert "tuned on one cut: judge it there too (--folds 1)" in capsys.readouterr().out
+    assert "tuned on one split: judge it there too (--folds 1)" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 
@@ -159,7 +159,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
     monkeypatch.setattr(pool, "run_jobs", interrupted)
     assert call("compare", "logic", "--arms", "plain", "--seeds", "1") == 130
     error = capsys.readouterr().err.strip()
-    assert error == "headwise: stopped; every run has saved where it is, give the same command again to go on."
+    assert error == "headwise: stopped; every run has saved its state, give the same command again to resume."
 
 
 def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
@@ -225,7 +225,7 @@ def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_pa
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error.strip().endswith("give the same command again to go on.")
+    assert error.strip().endswith("give the same command again to resume.")
     assert "Traceback" not in error
     assert not Path("parts/spos/seed-0/result.json").exists()
     assert list(Path("parts/spos/seed-0").glob("checkpoint-*"))

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.cli.options import launch_options
 from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.jobs import launchers
 from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere
+from headwise.lab.options import parse_launch_options
 from lab.jobs.pool_target import do_work, jobs
 
 
@@ -137,7 +137,7 @@ def test_what_is_no_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         Launcher("condor")
     with pytest.raises(SettingError, match=r"local takes no options; got timeout_min"):
         Launcher("local", {"timeout_min": 4})
-    assert launch_options(["slurm_partition=gpu", "timeout_min=90", "num_gpus=0.5"]) == {
+    assert parse_launch_options(["slurm_partition=gpu", "timeout_min=90", "num_gpus=0.5"]) == {
         "slurm_partition": "gpu",
         "timeout_min": 90,
         "num_gpus": 0.5,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.cli.probe import probe
+from headwise.lab.cli.commands import probe
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen import vectors

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
 from headwise.lab.analyses.head_vectors import measure_head_vectors, vector_cosine
-from headwise.lab.analyses.registry import AnalysisSettings, analyse
+from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import analysis_file
 from headwise.lab.experiment.settings import RunSettings
@@ -107,11 +107,11 @@ def test_the_cosine_between_vectors_is_the_mean_over_pairs_of_different_heads():
 def test_an_analysis_is_kept_beside_the_result_and_not_done_again(run):
     settings, folder = run
     path = analysis_file(folder, "head-vectors")
-    analyse(AnalysisSettings("head-vectors", settings), folder)
+    analyze(AnalysisSettings("head-vectors", settings), folder)
     record = json.loads(path.read_text())
     assert record["numbers"]["head_vector_cosine"] == pytest.approx(vector_cosine(torch.tensor(record["vectors"])))
     path.write_text("{}")
-    analyse(AnalysisSettings("head-vectors", settings), folder)
+    analyze(AnalysisSettings("head-vectors", settings), folder)
     assert path.read_text() == "{}"
     path.unlink()
     with pytest.raises(SettingError, match="analysis is 'phrenology'"):

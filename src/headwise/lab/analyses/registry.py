@@ -1,91 +1,30 @@
-"""What is measured of a trained model afterwards, one file beside its result.
-
-Owns the names of the analyses and how one is done as a job of the pool. What each measures is in a file of its own,
-imported when it is asked for.
-"""
+"""The analyses of finished runs by name, and how one is done as a job; each result is a file in the run's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Analysis
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.runs import STEP_TIME
 
 HEAD_VECTORS = "head-vectors"
-RELIABILITY = "reliability"
-ENTROPY = "predictive-entropy"
-ATTENTION_MAPS = "attention-maps"
 FORCE_DIRECTIONS = "force-directions"
-
-
-def _head_vectors(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.analyses.head_vectors import measure_head_vectors
-
-    return measure_head_vectors(settings, folder)
-
-
-def _redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.analyses.head_removal import measure_redundancy
-
-    return measure_redundancy(settings, folder)
-
-
-def _step_time(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.analyses.step_time import measure_step_time
-
-    return measure_step_time(settings, folder)
-
-
-def _reliability(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.tasks.sentence.uncertainty import measure_reliability
-
-    return measure_reliability(settings, folder)
-
-
-def _entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.tasks.sentence.uncertainty import measure_entropy
-
-    return measure_entropy(settings, folder)
-
-
-def _texts(scale: Any) -> str:
-    from headwise.lab.tasks.sentence.uncertainty import texts_of
-
-    return texts_of(scale)
-
-
-def _attention_maps(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.tasks.sentence.attention_maps import measure_attention
-
-    return measure_attention(settings, folder)
-
-
-def _force_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    from headwise.lab.analyses.force_directions import measure_directions
-
-    return measure_directions(settings, folder)
-
-
-# Each takes a finished run's settings and folder and returns {"numbers": {name: number}, ...}.
-ANALYSES: Mapping[str, Callable[[RunSettings, Path], dict[str, Any]]] = {
-    HEAD_VECTORS: _head_vectors,
-    REDUNDANCY: _redundancy,
-    STEP_TIME: _step_time,
-    RELIABILITY: _reliability,
-    ENTROPY: _entropy,
-    ATTENTION_MAPS: _attention_maps,
-    FORCE_DIRECTIONS: _force_directions,
+# For runs of any task; those of one task are its `analyses`.
+ANALYSES: Mapping[str, Analysis] = {
+    HEAD_VECTORS: Analysis("headwise.lab.analyses.head_vectors:measure_head_vectors"),
+    REDUNDANCY: Analysis("headwise.lab.analyses.head_removal:measure_redundancy"),
+    STEP_TIME: Analysis("headwise.lab.analyses.step_time:measure_step_time", once=True),
+    FORCE_DIRECTIONS: Analysis("headwise.lab.analyses.force_directions:measure_directions"),
 }
-# What an analysis is about besides the run, by its scale: a digest, kept under "about".
-ABOUT: Mapping[str, Callable[[Any], str]] = {ENTROPY: _texts}
-# What is the same for every seed is measured with the first alone.
-ONCE = (STEP_TIME,)
 
 
 @dataclass(frozen=True)
@@ -93,33 +32,57 @@ class AnalysisSettings:
     """An analysis of one finished run.
 
     Attributes:
-        name: One of `ANALYSES`.
+        name: One of `ANALYSES`, or of the task's own.
         run: What the run was made from.
+
+    Raises:
+        SettingError: The run's task has no such analysis.
     """
 
     name: str
     run: RunSettings
 
     def __post_init__(self) -> None:
-        require_choice("analysis", self.name, ANALYSES)
+        find_analysis(self.name, self.run.task)
 
     def record(self) -> dict[str, Any]:
         """Return what determines its numbers, as JSON data."""
         return {"analysis": self.name, **self.run.record()}
 
 
-def is_analysed(settings: AnalysisSettings, folder: Path) -> bool:
-    """Return whether an analysis of the run in `folder` is there, and about what is asked for now."""
+def find_analysis(name: str, task: str) -> Analysis:
+    """Return an analysis of runs of a task.
+
+    Raises:
+        SettingError: The task has none of that name.
+    """
+    known = {**ANALYSES, **named_task(task).analyses}
+    require_choice("analysis", name, known)
+    return known[name]
+
+
+def identify_inputs(name: str, task: str, scale: Any) -> str | None:
+    """Return the digest of what an analysis depends on besides the run; None where there is nothing.
+
+    Raises:
+        SettingError: The scale does not name it.
+        DataError: It cannot be read.
+    """
+    about = find_analysis(name, task).about
+    return resolve_name(about)(scale) if about else None
+
+
+def is_analyzed(settings: AnalysisSettings, folder: Path) -> bool:
+    """Return whether the analysis of the run in `folder` is there, and depends on the same inputs."""
     path = run_folder.analysis_file(folder, settings.name)
     if not path.exists():
         return False
-    about = ABOUT.get(settings.name)
-    return about is None or run_folder.read_json(path).get("about") == about(settings.run.scale)
+    about = identify_inputs(settings.name, settings.run.task, settings.run.scale)
+    return about is None or run_folder.read_json(path).get("about") == about
 
 
-def analyse(settings: AnalysisSettings, folder: Path) -> None:
+def analyze(settings: AnalysisSettings, folder: Path) -> None:
     """Do an analysis of the finished run in `folder`, unless it is there already."""
-    if not is_analysed(settings, folder):
-        run_folder.write_json(
-            run_folder.analysis_file(folder, settings.name), ANALYSES[settings.name](settings.run, folder)
-        )
+    if not is_analyzed(settings, folder):
+        measure = resolve_name(find_analysis(settings.name, settings.run.task).measure)
+        run_folder.write_json(run_folder.analysis_file(folder, settings.name), measure(settings.run, folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.cli.shown_roles import folder_of, roles_for, show_roles
+from headwise.lab.cli.role_grids import folder_of, roles_for, show_roles
 from headwise.roles.idf import IDF, idf
 
 if TYPE_CHECKING:

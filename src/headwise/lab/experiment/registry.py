@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from headwise.errors import require_choice
 
@@ -31,5 +33,14 @@ def named_task(name: str) -> Task:
         SettingError: There is no such task.
     """
     require_choice("task", name, TASKS)
-    module, _, kind = TASKS[name].partition(":")
-    return getattr(import_module(module), kind)()
+    return resolve_name(TASKS[name])()
+
+
+def find_commands() -> list[Callable[..., Any]]:
+    """Return the commands that tasks add to the command line: `COMMANDS` of a task's `commands.py`.
+
+    The tasks themselves are not imported.
+    """
+    packages = dict.fromkeys(place.partition(":")[0].rpartition(".")[0] for place in TASKS.values())
+    modules = [f"{package}.commands" for package in packages]
+    return [command for module in modules if find_spec(module) for command in import_module(module).COMMANDS]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from headwise.lab.analyses.registry import AnalysisSettings, analyse
+from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training import processes
@@ -18,14 +18,14 @@ from headwise.lab.training.cross_validation import gather
 
 
 def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
-    """Do one run on one thread in its folder; see `train_run`, `baseline_run` and `analyse`."""
+    """Do one run on one thread in its folder; see `train_run`, `baseline_run` and `analyze`."""
     torch.set_num_threads(1)
     if isinstance(settings, BaselineSettings):
         baseline_run(settings, folder)
         gather(settings, folder)
         return
     if isinstance(settings, AnalysisSettings):
-        analyse(settings, folder)
+        analyze(settings, folder)
         return
     # Hugging Face's Trainer takes seconds to import, and only arms need it
     from headwise.lab.training.train import train_run

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from headwise.lab.analyses.registry import ONCE, AnalysisSettings, is_analysed
+from headwise.lab.analyses.registry import AnalysisSettings, find_analysis, is_analyzed
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.settings import RunSettings
@@ -47,9 +47,9 @@ def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) 
         Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
         for job in jobs
         if isinstance(run := job.settings, RunSettings) and run_folder.is_finished(job.folder)
-        if name not in ONCE or run.seed == 0
+        if run.seed == 0 or not find_analysis(name, run.task).once
     ]
-    left = [job for job in every if not is_analysed(job.settings, job.folder)]
+    left = [job for job in every if not is_analyzed(job.settings, job.folder)]
     for job in left:
         # how far its training was says nothing about the analysis
         (job.folder / run_folder.PROGRESS).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError
-from headwise.lab.analyses.registry import ABOUT, HEAD_VECTORS
+from headwise.lab.analyses.registry import HEAD_VECTORS, identify_inputs
 from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
@@ -148,10 +148,9 @@ def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> Non
         SettingError: The command does not name it.
         DataError: It cannot be read.
     """
-    about = ABOUT.get(reproduction.analysis)
-    if about is not None:
+    if reproduction.analysis:
         for plan in plans:
-            about(plan.comparison.scale)
+            identify_inputs(reproduction.analysis, reproduction.task, plan.comparison.scale)
 
 
 def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:

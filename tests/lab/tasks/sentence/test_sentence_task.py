@@ -14,18 +14,20 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError, ShapeError
-from headwise.lab.analyses.force_directions import radial_share
-from headwise.lab.analyses.registry import ANALYSES, AnalysisSettings, analyse, is_analysed
+from headwise.lab.analyses.force_directions import measure_directions, radial_share
+from headwise.lab.analyses.registry import AnalysisSettings, analyze, is_analyzed
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.sentence.attention_maps import measure_attention
 from headwise.lab.tasks.sentence.data import collate
 from headwise.lab.tasks.sentence.model import HeadGate, SelfAttentive
 from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import scores
 from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
+from headwise.lab.tasks.sentence.uncertainty import measure_entropy, measure_reliability
 from headwise.lab.training.armed import armed
 from headwise.lab.training.train import train_run
 from headwise.repulsion.rules import SVGD
@@ -207,11 +209,11 @@ def test_the_analyses_of_a_trained_run(texts, tmp_path):
     scale = dataclasses.replace(TOY, out_of_domain=other)
     settings = settings_of("svgd:kernel=cosine", texts, tmp_path / "cache", scale)
     train_run(settings, tmp_path / "run")
-    sure = ANALYSES["reliability"](settings, tmp_path / "run")
+    sure = measure_reliability(settings, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert sure["numbers"]["test_ECE"] == pytest.approx(record["answers"]["ECE"])
     assert sum(sure["bins"]["counts"]) == 16
-    unsure = ANALYSES["predictive-entropy"](settings, tmp_path / "run")
+    unsure = measure_entropy(settings, tmp_path / "run")
     assert len(unsure["entropies"]) == 30
     assert 0 < unsure["numbers"]["other_entropy"] <= math.log(2)
     assert unsure["text"] == "30 of other.tsv"
@@ -220,19 +222,19 @@ def test_the_analyses_of_a_trained_run(texts, tmp_path):
     for content, count in (("\n".join(lines), 30), ("\n".join(f"0\t{line}" for line in lines[:20]), 20)):
         # whatever its labels, and another file of that name is another question
         other.write_text(content + "\n")
-        assert not is_analysed(asked, tmp_path / "run")
-        analyse(asked, tmp_path / "run")
-        assert is_analysed(asked, tmp_path / "run")
+        assert not is_analyzed(asked, tmp_path / "run")
+        analyze(asked, tmp_path / "run")
+        assert is_analyzed(asked, tmp_path / "run")
         kept = json.loads((tmp_path / "run" / "analysis-predictive-entropy.json").read_text())
         assert (kept["text"], len(kept["entropies"])) == (f"{count} of other.tsv", count)
         assert kept["entropies"] == pytest.approx(unsure["entropies"][:count], abs=1e-6)
-    pushed = ANALYSES["force-directions"](settings, tmp_path / "run")["numbers"]
+    pushed = measure_directions(settings, tmp_path / "run")["numbers"]
     assert 0 < pushed["radial_share_at_start"] <= 1
     with pytest.raises(DataError, match="no test text has 20 to 40 words"):
-        ANALYSES["attention-maps"](settings, tmp_path / "run")
+        measure_attention(settings, tmp_path / "run")
     bare = dataclasses.replace(settings, scale=TOY)
     with pytest.raises(SettingError, match="--out-of-domain"):
-        ANALYSES["predictive-entropy"](bare, tmp_path / "run")
+        measure_entropy(bare, tmp_path / "run")
 
 
 def test_attention_maps_hold_whole_texts_of_the_class_next_to_the_last(tmp_path):
@@ -241,7 +243,7 @@ def test_attention_maps_hold_whole_texts_of_the_class_next_to_the_last(tmp_path)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     settings = settings_of("plain", path, tmp_path / "cache")
     train_run(settings, tmp_path / "run")
-    found = ANALYSES["attention-maps"](settings, tmp_path / "run")
+    found = measure_attention(settings, tmp_path / "run")
     assert [one["label"] for one in found["maps"]].count("1") >= 1
     assert found["maps"][0]["label"] == "1"
     weights = np.array(found["maps"][0]["weights"])

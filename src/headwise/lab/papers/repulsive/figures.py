@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from headwise.lab.analyses.registry import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.experiment.arm import folder_of
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.table import PLAIN, Table
+from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.tasks.sentence.uncertainty import read_reliability
 from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap, to_png
 

@@ -5,13 +5,13 @@ What belongs to that version stands under `repulsive-v1/`. The other tables are 
 
 from __future__ import annotations
 
-from headwise.lab.analyses.registry import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Least, Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.repulsive.figures import AttentionMaps, entropies, reliabilities
 from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
 from headwise.lab.papers.sizes import Size, Sizes
+from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 
 ERROR = "error"
 HEADS = (1, 5, 10, 20, 30, 40)

@@ -28,6 +28,7 @@ from headwise.lab.models.text_classifiers import (
     TextClassifier,
     WordVectors,
 )
+from headwise.lab.tasks.sentence.analyses import ANALYSES
 from headwise.lab.tasks.sentence.data import Encoded, SentenceData, Sentences, collate, load_sentences
 from headwise.lab.tasks.sentence.files import read_set
 from headwise.lab.tasks.sentence.frozen import open_sentence
@@ -55,6 +56,7 @@ class SentenceTask(Task):
     baselines = ("majority", "nb-lr")
     models = tuple(MODELS)
     shown = SHOWN
+    analyses = ANALYSES
 
     def load(
         self, folder: Path | None, scale: SentenceScale, cache: Path | None, *, progress: bool = False

@@ -20,7 +20,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.models.text_classifiers import TextClassifier
 from headwise.lab.tasks.sentence.data import UNKNOWN, SentenceData, Sentences, encode
 from headwise.lab.tasks.sentence.scales import SentenceScale
-from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
+from headwise.lab.tasks.sentence.task import probabilities
 from headwise.lab.tasks.sentence.words import tokenized
 from headwise.lab.training.trained import load_trained
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
@@ -58,7 +58,7 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     model, data = _sentence(settings, folder)
     scale = settings.scale
     assert isinstance(scale, SentenceScale)
-    about = texts_of(scale)
+    about = identify_texts(scale)
     assert scale.out_of_domain is not None
     if data.pairs:
         raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
@@ -81,7 +81,7 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     }
 
 
-def texts_of(scale: Any) -> str:
+def identify_texts(scale: Any) -> str:
     """Return what tells the texts that `measure_entropy` is about from others: a digest of their file.
 
     Args:
@@ -99,8 +99,6 @@ def texts_of(scale: Any) -> str:
 
 
 def _sentence(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:
-    if settings.task != SentenceTask.name:
-        raise SettingError(f"this analysis is of task {SentenceTask.name}; the run is of {settings.task}.")
     trained = load_trained(settings, folder)
     assert isinstance(trained.model, TextClassifier)
     return trained.model, trained.data

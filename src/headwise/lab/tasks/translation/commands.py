@@ -1,7 +1,4 @@
-"""The commands around the translation task: fetch a corpus, prepare it, translate with a run.
-
-Owns their options and what they say on the terminal. Everything slow is imported inside.
-"""
+"""The commands of translation: download a corpus, and translate with a run."""
 
 from __future__ import annotations
 
@@ -10,38 +7,28 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.cli.options import (
-    Beams,
-    DataFolder,
-    LengthPenalty,
-    ScaleName,
-    TaskName,
-    require_known,
-    require_task,
-    scale_of,
-    stoppable,
-)
-from headwise.lab.cli.streams import standard_streams, window_of
+from headwise.lab.options import Beams, LengthPenalty, require_known, stoppable
+from headwise.lab.streams import choose_window, standard_streams
 
-# Batches of a window: sorting by length inside it pays, and the first line does not wait long.
+# Batches per window: sorting by length inside it is faster, and the first line does not wait long.
 WINDOW_BATCHES = 8
 
 
 def translate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of the translation task.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of translation.")],
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
-    batch: Annotated[int, typer.Option(help="Most lines decoded together.")] = 32,
+    batch: Annotated[int, typer.Option(help="Decoding batch size.")] = 32,
     pipeline: Annotated[
         Path | None,
-        typer.Option(help="The pipeline that parsed a run with roles; where it lay then by default."),
+        typer.Option(help="spaCy pipeline of a run with roles (default: the path used in training)."),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(help="Lines read before the first is written; 8 batches by default, 1 from a terminal."),
+        typer.Option(help="Lines read before the first is written (default: 8 batches, or 1 from a terminal)."),
     ] = None,
 ) -> None:
-    """Translate standard input to standard output, a line for each line, as it comes."""
+    """Translate standard input to standard output, line by line."""
     with stoppable("stopped."):
         from headwise.errors import DataError
         from headwise.lab.tasks.translation.translate import translate_lines
@@ -50,45 +37,22 @@ def translate(
         translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch, pipeline=pipeline)
         if pipeline is not None and not translator.parsed:
             raise DataError(f"the sources of {run} were not parsed; leave --pipeline out.")
-        window = window_of(WINDOW_BATCHES * batch) if window is None else window
+        window = choose_window(WINDOW_BATCHES * batch) if window is None else window
         with standard_streams("lines translated") as (lines, output, done, warn):
             translate_lines(translator, lines, output, window=window, warn=warn, done=done)
 
 
-def prepare(
-    task: TaskName,
-    out: Annotated[Path, typer.Option(help="Folder to write; compare --data takes it, here or elsewhere.")],
-    data: DataFolder = None,
-    scale: ScaleName = "demo",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json to use instead of learning subwords.")
-    ] = None,
-) -> None:
-    """Prepare a task's data for a scale once, into a folder to keep or to take to another machine."""
-    require_task(task)
-    from headwise.lab.experiment.registry import named_task
-
-    chosen = named_task(task)
-    if not chosen.prepares:
-        raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
-    if data is None:
-        raise typer.BadParameter("prepare needs --data.")
-    size = scale_of(task, scale)
-    with stoppable("stopped; nothing was written."):
-        prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
-    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    typer.echo(prepared.summary())
-    typer.echo(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
-
-
 def download(
     corpus: Annotated[str, typer.Argument(help="multi30k, iwslt14, wmt14, wmt16 or wmt17.")],
-    out: Annotated[Path, typer.Option(help="Folder for its files; what is there already is kept.")],
+    out: Annotated[Path, typer.Option(help="Folder for its files; existing files are kept.")],
 ) -> None:
-    """Fetch a corpus of the translation task: its files are pinned, checked and, where packed, unpacked."""
+    """Download a corpus for translation; files are pinned, verified and unpacked."""
     from headwise.lab.tasks.translation.corpora import CORPORA, fetch_corpus
 
     require_known("corpus", corpus, CORPORA)
-    with stoppable("stopped; give the same command again to go on."):
+    with stoppable("stopped; give the same command again to resume."):
         fetch_corpus(CORPORA[corpus], out, progress=True)
     typer.echo(f"{corpus} is in {out}, for headwise compare translation --data {out}")
+
+
+COMMANDS = (download, translate)

@@ -1,8 +1,4 @@
-"""The standard streams of a command that answers lines: lines in, lines out, and on the terminal how many.
-
-Owns the counter, the warnings, and what happens when whoever reads the output has gone. Everything slow is imported
-inside.
-"""
+"""The standard streams of a command that answers lines, with a counter of lines on the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
     from headwise.lab.data.line_streams import TextLine
 
 STANDARD_INPUT = "standard input"
-# What a shell reports of a program whose reader has gone: 128 and SIGPIPE.
+# Exit code of a program whose output nobody reads any more, as a shell reports it: 128 and SIGPIPE.
 READER_GONE = 141
 
 
@@ -33,8 +29,8 @@ class StandardStreams(NamedTuple):
     warn: Callable[[str], None]
 
 
-def window_of(lines: int) -> int:
-    """Return how many lines are read before the first is written: these, or one when a person types them."""
+def choose_window(lines: int) -> int:
+    """Return the number of lines to read before the first is written: `lines`, or 1 if they are typed."""
     return 1 if sys.stdin.isatty() else lines
 
 
@@ -46,7 +42,7 @@ def standard_streams(counted: str) -> Iterator[StandardStreams]:
         counted: What is counted, as "lines translated".
 
     Raises:
-        typer.Exit: Whoever reads the output has gone.
+        typer.Exit: Nobody reads the output any more.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -1,0 +1,348 @@
+"""The commands and their options; whatever is slow to import is imported inside them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.options import (
+    DataFolder,
+    Embeddings,
+    Folds,
+    OutOfDomain,
+    Pipeline,
+    Pretrained,
+    ScaleName,
+    Sizes,
+    TaskName,
+    Workers,
+    choose_scale,
+    parse_launch_options,
+    require_known,
+    require_task,
+    standard_console,
+    stoppable,
+)
+
+if TYPE_CHECKING:
+    from headwise.lab.experiment.job import Failure
+
+DEMO_ARMS = "plain,svgd,output,em,output+em"
+
+
+def compare(
+    task: TaskName,
+    arms: Annotated[str, typer.Option(help="Arms, e.g. plain,svgd:alpha=0.5,output+em.")] = DEMO_ARMS,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 3,
+    scale: ScaleName = "demo",
+    data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")
+    ] = None,
+    workers: Workers = None,
+    launcher: Annotated[str, typer.Option(help="Where runs execute: local, slurm (via submitit) or ray.")] = "local",
+    launch: Annotated[
+        list[str] | None,
+        typer.Option("--launch", metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu."),
+    ] = None,
+    redundancy: Annotated[
+        bool, typer.Option("--redundancy", help="Also score the test set without each head.")
+    ] = False,
+    step_time: Annotated[
+        bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
+    ] = False,
+) -> None:
+    """Train every arm with every seed, show the table and write report.html; run again to resume."""
+    require_task(task)
+    from headwise.lab.compare import Comparison
+    from headwise.lab.compare import compare as run
+    from headwise.lab.experiment.arm_text import parse_arms
+    from headwise.lab.jobs.launchers import Launcher
+    from headwise.lab.jobs.pool import default_workers
+
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), pretrained=pretrained)
+    chosen = choose_scale(task, options)
+    comparison = Comparison(
+        task,
+        tuple(parse_arms(arms)),
+        tuple(range(seeds)),
+        chosen,
+        out or Path("runs") / f"{task}-{chosen.name}",
+        data,
+        default_workers() if workers is None else workers,
+        options=options,
+        launcher=Launcher(launcher, parse_launch_options(launch or ())),
+    )
+    with stoppable():
+        failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
+    _end(failures)
+
+
+def tune(
+    task: TaskName,
+    arm: Annotated[str, typer.Argument(help="An arm; settings given in it are fixed.")],
+    draws: Annotated[int, typer.Option(help="Number of draws, the same for all arms in a folder.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed for draws and runs.")] = 0,
+    scale: ScaleName = "demo",
+    data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
+    sizes: Sizes = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the draws (default: runs/tune-TASK-SCALE).")] = None,
+    workers: Workers = None,
+) -> None:
+    """Search an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
+    require_task(task)
+    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.tune import Tuning
+    from headwise.lab.tune import tune as run
+
+    options = ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ()), pretrained=pretrained)
+    chosen = choose_scale(task, options)
+    if getattr(chosen, "folds", None) is not None:
+        chosen = choose_scale(task, replace(options, folds=1))
+        typer.echo(
+            f"scale {scale} is a cross-validation, and an arm is tuned on one split: judge it there too (--folds 1), "
+            "because the dev texts of that split are test texts of some fold."
+        )
+    tuning = Tuning(
+        task,
+        arm,
+        draws,
+        seed,
+        chosen,
+        out or Path("runs") / f"tune-{task}-{chosen.name}",
+        data,
+        default_workers() if workers is None else workers,
+    )
+    with stoppable():
+        tuned = run(tuning, standard_console())
+    typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
+    typer.echo(tuned.arm.name)
+    _end(tuned.failures)
+
+
+def reproduce(
+    identifier: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A table or figure of a paper, e.g. diversify/figure-4.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List the reproductions and their runs (default without ID).")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs of ID without doing them.")] = False,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="Only this part of ID, as --dry-run names it; repeatable.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Number of seeds per arm (default: 5, the least for a verdict; 2 at scale demo).")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="Preset: demo (minutes), cpu (hours), gpu (minutes per run), paper.")
+    ] = "cpu",
+    data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
+    out_of_domain: OutOfDomain = None,
+    folds: Folds = None,
+    sizes: Sizes = None,
+    out: Annotated[Path, typer.Option(help="Folder for runs, shared by all reproductions, and pages.")] = Path(
+        "runs/reproductions"
+    ),
+    record: Annotated[
+        Path | None, typer.Option(help="Folder of the paper's notes; writes its results/ and RESULTS.md.")
+    ] = None,
+    workers: Workers = None,
+) -> None:
+    """Run the experiments of a paper's table or figure, and test each of its claims."""
+    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.papers import listing as lists
+    from headwise.lab.papers import run as reproducing
+    from headwise.lab.papers.data import require_data, with_data
+    from headwise.lab.papers.index import REPRODUCTIONS
+
+    if list_all or identifier is None:
+        lists.show_list(out, scale, standard_console())
+        return
+    require_known("reproduction", identifier, REPRODUCTIONS)
+    reproduction = REPRODUCTIONS[identifier]
+    require_known("scale", scale, reproduction.scales)
+    reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
+    seeds = reproducing.seeds_at(scale) if seeds is None else seeds
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    workers = default_workers() if workers is None else workers
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained)
+    plans = reproducing.make_plans(
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
+    )
+    if dry_run:
+        for plan in (*plans[0].before, *plans):
+            require_data(plan.comparison.task, plan.comparison.data, plan.comparison.scale)
+        reproducing.require_analysable(reproduction, plans)
+        lists.show_plans(reproduction, plans, standard_console())
+        return
+    command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
+    command += "".join(f" --part {shlex.quote(part)}" for part in parts or ())
+    # the record is for others, whose folders have other names
+    command += "" if data is None else " --data FOLDER"
+    with stoppable():
+        failures = reproducing.do_plans(reproduction, plans, standard_console())
+        if any(plan.finished for plan in plans):
+            reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
+    _end(failures)
+
+
+def roles(
+    sentence: Annotated[str, typer.Argument(help="A sentence.")],
+    pipeline: Annotated[str, typer.Option(help="spaCy pipeline with a parser: a folder or an installed package.")],
+    corpus: Annotated[
+        Path | None, typer.Option(help="Training text, one text per line, to count rare words in.")
+    ] = None,
+    idf: Annotated[Path | None, typer.Option("--idf", help="Counts written by IDF.save, instead of --corpus.")] = None,
+    released: Annotated[bool, typer.Option("--released", help="Use the roles of the paper's released code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for picture and page (default: runs/roles/...).")] = None,
+) -> None:
+    """Show where each role lets the words of a sentence attend: in the terminal, as a picture and as a page."""
+    from headwise.lab.cli.roles import show
+
+    options = {"--corpus": corpus, "--idf": idf, "--out": out}
+    command = shlex.join(
+        ["headwise", "roles", sentence, "--pipeline", pipeline]
+        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        + (["--released"] if released else [])
+    )
+    with stoppable():
+        show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],
+    text: Annotated[Path, typer.Option(help="File, one sentence per line (logic: formula, graph2text: graph).")],
+    against: Annotated[Path | None, typer.Option(help="Another model of the same shape to compare with.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help="spaCy pipeline with a parser; also finds the roles of each head.")
+    ] = None,
+    shown: Annotated[int, typer.Option("--shown", help="Number of sentences on the page.", min=0)] = 12,
+    out: Annotated[Path | None, typer.Option(help="Folder for report and page (default: runs/inspect/...).")] = None,
+) -> None:
+    """Show what the heads of a model do on a text and what each contributes: in the terminal and as a page."""
+    from headwise.lab.cli.head_reports import inspect_models
+
+    options = {"--text": text, "--against": against, "--pipeline": pipeline, "--shown": shown, "--out": out}
+    command = shlex.join(
+        ["headwise", "inspect", str(model)]
+        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+    )
+    with stoppable("stopped; nothing was written."):
+        inspect_models(model, text, against, pipeline, shown, out, standard_console(), command)
+
+
+def probe(
+    model: Annotated[
+        Path,
+        typer.Argument(help="A folder of save_pretrained(), or a finished run of headwise compare."),
+    ],
+    data: Annotated[Path, typer.Option(help="Folder of probing files (past_present.txt, ...), or one file.")],
+    task: Annotated[str, typer.Option(help="all, or file names: past_present,tree_depth.")] = "all",
+    layers: Annotated[str, typer.Option(help="all, none, or layers: emb,0,5; emb is the input of layer 0.")] = "all",
+    heads: Annotated[
+        str, typer.Option(help="all, none, or LAYER.HEAD, joined by plus: 3.5,3.5+4.0; outputs before W_O.")
+    ] = "all",
+    classifier: Annotated[str, typer.Option(help="regression (logistic) or mlp (one hidden layer).")] = "regression",
+    sentences: Annotated[
+        int, typer.Option(help="Sentences per task (60 % train, 10 % dev, 30 % test); 0 for all.", min=0)
+    ] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the mlp.")] = 0,
+    pipeline: Annotated[
+        Path | None, typer.Option(help="spaCy pipeline of a run with roles (default: the path used in training).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results and figures (default: runs/probe/...).")] = None,
+    cache: Annotated[Path, typer.Option(help="Cache of encoded sentences, shared by all probes.")] = Path(
+        "runs/probe/cache"
+    ),
+    workers: Workers = None,
+) -> None:
+    """Probe the layers and heads of a frozen model for properties of sentences (SentEval)."""
+    from headwise.errors import require_integer
+    from headwise.lab.frozen.open import open_frozen
+    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.probing.fit import Classifier
+    from headwise.lab.probing.request import Asked, task_files
+    from headwise.lab.probing.run import probe_model
+    from headwise.lab.tasks.probing.files import PROBES
+
+    if workers is not None:
+        require_integer("--workers", workers, low=1)
+    names = [name.strip() for name in task.split(",")]
+    for name in names:
+        require_known("probing task", name, ("all", *PROBES))
+    asked = Asked(layers, heads, Classifier(classifier, seed=seed), sentences or None)
+    words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
+    words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
+    with stoppable(
+        "stopped; finished tasks are kept, and of the current one at most its encoded sentences; give the same command "
+        "again to resume."
+    ):
+        files = task_files(data, names)
+        probe_model(
+            open_frozen(model, pipeline),
+            files,
+            asked,
+            out,
+            cache,
+            default_workers() if workers is None else workers,
+            standard_console(),
+            shlex.join(words),
+        )
+
+
+def prepare(
+    task: TaskName,
+    out: Annotated[Path, typer.Option(help="Folder to write; pass it to compare --data, here or elsewhere.")],
+    data: DataFolder = None,
+    scale: ScaleName = "demo",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json to use instead of learning subwords.")
+    ] = None,
+) -> None:
+    """Prepare the data of a task once, in a folder that can be moved to another machine."""
+    require_task(task)
+    chosen = named_task(task)
+    if not chosen.prepares:
+        raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
+    if data is None:
+        raise typer.BadParameter("prepare needs --data.")
+    size = choose_scale(task, scale)
+    with stoppable("stopped; nothing was written."):
+        prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    typer.echo(prepared.summary())
+    typer.echo(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
+
+
+def _end(failures: Sequence[Failure]) -> None:
+    """Print which runs failed, after all other output, and exit with the code for it."""
+    if not failures:
+        return
+    for failure in failures:
+        typer.echo(f"headwise: {failure}", err=True)
+    raise typer.Exit(2 if all(failure.refused for failure in failures) else 1)
+
+
+COMMANDS = (compare, tune, reproduce, roles, inspect, probe, prepare)

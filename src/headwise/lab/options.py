@@ -1,0 +1,134 @@
+"""Options that several commands have, the refusal of unknown names, and how Ctrl-C stops a command.
+
+Whatever is slow to import is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.lab.experiment.registry import TASKS, named_task
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.lab.experiment.task import Scale
+
+TaskName = Annotated[str, typer.Argument(help=f"The task: {', '.join(TASKS)}.")]
+ScaleName = Annotated[
+    str, typer.Option("--scale", help="Preset: demo (minutes), cpu (hours), paper (days on one GPU).")
+]
+Beams = Annotated[int | None, typer.Option(help="Number of beams, 1 for greedy search (default: the run's).")]
+LengthPenalty = Annotated[float | None, typer.Option(help="p in the score log P / length^p (default: the run's).")]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="Folder of the task's files; without it, data is generated. translation: also FOLDER:en-de, or two "
+        "files, my.en,my.de. classification and sentence: also one file with a label and a text per line, my.tsv. "
+        "pretraining: text or JSON lines, my.txt or my.jsonl.gz. glue: the folder of one of its sets. probing: the "
+        "file of one task, past_present.txt; for reproduce the folder of all. graph2text: AGENDA's folder, or a file "
+        "of triples.",
+    ),
+]
+Pipeline = Annotated[
+    Path | None,
+    typer.Option("--pipeline", help="spaCy pipeline with a parser, for roles that need a parse: a folder or package."),
+]
+Embeddings = Annotated[
+    Path | None, typer.Option("--embeddings", help="File of pretrained word vectors, such as GloVe's.")
+]
+Pretrained = Annotated[
+    Path | None,
+    typer.Option(
+        "--pretrained",
+        help="What runs of glue start from: a Hugging Face folder, a run of pretraining, or a folder with a run per "
+        "arm.",
+    ),
+]
+OutOfDomain = Annotated[
+    Path | None,
+    typer.Option("--out-of-domain", help="File of out-of-domain texts, for the figures of uncertainty."),
+]
+Folds = Annotated[
+    int | None,
+    typer.Option("--folds", help="Number of cross-validation folds, where the data has no test set; 1 for one split."),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SIZE=VALUE", help="Override a preset field, e.g. layers=4; repeatable."),
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Number of parallel workers, one thread each (default: CPU count).")
+]
+RESUME = "stopped; every run has saved its state, give the same command again to resume."
+
+
+class Stopped(Exception):
+    """Ctrl-C, on its way past typer, with the message to show."""
+
+
+@contextmanager
+def stoppable(sentence: str = RESUME) -> Iterator[None]:
+    """Turn Ctrl-C into `Stopped`: typer would end the process before a message is shown."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(sentence) from None
+
+
+def require_known(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuse an unknown name, and suggest similar ones."""
+    names = list(known)
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
+    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
+
+
+def require_task(name: str) -> None:
+    """Refuse an unknown task."""
+    require_known("task", name, TASKS)
+
+
+def parse_launch_options(given: Iterable[str]) -> dict[str, str | int | float]:
+    """Return the options of a launcher, numbers as numbers.
+
+    >>> parse_launch_options(["slurm_partition=gpu", "timeout_min=90"])
+    {'slurm_partition': 'gpu', 'timeout_min': 90}
+    """
+    options: dict[str, str | int | float] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"--launch is {text!r}; expected NAME=VALUE, as slurm_partition=gpu.")
+        for kind in (int, float, str):
+            try:
+                options[name] = kind(value)
+                break
+            except ValueError:
+                continue
+    return options
+
+
+def choose_scale(task: str, options: ScaleOptions | str) -> Scale:
+    """Return the preset of a task, with the options."""
+    options = ScaleOptions(options) if isinstance(options, str) else options
+    scales = named_task(task).scales
+    require_known("scale", options.scale, scales)
+    return with_options(scales[options.scale], options, task)
+
+
+def standard_console() -> Console:
+    """Return the console on standard output."""
+    from rich.console import Console
+
+    return Console()

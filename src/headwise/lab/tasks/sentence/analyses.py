@@ -1,0 +1,18 @@
+"""What can be measured of finished runs of the sentence task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headwise.lab.experiment.task import Analysis
+
+RELIABILITY = "reliability"
+ENTROPY = "predictive-entropy"
+ATTENTION_MAPS = "attention-maps"
+
+UNCERTAINTY = "headwise.lab.tasks.sentence.uncertainty"
+ANALYSES: Mapping[str, Analysis] = {
+    RELIABILITY: Analysis(f"{UNCERTAINTY}:measure_reliability"),
+    ENTROPY: Analysis(f"{UNCERTAINTY}:measure_entropy", about=f"{UNCERTAINTY}:identify_texts"),
+    ATTENTION_MAPS: Analysis("headwise.lab.tasks.sentence.attention_maps:measure_attention"),
+}
