@@ -326,15 +326,15 @@ def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting,
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
-    recompute.compiled_kernel.cache_clear()
+    recompute.compile_kernel.cache_clear()
     plain, wanted = (seeded(replace(setting, chunks=Chunks(4, 2, compile=c))) for c in (False, True))
     heads = random(5, 8, dtype=torch.float32)
     with caplog.at_level(logging.WARNING, logger="headwise"):
         for _ in range(2):
             assert torch.equal(wanted(heads), plain(heads))
-    recompute.compiled_kernel.cache_clear()
+    recompute.compile_kernel.cache_clear()
     assert [record.message for record in caplog.records] == [
-        "torch.compile failed for routing (RuntimeError: no compiler here); going on without it."
+        "torch.compile failed for routing (RuntimeError: no compiler here); using the plain kernel."
     ]
 
 
@@ -346,10 +346,10 @@ def test_running_out_of_memory_is_not_taken_for_a_compiler_that_fails(monkeypatc
         return fail
 
     monkeypatch.setattr(torch, "compile", full)
-    recompute.compiled_kernel.cache_clear()
+    recompute.compile_kernel.cache_clear()
     with pytest.raises(torch.OutOfMemoryError):
         seeded(EMRouting(capsules=4, chunks=Chunks(compile=True)))(random(5, 8, dtype=torch.float32))
-    recompute.compiled_kernel.cache_clear()
+    recompute.compile_kernel.cache_clear()
 
 
 def test_a_compiled_kernel_sees_few_lengths_none_much_longer_than_the_batch(monkeypatch):
@@ -364,8 +364,8 @@ def test_a_compiled_kernel_sees_few_lengths_none_much_longer_than_the_batch(monk
 
     monkeypatch.setattr(torch, "compile", recorded)
     # a token has 2 x 8 votes: lengths of 64, 16 and 4 tokens are a chunk, its quarter and the fewest
-    monkeypatch.setattr(recompute, "FEWEST_PADDED", 64)
-    recompute.compiled_kernel.cache_clear()
+    monkeypatch.setattr(recompute, "MIN_PADDED_VOTES", 64)
+    recompute.compile_kernel.cache_clear()
     plain, padded = (seeded(EMRouting(capsules=4, chunks=Chunks(64, 64, compile=c))) for c in (False, True))
     for tokens in (1, 4, 5, 16, 17, 64, 70):
         results = []
@@ -374,7 +374,7 @@ def test_a_compiled_kernel_sees_few_lengths_none_much_longer_than_the_batch(monk
             module(heads).square().sum().backward()
             results.append(heads.grad)
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
-    recompute.compiled_kernel.cache_clear()
+    recompute.compile_kernel.cache_clear()
     assert seen == {4, 16, 64}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.routing.em import EMKernel, em_forward, em_schedule
-from headwise.routing.em_fused import FusedEMKernel, fused_kernel, runs_on
+from headwise.routing.em_fused import FusedEMKernel, fuse_kernel, runs_on
 from headwise.routing.modules import build
 from headwise.routing.settings import Chunks, EMRouting
 
@@ -99,7 +99,7 @@ def test_any_layout_of_the_heads_is_read_rightly():
 def test_more_tokens_than_programs(monkeypatch):
     from headwise.routing import em_triton
 
-    monkeypatch.setattr(em_triton, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(em_triton, "MAX_PROGRAMS", 2)
     plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
     tensors = problem(3, 6, 2, active=True)
     for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
@@ -112,12 +112,12 @@ def test_an_aggregator_takes_it_and_gives_the_same(monkeypatch):
     setting = EMRouting(capsules=4, iterations=2, chunks=Chunks(tokens=4, routed=3))
     aggregator = build(setting, num_heads=2, head_size=4, width=8).double()
     heads = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
-    fused_kernel.cache_clear()
+    fuse_kernel.cache_clear()
     fast = outputs(aggregator, heads)
-    assert fused_kernel.cache_info().misses == 1
+    assert fuse_kernel.cache_info().misses == 1
     monkeypatch.delenv("TRITON_INTERPRET")
     slow = outputs(aggregator, heads)
-    assert fused_kernel.cache_info().hits + fused_kernel.cache_info().misses < 4
+    assert fuse_kernel.cache_info().hits + fuse_kernel.cache_info().misses < 4
     for one, other in zip(fast, slow, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
@@ -162,5 +162,5 @@ def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog
     for _ in range(2):
         torch.testing.assert_close(fused.forward(votes, *betas), plain.forward(votes, *betas), rtol=0, atol=0)
     [said] = caplog.messages
-    assert "going on without it" in said
-    assert ("away from the plain form" if damage == "wrong" else "no such instruction") in said
+    assert "using the plain kernel" in said
+    assert ("from the plain kernel on votes" if damage == "wrong" else "no such instruction") in said

@@ -340,8 +340,8 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
     record = tmp_path / "headwise.json"
     written = json.loads(record.read_text())
     for change, message in (
-        ({"format": 2}, "has format 2; this version"),
-        ({"model": {**written["model"], "class": "os:system"}}, "not one of transformers"),
+        ({"format": 2}, "has format 2; expected 1"),
+        ({"model": {**written["model"], "class": "os:system"}}, "not from transformers"),
     ):
         record.write_text(json.dumps({**written, **change}))
         with pytest.raises(hw.DataError, match=message):

@@ -1,4 +1,4 @@
-"""Routing by agreement in place of the output projection."""
+"""Routing by agreement instead of an output projection."""
 
 from headwise.routing.aggregate import Aggregation, Replaced, aggregate
 from headwise.routing.modules import (

@@ -1,8 +1,7 @@
-"""Votes and routing over chunks of tokens, computed again in the backward pass.
+"""Votes and routing over chunks of tokens, recomputed in the backward pass.
 
 Votes are H times as large as the heads they come from, and routing makes several tensors of that size. Here
 they exist for one chunk of tokens at a time, and only the concatenated heads are kept for the backward pass.
-Must not know modules or which routing it runs.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from headwise.routing.votes import full_precision
 
 _logger = logging.getLogger(__name__)
 
-# Votes to which any batch is padded for a compiled kernel: a chunk that a CPU keeps in cache.
-FEWEST_PADDED = 2**17
+# Least number of votes that a chunk is padded to for a compiled kernel: what a CPU keeps in cache.
+MIN_PADDED_VOTES = 2**17
 
 
 class Kernel(Protocol):
     """Routing of one chunk of votes, and its gradient; hashable by value, so that it is compiled once.
 
-    Votes, capsules' gradient and `into` may be in half precision; what is computed is in float32 at least.
+    Votes, the gradient of the capsules and `into` may be in half precision; the computation is in float32 or higher.
     """
 
     def forward(self, votes: Tensor, *weights: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ class Kernel(Protocol):
         ...
 
 
-def routed_in_chunks(
+def route_in_chunks(
     heads: Tensor,
     vote_weights: Sequence[Tensor],
     routing_weights: Sequence[Tensor],
@@ -55,16 +54,16 @@ def routed_in_chunks(
     """Return the routed capsules, concatenated, keeping only `heads` for the backward pass.
 
     Inside a model that is itself compiled, all tokens are routed at once and the compiler decides what is kept.
-    Differentiable once, with respect to `heads` and all weights. Routing runs in float32, or in float64 when the
-    votes are float64; under autocast the votes are computed as autocast has it, in both passes.
+    Differentiable once, with respect to `heads` and all weights. Routing runs in float32, or in float64 if the
+    votes are float64. Under autocast, votes are computed in the autocast dtype in both passes.
 
     Args:
         heads: Concatenated heads, [T, H * e].
-        vote_weights: Weights handed to `votes`.
-        routing_weights: Weights handed to `kernel`.
+        vote_weights: Weights passed to `votes`.
+        routing_weights: Weights passed to `kernel`.
         votes: (heads [t, H * e], *vote_weights) -> votes [t, H, N, c].
         kernel: The routing.
-        sizes: How many tokens have votes at once, and how many of them are routed at once.
+        sizes: Number of tokens whose votes exist at once, and number of tokens routed at once.
         pad: Whether chunks are padded to a few sizes, so that a compiled kernel sees few shapes.
 
     Returns:
@@ -74,10 +73,10 @@ def routed_in_chunks(
         HeadwiseError: In the backward pass, when it runs with create_graph=True.
     """
     if torch.compiler.is_compiling():
-        # the user's own compiler sees one graph and decides itself what is kept
+        # the compiler of the user's model sees one graph and decides what is kept
         whole = votes(heads, *vote_weights)
         with _autocast(heads, None):
-            routed = kernel.forward(whole, *_in_precision_of(whole, routing_weights))
+            routed = kernel.forward(whole, *_cast_weights(whole, routing_weights))
         return routed.flatten(1).to(whole.dtype)
     plan = _Plan(votes, kernel, sizes, pad, len(vote_weights))
     return _Chunked.apply(plan, heads, *vote_weights, *routing_weights)
@@ -95,18 +94,18 @@ class _Plan:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, heads: Tensor, *weights: Tensor) -> Tensor:
-        ctx.plan, ctx.autocast = plan, _autocast_state(heads)
+        ctx.plan, ctx.autocast = plan, _get_autocast_dtype(heads)
         ctx.save_for_backward(heads, *weights)
         vote_weights, routing_weights = weights[: plan.vote_weights], weights[plan.vote_weights :]
         outputs = []
         for rows in heads.split(plan.sizes[0]):
             with _autocast(heads, ctx.autocast):
                 votes = plan.votes(rows, *vote_weights)
-            routing = _in_precision_of(votes, routing_weights)
+            routing = _cast_weights(votes, routing_weights)
             output = votes.new_empty(votes.shape[0], votes.shape[2] * votes.shape[3])
             with _autocast(heads, None):
-                for part in _parts(len(votes), plan.sizes[1]):
-                    chunk = _padded(votes[part], _padded_length(votes[part], plan))
+                for part in _slice(len(votes), plan.sizes[1]):
+                    chunk = _pad(votes[part], _choose_length(votes[part], plan))
                     capsules = plan.kernel.forward(chunk, *routing).flatten(1)
                     output[part] = capsules[: part.stop - part.start]
             outputs.append(output)
@@ -116,8 +115,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise HeadwiseError(
-                "a gradient through an aggregator was asked for with create_graph=True; aggregators are "
-                "differentiable once."
+                "the backward pass of an aggregator ran with create_graph=True; aggregators are differentiable once, "
+                "so compute the gradient without it."
             )
         return _backward(ctx, *grad_outputs)
 
@@ -129,7 +128,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, need_weights, strict=True)]
     vote_leaves, routing_weights = leaves[: plan.vote_weights], leaves[plan.vote_weights :]
     wanted_weights = [weight for weight in vote_leaves if weight.requires_grad]
-    head_gradients: list[Tensor] = []
+    d_heads: list[Tensor] = []
     vote_sums: list[Tensor] = []
     routing_sums: list[Tensor] = []
     for rows, row_grad in zip(heads.split(plan.sizes[0]), grad.split(plan.sizes[0]), strict=True):
@@ -137,87 +136,87 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), _autocast(heads, ctx.autocast):
             votes = plan.votes(leaf, *vote_leaves)
         d_votes, d_routing = _routing_gradient(votes.detach(), row_grad, routing_weights, plan)
-        routing_sums = _accumulated(routing_sums, d_routing)
+        routing_sums = _accumulate(routing_sums, d_routing)
         wanted = [leaf, *wanted_weights] if need_heads else wanted_weights
         if wanted:
             gradients = list(torch.autograd.grad(votes, wanted, d_votes))
             if need_heads:
-                head_gradients.append(gradients.pop(0))
-            vote_sums = _accumulated(vote_sums, gradients)
+                d_heads.append(gradients.pop(0))
+            vote_sums = _accumulate(vote_sums, gradients)
     votes_iterator = iter(vote_sums)
     results = [next(votes_iterator).to(w.dtype) if w.requires_grad else None for w in vote_leaves]
     results += [
         total.to(weight.dtype) if weight.requires_grad else None
         for weight, total in zip(routing_weights, routing_sums, strict=True)
     ]
-    return None, torch.cat(head_gradients) if need_heads else None, *results
+    return None, torch.cat(d_heads) if need_heads else None, *results
 
 
 def _routing_gradient(
     votes: Tensor, grad: Tensor, routing_weights: Sequence[Tensor], plan: _Plan
 ) -> tuple[Tensor, list[Tensor]]:
-    routing = _in_precision_of(votes, [weight.detach() for weight in routing_weights])
+    routing = _cast_weights(votes, [weight.detach() for weight in routing_weights])
     d_votes = torch.empty_like(votes)
     sums: list[Tensor] = []
     with _autocast(votes, None):
-        for part in _parts(len(votes), plan.sizes[1]):
-            length = _padded_length(votes[part], plan)
-            chunk = _padded(votes[part], length)
-            chunk_grad = _padded(grad[part].unflatten(1, votes.shape[2:]), length)
-            # a padded chunk goes through a buffer of its own length
+        for part in _slice(len(votes), plan.sizes[1]):
+            length = _choose_length(votes[part], plan)
+            chunk = _pad(votes[part], length)
+            chunk_grad = _pad(grad[part].unflatten(1, votes.shape[2:]), length)
+            # the gradient of a padded chunk needs a buffer of the padded length
             fits = len(chunk) == part.stop - part.start
             into = d_votes[part] if fits else torch.empty_like(chunk)
             d_routing = plan.kernel.gradient(chunk, chunk_grad, into, *routing)
             if not fits:
                 d_votes[part] = into[: part.stop - part.start]
-            sums = _accumulated(sums, d_routing)
+            sums = _accumulate(sums, d_routing)
     return d_votes, sums
 
 
-def _accumulated(sums: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
-    # gradients of many chunks are summed in float32 at least; the copy, because autograd may hand out one tensor twice
+def _accumulate(sums: list[Tensor], terms: Sequence[Tensor]) -> list[Tensor]:
+    # gradients of many chunks are summed in float32 or higher; cloned, because autograd may return one tensor twice
     if not sums:
         return [full_precision(term).clone() for term in terms]
     return [total.add_(term) for total, term in zip(sums, terms, strict=True)]
 
 
-def _parts(length: int, size: int) -> Iterator[slice]:
+def _slice(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _padded_length(votes: Tensor, plan: _Plan) -> int:
-    """Return how many tokens a chunk of votes is padded to, so that a compiled kernel sees few shapes."""
+def _choose_length(votes: Tensor, plan: _Plan) -> int:
+    """Return the number of tokens a chunk of votes is padded to, so that a compiled kernel sees few shapes."""
     if not plan.pad:
         return len(votes)
     size = plan.sizes[1]
-    # an accelerator's chunk is large: a short batch is padded to a quarter of it, or a quarter of that
-    while size // 4 >= len(votes) and size // 4 * votes.shape[1:].numel() >= FEWEST_PADDED:
+    # chunks on an accelerator are large: a short batch is padded to 1/4 or 1/16 of one, and so on
+    while size // 4 >= len(votes) and size // 4 * votes.shape[1:].numel() >= MIN_PADDED_VOTES:
         size //= 4
     return size
 
 
-def _padded(tensor: Tensor, length: int) -> Tensor:
+def _pad(tensor: Tensor, length: int) -> Tensor:
     missing = length - len(tensor)
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing > 0 else tensor
 
 
-def _in_precision_of(votes: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def _cast_weights(votes: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [weight.to(torch.promote_types(votes.dtype, torch.float32)) for weight in weights]
 
 
-def _autocast_state(tensor: Tensor) -> torch.dtype | None:
+def _get_autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    # no cache: a weight cast here without a graph must not be found by a later operation that needs one
+    # no cache: a weight cast here without a graph must not be reused by a later operation that needs one
     return torch.autocast(tensor.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 @functools.cache
-def compiled_kernel(kernel: Kernel) -> Kernel:
-    """Return `kernel` compiled by `torch.compile`, falling back to itself, with a log line, where that fails."""
+def compile_kernel(kernel: Kernel) -> Kernel:
+    """Return `kernel` compiled by `torch.compile`; if that fails, a warning is logged and `kernel` itself runs."""
     return _CompiledKernel(kernel)
 
 
@@ -244,7 +243,7 @@ class _CompiledKernel:
         except Exception as error:  # compilers fail in many ways; the plain kernel computes the same
             reason = " ".join(str(error).split("\n")[:2])
             _logger.warning(
-                "torch.compile failed for routing (%s: %s); going on without it.", type(error).__name__, reason
+                "torch.compile failed for routing (%s: %s); using the plain kernel.", type(error).__name__, reason
             )
             self._failed = True
             return plain(*tensors)

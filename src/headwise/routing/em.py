@@ -1,8 +1,6 @@
-"""EM routing of votes, and its gradient written out.
+"""EM routing of votes (Li et al. 2021, Algorithm 2, Eqs. 12-15) in log space, and its hand-derived gradient.
 
-Owns the equations of Li et al. 2021, Algorithm 2 (Eqs. 12-15), in log space, and the hand-derived backward
-pass that a chunked aggregator uses in place of autograd. Inside, capsule dimensions come before capsules,
-[T, H, c, N], so that the long axis is the contiguous one. Must not know modules or settings.
+Internally, capsule dimensions come before capsules, [T, H, c, N], so that the long axis is contiguous.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ class EMState(NamedTuple):
     """One M-step, with what its gradient needs.
 
     Attributes:
-        weights: C, [T, H, N]; None while it is 1/N everywhere.
-        total: R_n = sum_h C_hn, [T, N]; a scalar while C is uniform.
-        scale: 1 / R with R at its floor or above, like `total`.
+        weights: C, [T, H, N]; None where it is uniform, 1/N.
+        total: R_n = sum_h C_hn, [T, N]; a scalar where C is uniform.
+        scale: 1 / max(R, floor), of the shape of `total`.
         mean: mu, [T, c, N].
-        spread: The variance before its floor, [T, c, N].
+        spread: The variance before the floor is applied, [T, c, N].
         precision_root: 1 / sigma, [T, c, N].
         cost: L_n = sum_i log sigma_ni, [T, N].
-        logit: Argument of A's logistic, [T, N]; None without activations.
+        logit: Argument of the logistic function in A, [T, N]; None without activations.
     """
 
     weights: Tensor | None
@@ -58,7 +56,7 @@ class EMKernel:
 
     Attributes:
         schedule: lambda_1..lambda_T.
-        floor: Least variance and least sum_h C_hn.
+        floor: Lower bound of the variance and of sum_h C_hn.
     """
 
     schedule: tuple[float, ...]
@@ -115,12 +113,12 @@ def em_gradient(
     schedule: tuple[float, ...],
     floor: float,
 ) -> EMGradient:
-    """Return the gradient of `em_forward` through all iterations, given that of its capsules [T, N, c].
+    """Return the gradient of `em_forward` through all iterations, given the gradient of its capsules [T, N, c].
 
     M-step, with q = C / max(R, floor): V receives q (d mu + 2 (V - mu) d sigma^2), C receives
     sum_i (d mu (V - mu) + d sigma^2 (V - mu)^2) / R less its mean under q. E-step, with z = (V - mu) / sigma and
     d ell the softmax's gradient: V receives -d ell z / sigma, mu its negative summed over heads, sigma^2
-    sum_h d ell z^2 / (2 sigma^2). Values below a floor pass no gradient, as in clamp_min.
+    sum_h d ell z^2 / (2 sigma^2). Values below the floor pass no gradient, as in clamp_min.
     """
     inner = votes.transpose(2, 3)
     size = inner.shape[2]
@@ -130,7 +128,7 @@ def em_gradient(
     d_logit = None
     if last.logit is not None:
         activation = torch.sigmoid(last.logit)
-        d_logit = _over_dimensions(d_mean * last.mean, 1) * activation * (1.0 - activation)
+        d_logit = _sum_axis(d_mean * last.mean, 1) * activation * (1.0 - activation)
         d_mean = d_mean * activation.unsqueeze(1)
     d_variance, d_cost = torch.zeros_like(d_mean), torch.zeros_like(last.cost)
     d_beta_a = d_beta_mu = None
@@ -144,32 +142,32 @@ def em_gradient(
             received = scaled * state.total
             d_total = -scaled * (beta_mu + state.cost + size * _NATS_PER_DIMENSION)
             d_cost = d_cost - received
-            d_beta_a = _added(d_beta_a, scaled.sum(0))
-            d_beta_mu = _added(d_beta_mu, -received.sum(0))
+            d_beta_a = _add(d_beta_a, scaled.sum(0))
+            d_beta_mu = _add(d_beta_mu, -received.sum(0))
         root = state.precision_root
         d_variance = d_variance + 0.5 * d_cost.unsqueeze(1) * root * root
         d_variance = torch.where(state.spread >= floor, d_variance, 0.0)
-        # sum_h q (V - mu) is mu (1 - sum_h q), zero unless R is below its floor
+        # sum_h q (V - mu) is mu (1 - sum_h q), zero unless R is below the floor
         missing = 1.0 - state.total * state.scale
-        d_mean = d_mean - 2.0 * d_variance * state.mean * _like_mean(missing)
-        scale = _like_mean(state.scale)
-        toward, along = _settled(d_mean * scale), _settled(d_variance * scale)
-        centred = inner - state.mean.unsqueeze(1)
-        pulled = torch.addcmul(toward.unsqueeze(1), centred, along.unsqueeze(1), value=2.0)
+        d_mean = d_mean - 2.0 * d_variance * state.mean * _align_with_mean(missing)
+        scale = _align_with_mean(state.scale)
+        toward, along = _materialize(d_mean * scale), _materialize(d_variance * scale)
+        centered = inner - state.mean.unsqueeze(1)
+        pulled = torch.addcmul(toward.unsqueeze(1), centered, along.unsqueeze(1), value=2.0)
         if t == 0 or state.weights is None:
             d_votes = d_votes + pulled / inner.shape[3]
             break
         weights = state.weights
         d_votes = torch.addcmul(d_votes, pulled, weights.unsqueeze(2))
-        above = _like_mean(state.total >= floor)
+        above = _align_with_mean(state.total >= floor)
         held = torch.where(above, d_variance * scale * state.spread + toward * state.mean, 0.0)
-        # d C less what is the same for all heads of a capsule: V is written (V - mu) + mu
-        offset = _settled(d_total + _over_dimensions(toward * state.mean - held, 1))
-        drawn = torch.addcmul(toward.unsqueeze(1), centred, along.unsqueeze(1)) * centred
-        d_weights = _over_dimensions(drawn, 2) + offset.unsqueeze(1)
+        # d C without the part that is the same for all heads of a capsule; V is written (V - mu) + mu
+        offset = _materialize(d_total + _sum_axis(toward * state.mean - held, 1))
+        drawn = torch.addcmul(toward.unsqueeze(1), centered, along.unsqueeze(1)) * centered
+        d_weights = _sum_axis(drawn, 2) + offset.unsqueeze(1)
 
         drawn = weights * d_weights
-        d_log = _settled(torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0))
+        d_log = _materialize(torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0))
         previous = states[t - 1]
         root = previous.precision_root
         z = (inner - previous.mean.unsqueeze(1)) * root.unsqueeze(1)
@@ -188,9 +186,9 @@ def _expectation(inner: Tensor, state: EMState) -> Tensor:
     root = state.precision_root
     z = (inner - state.mean.unsqueeze(1)) * root.unsqueeze(1)
     offset = -state.cost if state.logit is None else F.logsigmoid(state.logit) - state.cost
-    log_weights = _settled(offset).unsqueeze(1) - 0.5 * _over_dimensions(z * z, 2)
+    log_weights = _materialize(offset).unsqueeze(1) - 0.5 * _sum_axis(z * z, 2)
     weights = (log_weights - log_weights.amax(-1, keepdim=True)).exp()
-    return weights * _settled(1.0 / weights.sum(-1, keepdim=True))
+    return weights * _materialize(1.0 / weights.sum(-1, keepdim=True))
 
 
 def _maximization(
@@ -206,39 +204,39 @@ def _maximization(
     if weights is None:
         total = inner.new_full((), heads / capsules)
         scale = 1.0 / total.clamp_min(floor)
-        mean = _settled(inner.sum(1) * (scale / capsules))
+        mean = _materialize(inner.sum(1) * (scale / capsules))
         spread = (inner - mean.unsqueeze(1)).square().sum(1) * (scale / capsules)
     else:
         total = weights.sum(1)
         scale = 1.0 / total.clamp_min(floor)
         weighed = weights.unsqueeze(2)
-        mean = _settled((weighed * inner).sum(1) * scale.unsqueeze(1))
+        mean = _materialize((weighed * inner).sum(1) * scale.unsqueeze(1))
         spread = (weighed * (inner - mean.unsqueeze(1)).square()).sum(1) * scale.unsqueeze(1)
     variance = spread.clamp_min(floor)
-    cost = _over_dimensions(0.5 * variance.log(), 1)
+    cost = _sum_axis(0.5 * variance.log(), 1)
     logit = None
     if beta_a is not None and beta_mu is not None:
         logit = temperature * (beta_a - total * (beta_mu + cost + size * _NATS_PER_DIMENSION))
-    return EMState(weights, total, scale, mean, spread, _settled(variance.rsqrt()), cost, logit)
+    return EMState(weights, total, scale, mean, spread, _materialize(variance.rsqrt()), cost, logit)
 
 
-def _over_dimensions(tensor: Tensor, axis: int) -> Tensor:
+def _sum_axis(tensor: Tensor, axis: int) -> Tensor:
     # a sum over an axis of length 1 would copy the whole tensor
     return tensor.squeeze(axis) if tensor.shape[axis] == 1 else tensor.sum(axis)
 
 
-def _like_mean(per_capsule: Tensor) -> Tensor:
-    """Return [T, N] as [T, 1, N], and a scalar as it is."""
+def _align_with_mean(per_capsule: Tensor) -> Tensor:
+    """Return [T, N] as [T, 1, N], and a scalar unchanged."""
     return per_capsule if per_capsule.dim() == 0 else per_capsule.unsqueeze(1)
 
 
-def _settled(tensor: Tensor) -> Tensor:
-    """Return `tensor`; a compiler writes it out here, where it would compute it anew for every head."""
+def _materialize(tensor: Tensor) -> Tensor:
+    """Return `tensor`, and make a compiler write it out here instead of recomputing it for every head."""
     if not torch.compiler.is_compiling() or torch.is_grad_enabled():
         return tensor
     tensor = tensor.contiguous()
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
-def _added(sum_so_far: Tensor | None, term: Tensor) -> Tensor:
+def _add(sum_so_far: Tensor | None, term: Tensor) -> Tensor:
     return term if sum_so_far is None else sum_so_far + term

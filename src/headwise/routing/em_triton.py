@@ -1,12 +1,11 @@
-"""EM routing as Triton programs: a program walks over tokens, and the votes of one stay on chip through all iterations.
+"""EM routing as Triton programs that loop over tokens and keep the votes of a token on chip through all iterations.
 
-Owns the kernels and the way they are launched. The forward pass reads the votes once and writes the capsules; the
-backward pass reads them once more and runs the iterations again, as far as it needs them, instead of reading what they
-left behind. The equations and their gradient are those of `em_routing`, which is the reference. Must not know modules.
-Importing this file imports Triton: only `fused_routing` does, when a kernel is asked for.
+The forward pass reads the votes once and writes the capsules. The backward pass reads them once more and repeats the
+iterations as far as it needs them, instead of reading stored states. Equations and gradient are those of `routing.em`,
+which is the reference. Importing this file imports Triton; `em_fused` does so when a kernel is first used.
 """
 
-# a program is in Triton's language, whose operators and launches have no types:
+# programs are in Triton's language, whose operators and launches are untyped:
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 NATS_PER_DIMENSION = tl.constexpr(0.5 * (1.0 + math.log(2.0 * math.pi)))
-# Each program walks over some tokens, so that it adds up the gradients of the betas itself.
-MOST_PROGRAMS = 1024
+# Each program loops over several tokens and sums their gradients of the betas.
+MAX_PROGRAMS = 1024
 
 
 def launch_forward(
@@ -29,13 +28,13 @@ def launch_forward(
     """Write the capsules of votes [T, H, N, c] into `capsules` [T, N, c], contiguous.
 
     Args:
-        votes: V; each head's N * c numbers side by side.
-        betas: beta_A and beta_mu, each [N], or nothing.
+        votes: V; the N * c numbers of each head are contiguous.
+        betas: beta_A and beta_mu, each [N], or empty.
         schedule: Inverse temperature of each iteration, linear.
-        floor: Least variance and least sum_h C_hn.
-        capsules: Written.
+        floor: Lower bound of the variance and of sum_h C_hn.
+        capsules: The output.
     """
-    grid, arguments, constants = _launch(votes, betas, schedule, floor)
+    grid, arguments, constants = _prepare_launch(votes, betas, schedule, floor)
     _forward[grid](*arguments, capsules, **constants)
 
 
@@ -47,19 +46,19 @@ def launch_backward(
     floor: float,
     into: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Write the gradient of the votes into `into` [T, H, N, c] and return those of the betas.
+    """Write the gradient of the votes into `into` [T, H, N, c] and return the gradients of the betas.
 
-    `grad` is that of the capsules, [T, N, c], contiguous; `into` is laid out as votes may be; the rest is as for
-    `launch_forward`.
+    `grad` is the gradient of the capsules, [T, N, c], contiguous. `into` has a layout that votes may have. The other
+    arguments are those of `launch_forward`.
     """
-    grid, arguments, constants = _launch(votes, betas, schedule, floor)
-    # one row of sums a program, added up afterwards: the same order and so the same bits in every run
-    sums = votes.new_zeros((2, *grid, votes.shape[2]), dtype=_computed_in(votes))
+    grid, arguments, constants = _prepare_launch(votes, betas, schedule, floor)
+    # one row of sums per program, added up afterwards: the order, and so every bit, is the same in each run
+    sums = votes.new_zeros((2, *grid, votes.shape[2]), dtype=_get_compute_dtype(votes))
     _backward[grid](*arguments, grad, into, into.stride(0), into.stride(1), sums, grid[0] * votes.shape[2], **constants)
     return tuple(sums.sum(1)) if betas else ()
 
 
-def _launch(
+def _prepare_launch(
     votes: Tensor, betas: tuple[Tensor, ...], schedule: tuple[float, ...], floor: float
 ) -> tuple[tuple[int], tuple[object, ...], dict[str, object]]:
     tokens, heads, capsules, size = votes.shape
@@ -77,10 +76,10 @@ def _launch(
         "SIZE": padded_size,
         "num_warps": min(max(padded_heads * padded_capsules * padded_size // 512, 4), 16),
     }
-    return (min(tokens, MOST_PROGRAMS),), arguments, constants
+    return (min(tokens, MAX_PROGRAMS),), arguments, constants
 
 
-def _computed_in(votes: Tensor) -> torch.dtype:
+def _get_compute_dtype(votes: Tensor) -> torch.dtype:
     return torch.float64 if votes.dtype == torch.float64 else torch.float32
 
 
@@ -100,8 +99,8 @@ def _maximization(votes, weights, real, beta_a, beta_mu, size, temperature, floo
     total = tl.sum(weights, axis=0)
     scale = 1.0 / tl.maximum(total, floor)
     mean = tl.sum(weights[:, :, None] * votes, axis=0) * scale[:, None]
-    centred = votes - mean[None, :, :]
-    spread = tl.sum(weights[:, :, None] * centred * centred, axis=0) * scale[:, None]
+    centered = votes - mean[None, :, :]
+    spread = tl.sum(weights[:, :, None] * centered * centered, axis=0) * scale[:, None]
     cost = tl.sum(tl.where(real, 0.5 * tl.log(tl.maximum(spread, floor)), 0.0), axis=1)
     logit = total * 0.0
     if ACTIVE:
@@ -111,13 +110,13 @@ def _maximization(votes, weights, real, beta_a, beta_mu, size, temperature, floo
 
 @triton.jit
 def _expectation(votes, mean, spread, cost, logit, present, floor, ACTIVE: tl.constexpr):
-    """Return the weights [H, N], zero where `present` [H, N] is not."""
+    """Return the weights [H, N], zero where `present` [H, N] is False."""
     z = (votes - mean[None, :, :]) / tl.sqrt(tl.maximum(spread, floor))[None, :, :]
     offset = -cost
     if ACTIVE:
         offset += _log_sigmoid(logit)
     exponent = tl.where(present, offset[None, :] - 0.5 * tl.sum(z * z, axis=2), -float("inf"))
-    # a head that is not there has no capsule to attend: its largest exponent is put to 0
+    # a padded head has no capsule to attend to: its largest exponent is set to 0
     largest = tl.max(exponent, axis=1)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     drawn = tl.exp(exponent - largest[:, None])
@@ -125,7 +124,7 @@ def _expectation(votes, mean, spread, cost, logit, present, floor, ACTIVE: tl.co
 
 
 @triton.jit
-def _iterated(
+def _iterate(
     votes, real, present, beta_a, beta_mu, capsules, size, first, step, floor, UNTIL: tl.constexpr, ACTIVE: tl.constexpr
 ):
     """Return weights, total, mean, spread, cost and logit after M-step number UNTIL, counted from 0."""
@@ -140,8 +139,8 @@ def _iterated(
 
 
 @triton.jit
-def _places(heads, capsules, size, HEADS: tl.constexpr, CAPSULES: tl.constexpr, SIZE: tl.constexpr):
-    """Return which [H, N], [N, c] and [H, N, c] are no padding of the tile, and the place of each number, [N, c]."""
+def _make_masks(heads, capsules, size, HEADS: tl.constexpr, CAPSULES: tl.constexpr, SIZE: tl.constexpr):
+    """Return masks of what is not padding, [H, N], [N, c] and [H, N, c], and the offset of each number, [N, c]."""
     head, capsule, number = tl.arange(0, HEADS), tl.arange(0, CAPSULES), tl.arange(0, SIZE)
     present = (head < heads)[:, None] & (capsule < capsules)[None, :]
     real = (capsule < capsules)[:, None] & (number < size)[None, :]
@@ -151,7 +150,7 @@ def _places(heads, capsules, size, HEADS: tl.constexpr, CAPSULES: tl.constexpr, 
 
 
 @triton.jit
-def _beta(at, capsules, ACTIVE: tl.constexpr, DTYPE: tl.constexpr, CAPSULES: tl.constexpr):
+def _load_beta(at, capsules, ACTIVE: tl.constexpr, DTYPE: tl.constexpr, CAPSULES: tl.constexpr):
     """Return a beta [N], zero without activations."""
     beta = tl.zeros([CAPSULES], dtype=DTYPE)
     if ACTIVE:
@@ -183,14 +182,14 @@ def _forward(
     SIZE: tl.constexpr,
 ):
     head = tl.arange(0, HEADS)
-    present, real, places, mask = _places(heads, capsules, size, HEADS, CAPSULES, SIZE)
+    present, real, places, mask = _make_masks(heads, capsules, size, HEADS, CAPSULES, SIZE)
     offsets = head[:, None, None] * head_stride + places[None, :, :]
-    beta_a = _beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
-    beta_mu = _beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_a = _load_beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_mu = _load_beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = tl.zeros([], dtype=tl.int64) + token
         votes = tl.load(votes_at + row * token_stride + offsets, mask=mask, other=0.0).to(DTYPE)
-        _weights, _total, mean, _spread, _cost, logit = _iterated(
+        _weights, _total, mean, _spread, _cost, logit = _iterate(
             votes, real, present, beta_a, beta_mu, capsules, size, first, step, floor, ITERATIONS - 1, ACTIVE
         )
         if ACTIVE:
@@ -226,17 +225,17 @@ def _backward(
     SIZE: tl.constexpr,
 ):
     head, capsule = tl.arange(0, HEADS), tl.arange(0, CAPSULES)
-    present, real, places, mask = _places(heads, capsules, size, HEADS, CAPSULES, SIZE)
+    present, real, places, mask = _make_masks(heads, capsules, size, HEADS, CAPSULES, SIZE)
     offsets = head[:, None, None] * head_stride + places[None, :, :]
-    beta_a = _beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
-    beta_mu = _beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_a = _load_beta(beta_a_at, capsules, ACTIVE, DTYPE, CAPSULES)
+    beta_mu = _load_beta(beta_mu_at, capsules, ACTIVE, DTYPE, CAPSULES)
     d_beta_a = tl.zeros([CAPSULES], dtype=DTYPE)
     d_beta_mu = tl.zeros([CAPSULES], dtype=DTYPE)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = tl.zeros([], dtype=tl.int64) + token
         votes = tl.load(votes_at + row * token_stride + offsets, mask=mask, other=0.0).to(DTYPE)
         d_mean = tl.load(grad_at + row * capsules * size + places, mask=real, other=0.0).to(DTYPE)
-        weights, total, mean, spread, cost, logit = _iterated(
+        weights, total, mean, spread, cost, logit = _iterate(
             votes, real, present, beta_a, beta_mu, capsules, size, first, step, floor, ITERATIONS - 1, ACTIVE
         )
         d_logit = tl.zeros([CAPSULES], dtype=DTYPE)
@@ -249,7 +248,7 @@ def _backward(
         d_votes = tl.zeros([HEADS, CAPSULES, SIZE], dtype=DTYPE)
         for t in tl.static_range(ITERATIONS - 1, -1, -1):
             if t < ITERATIONS - 1:
-                weights, total, mean, spread, cost, logit = _iterated(
+                weights, total, mean, spread, cost, logit = _iterate(
                     votes, real, present, beta_a, beta_mu, capsules, size, first, step, floor, t, ACTIVE
                 )
             d_total = tl.zeros([CAPSULES], dtype=DTYPE)
@@ -262,20 +261,20 @@ def _backward(
             scale = 1.0 / tl.maximum(total, floor)
             d_variance += 0.5 * d_cost[:, None] / tl.maximum(spread, floor)
             d_variance = tl.where(real & (spread >= floor), d_variance, 0.0)
-            # sum_h q (V - mu) is mu (1 - sum_h q), zero unless R is below its floor
+            # sum_h q (V - mu) is mu (1 - sum_h q), zero unless R is below the floor
             d_mean -= 2.0 * d_variance * mean * (1.0 - total * scale)[:, None]
             toward = d_mean * scale[:, None]
             along = d_variance * scale[:, None]
-            centred = votes - mean[None, :, :]
-            d_votes += weights[:, :, None] * (toward[None, :, :] + 2.0 * centred * along[None, :, :])
+            centered = votes - mean[None, :, :]
+            d_votes += weights[:, :, None] * (toward[None, :, :] + 2.0 * centered * along[None, :, :])
             if t > 0:
                 above = (total >= floor)[:, None]
                 held = tl.where(above, d_variance * scale[:, None] * spread + toward * mean, 0.0)
                 offset = d_total + tl.sum(toward * mean - held, axis=1)
-                drawn = (toward[None, :, :] + centred * along[None, :, :]) * centred
+                drawn = (toward[None, :, :] + centered * along[None, :, :]) * centered
                 pulled = weights * (tl.sum(drawn, axis=2) + offset[None, :])
                 d_log = pulled - weights * tl.sum(pulled, axis=1)[:, None]
-                _weights, _total, mean, spread, cost, logit = _iterated(
+                _weights, _total, mean, spread, cost, logit = _iterate(
                     votes, real, present, beta_a, beta_mu, capsules, size, first, step, floor, t - 1, ACTIVE
                 )
                 root = 1.0 / tl.sqrt(tl.maximum(spread, floor))

@@ -1,25 +1,23 @@
-"""Modules that aggregate concatenated heads by routing: [..., H * e] to [..., d].
-
-Owns `SimpleAggregator`, `EMAggregator`, `TrunkAggregator` and `ResidualAggregator`, each built from a frozen
-setting by `build`. The equations are in `routing`, the votes in `votes`. Must not know models or sites.
-"""
+"""Modules that aggregate concatenated heads, [..., H * e] to [..., d], each built from a frozen setting."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import SettingError, ShapeError
-from headwise.routing.chunked import Kernel, compiled_kernel, routed_in_chunks
+from headwise.routing.chunked import Kernel, compile_kernel, route_in_chunks
 from headwise.routing.em import EMKernel
-from headwise.routing.em_fused import fused_kernel, runs_on
-from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
+from headwise.routing.em_fused import fuse_kernel, runs_on
+from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
 from headwise.routing.simple import SimpleKernel
 from headwise.routing.votes import Votes, full_precision
 
 Routing = SimpleRouting | EMRouting | Trunk
+S = TypeVar("S", bound=Routing)
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,65 @@ class Residual:
 
 @dataclass(frozen=True)
 class Gate:
-    """A learned weight of each head before the projection a model already has: output = W_O [g_1 O_1 ... g_H O_H].
+    """A learned weight per head before the projection a model already has: output = W_O [g_1 O_1 ... g_H O_H].
 
-    g = H softmax(a) with a learned vector a, one number a head, 0 at first: then every g_h is 1 and the model is what
-    it was. Wang et al. 2021 speak of "a weighted gate layer to aggregate the heads" (section 3) and write none down;
-    their code has none. The form is ours.
+    g = H softmax(a), where the vector a has one learned number per head and starts at 0: every g_h is then 1 and the
+    model is unchanged. Wang et al. 2021 mention "a weighted gate layer to aggregate the heads" (section 3) without an
+    equation, and their code has none; the form is ours.
     """
 
 
-class SimpleAggregator(nn.Module):
+class _VoteAggregator(nn.Module, Generic[S]):
+    """Votes, and the routing of a setting over them."""
+
+    def __init__(self, setting: S, num_heads: int, head_size: int, width: int) -> None:
+        super().__init__()
+        self.setting = setting
+        capsules = width if setting.capsules is None else setting.capsules
+        self.votes = Votes(setting.votes, num_heads, head_size, width, capsules)
+
+    def reset_parameters(self) -> None:
+        """Initialize all weights again."""
+        self.votes.reset_parameters()
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
+
+        Raises:
+            ShapeError: The last axis of `heads` is not H * e.
+        """
+        votes, betas = self.votes, self._betas()
+        _require_heads(heads, votes.num_heads, votes.head_size)
+        rows = heads.reshape(heads.shape[:-1].numel(), heads.shape[-1])
+        if len(rows) == 0:
+            # nothing to route, but every weight takes part: its gradient is 0, not None
+            parts = torch.stack([tensor.flatten()[:0].sum() for tensor in (heads, *votes.weights(), *betas)])
+            return heads.new_zeros(*heads.shape[:-1], votes.width) + parts.sum()
+        kernel, pad = self._choose_kernel(heads)
+        sizes = self.setting.chunks.sizes(heads.device.type, votes.num_heads * votes.width)
+        routed = route_in_chunks(rows, votes.weights(), betas, votes.compute, kernel, sizes, pad=pad)
+        return routed.reshape(*heads.shape[:-1], votes.width)
+
+    def _betas(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def _choose_kernel(self, heads: Tensor) -> tuple[Kernel, bool]:
+        """Return the fastest kernel that runs here, and whether its chunks are padded to a few sizes."""
+        setting: Routing = self.setting
+        if isinstance(setting, Trunk):
+            return MeanKernel(), False
+        if isinstance(setting, SimpleRouting):
+            kernel = SimpleKernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
+        else:
+            kernel = EMKernel(setting.schedule, setting.floor)
+        if torch.compiler.is_compiling():
+            return kernel, False
+        if isinstance(kernel, EMKernel) and setting.chunks.fused and runs_on(heads.device):
+            return fuse_kernel(kernel), False
+        return (compile_kernel(kernel), True) if setting.chunks.compile else (kernel, False)
+
+
+class SimpleAggregator(_VoteAggregator[SimpleRouting]):
     """Votes and simple routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 1).
 
     Only the input is kept for the backward pass; differentiable once.
@@ -69,40 +117,12 @@ class SimpleAggregator(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, setting: SimpleRouting, num_heads: int, head_size: int, width: int) -> None:
-        super().__init__()
-        self.setting = setting
-        self.votes = _votes(setting, num_heads, head_size, width)
 
-    def reset_parameters(self) -> None:
-        """Draw the weights anew."""
-        self.votes.reset_parameters()
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
-
-        Raises:
-            ShapeError: The last axis of `heads` is not H * e.
-        """
-        setting = self.setting
-        kernel = SimpleKernel(setting.iterations, setting.softmax_over == "capsules", setting.floor)
-        return _aggregated(heads, self.votes, (), kernel, setting.chunks)
-
-
-class EMAggregator(nn.Module):
+class EMAggregator(_VoteAggregator[EMRouting]):
     """Votes and EM routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 2).
 
-    Only the input is kept for the backward pass; differentiable once. `beta_a` and `beta_mu` [N] are learned
-    and start as N(0, 1/d); they are None without activations.
-
-    Args:
-        setting: The routing.
-        num_heads: Heads H.
-        head_size: Width e of one head.
-        width: Width d of the output; the number of capsules must divide it.
-
-    Raises:
-        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+    Arguments and errors are those of `SimpleAggregator`. Only the input is kept for the backward pass; differentiable
+    once. `beta_a` and `beta_mu` [N] are learned and start as N(0, 1/d); they are None without activations.
 
     Example:
         >>> EMAggregator(EMRouting(capsules=4), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
@@ -110,33 +130,23 @@ class EMAggregator(nn.Module):
     """
 
     def __init__(self, setting: EMRouting, num_heads: int, head_size: int, width: int) -> None:
-        super().__init__()
-        self.setting = setting
-        self.votes = _votes(setting, num_heads, head_size, width)
+        super().__init__(setting, num_heads, head_size, width)
         learned = self.votes.capsules if setting.activation else None
         self.beta_a = None if learned is None else nn.Parameter(torch.empty(learned))
         self.beta_mu = None if learned is None else nn.Parameter(torch.empty(learned))
         self._reset_betas()
 
     def reset_parameters(self) -> None:
-        """Draw the weights and the betas anew."""
-        self.votes.reset_parameters()
+        """Initialize the weights and the betas again."""
+        super().reset_parameters()
         self._reset_betas()
 
     def _reset_betas(self) -> None:
-        for beta in (self.beta_a, self.beta_mu):
-            if beta is not None:
-                nn.init.normal_(beta, std=self.votes.width**-0.5)
+        for beta in self._betas():
+            nn.init.normal_(beta, std=self.votes.width**-0.5)
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
-
-        Raises:
-            ShapeError: The last axis of `heads` is not H * e.
-        """
-        kernel = EMKernel(self.setting.schedule, self.setting.floor)
-        betas = () if self.beta_a is None or self.beta_mu is None else (self.beta_a, self.beta_mu)
-        return _aggregated(heads, self.votes, betas, kernel, self.setting.chunks)
+    def _betas(self) -> tuple[Tensor, ...]:
+        return () if self.beta_a is None or self.beta_mu is None else (self.beta_a, self.beta_mu)
 
 
 @dataclass(frozen=True)
@@ -153,59 +163,37 @@ class MeanKernel:
         return ()
 
 
-class TrunkAggregator(nn.Module):
+class TrunkAggregator(_VoteAggregator[Trunk]):
     """The votes of the routing aggregators with uniform weights: heads [..., H * e] to [..., d]; the control.
 
-    Args:
-        setting: The votes and their capsules.
-        num_heads: Heads H.
-        head_size: Width e of one head.
-        width: Width d of the output; the number of capsules must divide it.
-
-    Raises:
-        SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
+    Arguments and errors are those of `SimpleAggregator`.
 
     Example:
         >>> TrunkAggregator(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(3, 5, 8)).shape
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, setting: Trunk, num_heads: int, head_size: int, width: int) -> None:
-        super().__init__()
-        self.setting = setting
-        self.votes = _votes(setting, num_heads, head_size, width)
-
-    def reset_parameters(self) -> None:
-        """Draw the weights anew."""
-        self.votes.reset_parameters()
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Return the aggregated heads [..., d] of concatenated heads [..., H * e].
-
-        Raises:
-            ShapeError: The last axis of `heads` is not H * e.
-        """
-        return _aggregated(heads, self.votes, (), MeanKernel(), self.setting.chunks)
-
 
 class ResidualAggregator(nn.Module):
     """The old projection plus gamma times an aggregator; equal to the old projection while gamma is 0.
 
     Args:
-        projection: The module that played W_O; kept, with its weights.
+        projection: The module that computed W_O; kept, with its weights.
         aggregator: The module whose output is added.
     """
 
     def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
         super().__init__()
         self.projection, self.aggregator = projection, aggregator
-        # one number in a vector: fully_shard takes no scalars
+        # a vector of one number: fully_shard takes no scalars
         self.gamma = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:
-        """Set gamma to 0 and draw the aggregator anew; the old projection stays."""
+        """Set gamma to 0 and initialize the aggregator again; the old projection is unchanged."""
         nn.init.zeros_(self.gamma)
-        _reset(self.aggregator)
+        reset = getattr(self.aggregator, "reset_parameters", None)
+        if callable(reset):
+            reset()
 
     def forward(self, heads: Tensor) -> Tensor:
         """Return W_O O + gamma routed(O), [..., d], of concatenated heads [..., H * e]."""
@@ -217,7 +205,7 @@ class GatedProjection(nn.Module):
 
     Args:
         setting: The gate.
-        projection: The module that played W_O; kept, with its weights.
+        projection: The module that computed W_O; kept, with its weights.
         num_heads: Heads H.
         head_size: Width e of one head.
         width: Width d of the output.
@@ -235,7 +223,7 @@ class GatedProjection(nn.Module):
         self.gate = nn.Parameter(torch.zeros(num_heads))
 
     def reset_parameters(self) -> None:
-        """Set the gate to 0; the old projection stays."""
+        """Set the gate to 0; the old projection is unchanged."""
         nn.init.zeros_(self.gate)
 
     def weights(self) -> Tensor:
@@ -248,13 +236,9 @@ class GatedProjection(nn.Module):
         Raises:
             ShapeError: The last axis of `heads` is not H * e.
         """
-        if heads.shape[-1:] != (self.num_heads * self.head_size,):
-            raise ShapeError(
-                f"heads has shape {tuple(heads.shape)}; expected {self.num_heads} heads of {self.head_size} numbers on "
-                "the last axis."
-            )
-        weighed = heads.unflatten(-1, (self.num_heads, self.head_size)) * self.weights().to(heads.dtype)[:, None]
-        return self.projection(weighed.flatten(-2))
+        _require_heads(heads, self.num_heads, self.head_size)
+        weighted = heads.unflatten(-1, (self.num_heads, self.head_size)) * self.weights().to(heads.dtype)[:, None]
+        return self.projection(weighted.flatten(-2))
 
 
 Aggregator = SimpleAggregator | EMAggregator | TrunkAggregator | ResidualAggregator | GatedProjection
@@ -268,18 +252,18 @@ def build(
     width: int,
     projection: nn.Module | None = None,
 ) -> Aggregator:
-    """Return a new aggregator with its own weights, in float32 on the default device.
+    """Return a new aggregator, with parameters of dtype float32 on the default device.
 
     Args:
         setting: The routing, `Residual` of one, or `Gate`.
         num_heads: Heads H.
         head_size: Width e of one head.
         width: Width d of the output.
-        projection: The projection `Residual` and `Gate` keep; None for the others, which replace it.
+        projection: The projection that `Residual` and `Gate` keep; None for the others, which replace it.
 
     Raises:
-        SettingError: `setting` is no such setting; the number of capsules does not divide `width`; or a
-            projection is missing or not wanted.
+        SettingError: `setting` is none of these; the number of capsules does not divide `width`; or `projection` is
+            missing or not needed.
 
     Example:
         >>> build(Trunk(), num_heads=2, head_size=4, width=8)(torch.randn(5, 8)).shape
@@ -294,63 +278,27 @@ def build(
         return ResidualAggregator(projection, build(setting.routing, num_heads, head_size, width))
     if isinstance(setting, Gate) and projection is not None:
         return GatedProjection(setting, projection, num_heads, head_size, width)
+    require_setting(setting)
     if isinstance(setting, SimpleRouting):
         return SimpleAggregator(setting, num_heads, head_size, width)
     if isinstance(setting, EMRouting):
         return EMAggregator(setting, num_heads, head_size, width)
-    if isinstance(setting, Trunk):
-        return TrunkAggregator(setting, num_heads, head_size, width)
-    raise _unknown_setting(setting)
-
-
-def _aggregated(
-    heads: Tensor, votes: Votes, routing_weights: tuple[Tensor, ...], kernel: Kernel, chunks: Chunks
-) -> Tensor:
-    joined = votes.num_heads * votes.head_size
-    if heads.shape[-1:] != (joined,):
-        raise ShapeError(
-            f"heads has shape {tuple(heads.shape)}; expected {votes.num_heads} heads of {votes.head_size} numbers, "
-            f"{joined} on the last axis."
-        )
-    kernel, padded = _quickest(kernel, chunks, heads)
-    sizes = chunks.sizes(heads.device.type, votes.num_heads * votes.width)
-    rows = heads.reshape(heads.shape[:-1].numel(), joined)
-    if len(rows) == 0:
-        # nothing to route, but every weight takes part: its gradient is 0, not absent
-        parts = torch.stack([tensor.flatten()[:0].sum() for tensor in (heads, *votes.weights(), *routing_weights)])
-        return heads.new_zeros(*heads.shape[:-1], votes.width) + parts.sum()
-    flat = routed_in_chunks(rows, votes.weights(), routing_weights, votes.compute, kernel, sizes, pad=padded)
-    return flat.reshape(*heads.shape[:-1], votes.width)
-
-
-def _quickest(kernel: Kernel, chunks: Chunks, heads: Tensor) -> tuple[Kernel, bool]:
-    """Return the form of a kernel that runs here, and whether its chunks are to be padded to a few sizes."""
-    if isinstance(kernel, MeanKernel) or torch.compiler.is_compiling():
-        return kernel, False
-    if isinstance(kernel, EMKernel) and chunks.fused and runs_on(heads.device):
-        return fused_kernel(kernel), False
-    return (compiled_kernel(kernel), True) if chunks.compile else (kernel, False)
-
-
-def _votes(setting: Routing, num_heads: int, head_size: int, width: int) -> Votes:
-    capsules = width if setting.capsules is None else setting.capsules
-    return Votes(setting.votes, num_heads, head_size, width, capsules)
-
-
-def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
+    assert isinstance(setting, Trunk)
+    return TrunkAggregator(setting, num_heads, head_size, width)
 
 
 def require_setting(setting: Setting) -> None:
-    """Raise `SettingError` unless `setting` is one `build` takes."""
+    """Raise `SettingError` unless `setting` is one that `build` takes."""
     if not isinstance(setting, Setting):
-        raise _unknown_setting(setting)
+        raise SettingError(
+            f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, Residual of one "
+            "of them, or Gate."
+        )
 
 
-def _unknown_setting(setting: object) -> SettingError:
-    return SettingError(
-        f"the setting is a {type(setting).__name__}; expected SimpleRouting, EMRouting, Trunk, Residual of one "
-        "of them, or Gate."
-    )
+def _require_heads(heads: Tensor, num_heads: int, head_size: int) -> None:
+    if heads.shape[-1:] != (num_heads * head_size,):
+        raise ShapeError(
+            f"heads has shape {tuple(heads.shape)}; expected {num_heads} heads of {head_size} numbers, "
+            f"{num_heads * head_size} on the last axis."
+        )

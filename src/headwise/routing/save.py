@@ -1,8 +1,9 @@
-"""Saving and loading models whose output projections were replaced by aggregators.
+"""Save and load models whose output projections were replaced by aggregators.
 
-Owns the folder: `headwise.json` (what the model is, which aggregators it holds, where its tensors are), tensor files
-of our own name, and a `config.json` that no other library takes for a model of its own: it would load all weights but
-the ones headwise put there. Files get their names when they are complete, `headwise.json` last.
+A folder holds `headwise.json` (the model, its aggregators, and the file of each tensor), tensor files under our own
+names, and a `config.json` that other libraries refuse, because they would load every weight but those of the
+aggregators. Files are renamed to their names when complete, `headwise.json` last. Settings are stored as plain JSON
+with the names of their classes; no code is stored.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from headwise.errors import DataError, SettingError
 from headwise.nn.multihead import MultiheadAttention, adopt
 from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
 from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
-from headwise.routing.shards import fill, shard_limit, shards_of, tensors_of
+from headwise.routing.shards import collect_tensors, load_tensors, parse_size, split_into_shards
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
 FORMAT = 1
 RECORD, CONFIG = "headwise.json", "config.json"
-KNOWN: tuple[type, ...] = (
+SETTINGS: tuple[type, ...] = (
     Chunks,
     DistinctCapsules,
     EMRouting,
@@ -42,8 +43,8 @@ KNOWN: tuple[type, ...] = (
 STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")
 
 
-def aggregators_of(model: nn.Module) -> dict[str, Aggregator]:
-    """Return the aggregators in a model by the names of their places."""
+def find_aggregators(model: nn.Module) -> dict[str, Aggregator]:
+    """Return the aggregators of a model by module name, without those inside a `ResidualAggregator`."""
     inner = {m.aggregator for m in model.modules() if isinstance(m, ResidualAggregator)}
     return {
         name: module for name, module in model.named_modules() if isinstance(module, Aggregator) and module not in inner
@@ -57,21 +58,22 @@ def save(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model with aggregators into a folder that `load` restores, and that nothing else takes for a model.
+    """Write a model with aggregators to a folder for `load`; other libraries refuse to load it.
 
-    Written are all parameters and buffers, tied ones once, in the dtype they have. A folder saved before is replaced
-    when the new files are complete.
+    All parameters and buffers are written in their dtype, tied ones once. Files saved there before are replaced when
+    the new ones are complete.
 
     Args:
-        model: Any module that holds aggregators. Of a model of transformers, its class and configuration are kept.
-        folder: Made if it does not exist.
-        state_dict: Tensors to write instead of the model's own, for example gathered from several processes.
-        max_shard_size: Bytes of one file at most, as a number or like "500MB"; a larger tensor has a file of its own.
+        model: Any module that holds aggregators. The class and configuration of a transformers model are saved too.
+        folder: Created if it does not exist.
+        state_dict: Tensors to write instead of the model's, for example gathered from several processes.
+        max_shard_size: Largest size of a file, in bytes or as a string like "500MB". A larger tensor is written to a
+            separate file.
 
     Raises:
-        DataError: The model holds no aggregator; the folder holds a stock model's weights, which would be taken for
-            this one; or a tensor is missing or spread over processes.
-        SettingError: `model` is no module, or `max_shard_size` is no size.
+        DataError: The model holds no aggregator; the folder holds the weights of a model without aggregators, which
+            would be loaded instead; or a tensor is missing or sharded over processes.
+        SettingError: `model` is not a module, or `max_shard_size` is not a size.
 
     Example:
         >>> import headwise as hw
@@ -85,22 +87,22 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
-    places = aggregators_of(model)
+    places = find_aggregators(model)
     if not places:
         raise DataError(
             f"{type(model).__name__} holds no aggregator; save it as you would without headwise "
             "(save_pretrained, or torch.save of its state_dict)."
         )
-    target, limit = Path(folder), shard_limit(max_shard_size)
+    target, limit = Path(folder), parse_size(max_shard_size)
     _refuse_stock_weights(target)
-    tensors, tied = tensors_of(model, state_dict)
-    shards = shards_of(tensors, limit)
+    tensors, tied = collect_tensors(model, state_dict)
+    shards = split_into_shards(tensors, limit)
     token = secrets.token_hex(4)
     files = {f"headwise-{token}-{i:05d}-of-{len(shards):05d}.pt": names for i, names in enumerate(shards, start=1)}
     written = {
         "format": FORMAT,
-        "model": _identity(model),
-        "aggregators": {name: _described(aggregator) for name, aggregator in places.items()},
+        "model": _describe_model(model),
+        "aggregators": {name: _describe(aggregator) for name, aggregator in places.items()},
         "adopted": [name for name, module in model.named_modules() if type(module) is MultiheadAttention],
         "tied": tied,
         "files": files,
@@ -120,16 +122,17 @@ def save(
 
 
 def load(folder: str | Path, model: nn.Module | None = None, *, settings: Sequence[type] = ()) -> nn.Module:
-    """Return the model saved in a folder by `save`, or by `save_pretrained` after `aggregate`, in evaluation mode.
+    """Load a model from a folder of `save`, or of `save_pretrained` after `aggregate`, in evaluation mode.
 
     Args:
         folder: The folder.
-        model: A model of the same structure to restore into, without aggregators or with the same ones, whose
-            parameters then stay the ones an optimizer holds; needed where the class is not one of transformers.
-        settings: Classes of your own settings (a parameterisation of votes) that the aggregators were built from.
+        model: A model of the same structure to load into; needed unless its class is from transformers. It has no
+            aggregators or the same ones; in that case its parameters stay the same objects, so that an optimizer still
+            holds them.
+        settings: User-defined setting classes (parameterizations of votes) that the aggregators were built from.
 
     Returns:
-        The model; its outputs are those of the saved one to the bit.
+        The model; its outputs equal those of the saved one bit for bit.
 
     Raises:
         DataError: The folder holds no such model, an incomplete one, or one that does not fit `model`.
@@ -137,19 +140,19 @@ def load(folder: str | Path, model: nn.Module | None = None, *, settings: Sequen
     source = Path(folder)
     written = _read_record(source)
     _refuse_stock_weights(source)
-    # weights drawn only to be replaced must not change what the caller draws next
+    # initial weights, soon replaced, must not advance the caller's random generator
     with torch.random.fork_rng(devices=[]):
-        model = _rebuilt(source, written["model"]) if model is None else model
+        model = _rebuild(source, written["model"]) if model is None else model
         for name in written["adopted"]:
             adopt(model, model.get_submodule(name))
         for name, described in written["aggregators"].items():
-            _put(model, name, described, settings)
-    fill(model, source, written["files"], written["tied"])
+            _insert(model, name, described, settings)
+    load_tensors(model, source, written["files"], written["tied"])
     return model.eval()
 
 
 class SavePretrained:
-    """`save_pretrained` of a model with aggregators; `aggregate` puts it on the model, its handle takes it away."""
+    """`save_pretrained` of a model with aggregators; set by `aggregate` and removed with its handle."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -163,12 +166,12 @@ class SavePretrained:
         max_shard_size: int | str = "5GB",
         **other: object,
     ) -> None:
-        """Write the folder `headwise.load` restores; what the stock method does without aggregators.
+        """Write a folder for `headwise.load`; without aggregators, call the original method.
 
         Raises:
-            SettingError: An option was given that this folder has no form for.
+            SettingError: An option was given that does not apply to such a folder.
         """
-        if not aggregators_of(self.model):
+        if not find_aggregators(self.model):
             stock: Any = type(self.model)
             own = {"is_main_process": is_main_process, "state_dict": state_dict, "max_shard_size": max_shard_size}
             stock.save_pretrained(self.model, save_directory, **own, **other)
@@ -188,13 +191,13 @@ def _refuse_stock_weights(folder: Path) -> None:
     found = sorted(path.name for pattern in STOCK_WEIGHTS for path in folder.glob(pattern))
     if found:
         raise DataError(
-            f"{folder} holds {found[0]}, the weights of a model without aggregators, which transformers would load "
-            "from there; use another folder for the model with aggregators."
+            f"{folder} holds {found[0]}, the weights of a model without aggregators, which transformers would load; "
+            "use another folder for the model with aggregators."
         )
 
 
-def _identity(model: nn.Module) -> dict | None:
-    """Return what rebuilds the model without its weights; None for a class that is not transformers'."""
+def _describe_model(model: nn.Module) -> dict | None:
+    """Return what rebuilds the model without its weights; None for a class that is not from transformers."""
     cls, config = type(model), getattr(model, "config", None)
     if not cls.__module__.startswith("transformers.") or config is None:
         return None
@@ -209,12 +212,12 @@ def _identity(model: nn.Module) -> dict | None:
     }
 
 
-def _rebuilt(source: Path, identity: dict | None) -> nn.Module:
+def _rebuild(source: Path, identity: dict | None) -> nn.Module:
     module, _, name = ("" if identity is None else identity["class"]).partition(":")
     if identity is None or not module.startswith("transformers."):
         raise DataError(
-            f"{source} holds a model whose class is not one of transformers; build one like it, without aggregators, "
-            "and give it: load(folder, model)."
+            f"{source} holds a model whose class is not from transformers; build one like it, without aggregators, "
+            "and pass it: load(folder, model)."
         )
     cls: Any = getattr(importlib.import_module(module), name)
     config = cls.config_class.from_dict(identity["config"])
@@ -225,29 +228,31 @@ def _rebuilt(source: Path, identity: dict | None) -> nn.Module:
     return model
 
 
-def _described(aggregator: Aggregator) -> dict:
+def _describe(aggregator: Aggregator) -> dict:
     routed: Any = aggregator.aggregator if isinstance(aggregator, ResidualAggregator) else aggregator
     sized = routed if isinstance(routed, GatedProjection) else routed.votes
     sizes = {"num_heads": sized.num_heads, "head_size": sized.head_size, "width": sized.width}
-    return {"setting": record(setting_of(aggregator)), **sizes}
+    return {"setting": record(_get_setting(aggregator)), **sizes}
 
 
-def _put(model: nn.Module, name: str, described: dict, settings: Sequence[type]) -> None:
+def _insert(model: nn.Module, name: str, described: dict, settings: Sequence[type]) -> None:
     parent, _, attribute = name.rpartition(".")
     try:
         owner = model.get_submodule(parent)
         old = getattr(owner, attribute)
     except AttributeError as error:
-        raise DataError(f"the model has no module {name}, where the saved one holds an aggregator.") from error
+        raise DataError(
+            f"the model has no module {name}, an aggregator in the saved one; pass a model of the same structure."
+        ) from error
     if isinstance(old, Aggregator):
-        there = _described(old)
-        if there != described:
+        found = _describe(old)
+        if found != described:
             raise DataError(
-                f"{name} is a {type(old).__name__} already, with {there}; the saved one has {described}. Give load() "
-                "a model without aggregators, or with those that were saved."
+                f"{name} is a {type(old).__name__} already, with {found}; the saved one has {described}. Pass load() "
+                "a model without aggregators, or with the saved ones."
             )
         return
-    setting = restored(described["setting"], settings)
+    setting = restore(described["setting"], settings)
     sizes = (described["num_heads"], described["head_size"], described["width"])
     keeps = isinstance(setting, Residual | Gate)
     setattr(owner, attribute, build(setting, *sizes, old if keeps else None))
@@ -258,19 +263,21 @@ def _read_record(source: Path) -> dict:
     if not path.is_file():
         raise DataError(
             f"{source} holds no {RECORD}; expected a folder written by save_pretrained after aggregate(), or by "
-            "headwise.save. A model without aggregators is loaded by what saved it (from_pretrained)."
+            "headwise.save. Load a model without aggregators as it was saved (from_pretrained)."
         )
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         version = written["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a record of headwise: {error}") from error
+        raise DataError(f"{path} is not a record of headwise ({error}); save the model again.") from error
     if version != FORMAT:
-        raise DataError(f"{path} has format {version}; this version of headwise reads {FORMAT}.")
+        raise DataError(
+            f"{path} has format {version}; expected {FORMAT}, so use the version of headwise that wrote it."
+        )
     return written
 
 
-def setting_of(aggregator: Any) -> Setting:
+def _get_setting(aggregator: Any) -> Setting:
     """Return the setting an aggregator was built from."""
     if isinstance(aggregator, ResidualAggregator):
         routed: Any = aggregator.aggregator
@@ -279,10 +286,10 @@ def setting_of(aggregator: Any) -> Setting:
 
 
 def record(value: Any) -> Any:
-    """Return a setting as JSON: {"setting": its class, field: value, ...}; tuples as lists.
+    """Return a setting as JSON: {"setting": its class, field: value, ...}; tuples become lists.
 
     Raises:
-        DataError: A field holds something JSON has no form for.
+        DataError: A field holds something that JSON cannot represent.
 
     Example:
         >>> record(EMRouting(iterations=2))["inverse_temperature"]
@@ -297,32 +304,32 @@ def record(value: Any) -> Any:
     raise DataError(f"a setting holds a {type(value).__name__}; expected numbers, strings, tuples or settings.")
 
 
-def restored(value: Any, classes: Sequence[type] = ()) -> Any:
-    """Return the setting of a record.
+def restore(value: Any, classes: Sequence[type] = ()) -> Any:
+    """Return the setting that `record` wrote.
 
     Args:
-        value: What `record` gave.
-        classes: Classes of your own that may appear in it, beside headwise's.
+        value: The result of `record`.
+        classes: User-defined classes that may appear in it.
 
     Raises:
-        DataError: A class is neither headwise's nor given, or does not have those fields.
+        DataError: A class is unknown, or does not have those fields.
 
     Example:
-        >>> restored(record(Residual(SimpleRouting(iterations=4)))).routing.iterations
+        >>> restore(record(Residual(SimpleRouting(iterations=4)))).routing.iterations
         4
     """
     if isinstance(value, list):
-        return tuple(restored(item, classes) for item in value)
+        return tuple(restore(item, classes) for item in value)
     if not isinstance(value, dict):
         return value
     name = value.get("setting")
-    known = {cls.__name__: cls for cls in (*KNOWN, *classes)}
+    known = {cls.__name__: cls for cls in (*SETTINGS, *classes)}
     if name not in known:
         raise DataError(
-            f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}: if it is your own, "
-            "give its class to load(settings=(...,))."
+            f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}. If you defined it, "
+            "pass its class: load(settings=(...,))."
         )
     try:
-        return known[name](**{key: restored(item, classes) for key, item in value.items() if key != "setting"})
+        return known[name](**{key: restore(item, classes) for key, item in value.items() if key != "setting"})
     except (TypeError, ValueError) as error:
-        raise DataError(f"the setting {name} cannot be made from {value}: {error}") from error
+        raise DataError(f"the setting {name} cannot be built from {value}: {error}") from error

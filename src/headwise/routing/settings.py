@@ -1,8 +1,7 @@
-"""Routing by agreement: how the votes of all heads become output capsules.
+"""Settings of routing by agreement, and public functions from votes [T, H, N, c] to output capsules.
 
-Owns the settings and the public functions on votes [T, H, N, c]: simple routing (Li et al. 2021, Algorithm 1),
-EM routing (Algorithm 2) and the mean of the votes (the control: same votes, uniform weights). The equations
-themselves are in `simple_routing` and `em_routing`. Must not know modules; `aggregation` puts them in a model.
+Simple routing (Li et al. 2021, Algorithm 1), EM routing (Algorithm 2) and the mean of the votes (the control: the
+same votes with uniform weights).
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ from headwise.errors import (
 )
 from headwise.routing.em import em_forward, em_schedule
 from headwise.routing.simple import simple_forward
-from headwise.routing.votes import SharedTrunk, VoteSetting
+from headwise.routing.votes import SharedTrunk, VoteSetting, full_precision
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How an aggregator walks through its tokens; changes time and memory, never the values beyond rounding.
+    """How an aggregator splits its tokens into chunks; affects time and memory, and values only by rounding.
 
-    Votes are H times as large as the heads, so they are computed for a few tokens at a time and again in the
+    Votes are H times as large as the heads, so they are computed for a few tokens at a time and recomputed in the
     backward pass; only the input is kept between the two.
 
     Args:
-        tokens: Tokens whose votes exist at once, at least 1; None takes about 2^21 votes on a CPU and 2^24
+        tokens: Number of tokens whose votes exist at once, at least 1. Default: about 2^21 votes on a CPU and 2^24
             elsewhere.
-        routed: Tokens routed at once, at least 1; None takes about 2^17 votes on a CPU, where they should stay in
+        routed: Number of tokens routed at once, at least 1. Default: about 2^17 votes on a CPU, which fit in its
             cache, and 2^24 elsewhere.
-        compile: Whether the routing of one chunk is compiled with `torch.compile`: half a minute once a
-            process, then several times faster. Where it fails, for example without a C++ compiler, a log line
-            says so and the plain path is taken.
-        fused: Whether EM routing on a GPU runs as a program of Triton, where that is installed: the votes of a token
-            are read once and stay on chip through all iterations. The first call of each shape is held against the
-            plain path on a few tokens; where they differ, or Triton fails, a log line says so and the plain path is
-            taken. It needs no `compile`.
+        compile: Whether the routing of a chunk is compiled with `torch.compile`: half a minute once per process, then
+            several times faster. If that fails, for example without a C++ compiler, a warning is logged and the plain
+            kernel is used.
+        fused: Whether EM routing on a GPU runs as a Triton program, if Triton is installed: the votes of a token are
+            read once and stay on chip through all iterations. The first call of each shape is compared with the plain
+            kernel on a few tokens; if they differ, or Triton fails, a warning is logged and the plain kernel is used.
+            Independent of `compile`.
     """
 
     tokens: int | None = None
     routed: int | None = None
     compile: bool = False
-    # a choice of kernel: records of runs go without it
+    # the choice of kernel is not part of the records of runs
     fused: bool = field(default=True, metadata={"recorded": False})
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ class Chunks:
                 require_integer(name, value, low=1)
 
     def sizes(self, device_type: str, votes: int) -> tuple[int, int]:
-        """Return (tokens, routed) on a kind of device, for example "cpu", for H * d votes a token."""
+        """Return (tokens, routed) for a device type, such as "cpu", and the number H * d of votes per token."""
         held, routed = (2**21, 2**17) if device_type == "cpu" else (2**24, 2**24)
         return self.tokens or max(held // votes, 1), self.routed or max(routed // votes, 1)
 
@@ -73,12 +72,13 @@ class SimpleRouting:
 
     Args:
         iterations: T, at least 1.
-        capsules: Output capsules N, a divisor of the width d; N = d (capsules of one number) when None. The
-            squash of a one-number capsule is sign(s) s^2 / (1 + s^2).
-        softmax_over: "capsules" is the paper (sum_n C_hn = 1); "heads" the archived release (sum_h C_hn = 1).
-        floor: Least value of sum_h C_hn, and what is added to |s|^2 under the squash's root; in (0, 1e-4].
+        capsules: Number of output capsules N, a divisor of the width d. Default: N = d, capsules of one number, for
+            which the squash is sign(s) s^2 / (1 + s^2).
+        softmax_over: "capsules" as in the paper (sum_n C_hn = 1), or "heads" as in the archived release
+            (sum_h C_hn = 1).
+        floor: Lower bound of sum_h C_hn, also added to |s|^2 under the square root of the squash; in (0, 1e-4].
         votes: How votes are computed.
-        chunks: How tokens are walked through.
+        chunks: How tokens are split into chunks.
     """
 
     iterations: int = 3
@@ -101,21 +101,21 @@ class EMRouting:
 
     C = 1/N; T times an M-step, mu_n = sum_h C V / sum_h C and sigma_n^2 the variance about it (Li et al. 2021,
     Eqs. 13-14), A_n = logistic(lambda_t (beta_A - beta_mu sum_h C_hn - chi_n)) with
-    chi_n = sum_h C_hn sum_i (1/2 log sigma_ni^2 + (1 + log 2 pi) / 2); between them an E-step,
-    C_hn proportional to A_n N(V_hn; mu_n, sigma_n^2) over n (Eq. 15). X_n = A_n mu_n (Eq. 12). The paper writes
-    sigma as a deviation and as a variance, and the density as a sum over dimensions; here sigma^2 is the
-    variance and dimensions multiply. The E-step after the last M-step changes nothing and is skipped.
+    chi_n = sum_h C_hn sum_i (1/2 log sigma_ni^2 + (1 + log 2 pi) / 2); between the M-steps an E-step,
+    C_hn proportional to A_n N(V_hn; mu_n, sigma_n^2) over n (Eq. 15). X_n = A_n mu_n (Eq. 12). The paper uses
+    sigma both as a deviation and as a variance, and writes the density as a sum over dimensions; here sigma^2 is the
+    variance, and the density is a product. The E-step after the last M-step has no effect and is skipped.
 
     Args:
         iterations: T, at least 1.
-        capsules: Output capsules N, a divisor of the width d; N = d (capsules of one number) when None, where
-            the activations are all close to 1/2.
-        activation: Whether A_n is used, with beta_A and beta_mu learned per capsule; False is the archived
-            release, X_n = mu_n.
+        capsules: Number of output capsules N, a divisor of the width d. Default: N = d, capsules of one number, whose
+            activations are all close to 1/2.
+        activation: Whether A_n is used, with beta_A and beta_mu learned per capsule. False: X_n = mu_n, as in the
+            archived release.
         inverse_temperature: lambda_1 and lambda_T; linear between them. T = 1 uses the first.
-        floor: Least variance and least sum_h C_hn, in (0, 1e-4].
+        floor: Lower bound of the variance and of sum_h C_hn, in (0, 1e-4].
         votes: How votes are computed.
-        chunks: How tokens are walked through.
+        chunks: How tokens are split into chunks.
     """
 
     iterations: int = 3
@@ -145,12 +145,12 @@ class EMRouting:
 class Trunk:
     """No routing: each output capsule is the mean of the heads' votes (C uniform in Li et al. 2021, Eq. 10).
 
-    The control routing is judged against: the same votes with as many parameters, without agreement.
+    The control for routing: the same votes and the same number of parameters, without agreement.
 
     Args:
-        capsules: Output capsules N, a divisor of the width d; N = d when None. Changes nothing but the shape.
+        capsules: Number of output capsules N, a divisor of the width d. Default: N = d. Affects the shape only.
         votes: How votes are computed.
-        chunks: How tokens are walked through.
+        chunks: How tokens are split into chunks.
     """
 
     capsules: int | None = None
@@ -162,12 +162,12 @@ class Trunk:
 
 
 class Routed(NamedTuple):
-    """What routing returns.
+    """The result of routing.
 
     Attributes:
         capsules: X, [T, N, c].
         weights: C of the last iteration, [T, H, N].
-        activations: A of the last iteration, [T, N]; None where there are none.
+        activations: A of the last iteration, [T, N]; None for routing without activations.
     """
 
     capsules: Tensor
@@ -185,7 +185,7 @@ def simple_routing(votes: Tensor, setting: SimpleRouting) -> Routed:
         setting: Iterations, softmax axis and floor.
 
     Returns:
-        Capsules [T, N, c] and the weights that made them [T, H, N].
+        Capsules [T, N, c] and their weights [T, H, N].
 
     Raises:
         ShapeError: `votes` is not a floating-point tensor with four axes.
@@ -195,7 +195,7 @@ def simple_routing(votes: Tensor, setting: SimpleRouting) -> Routed:
         >>> routed.capsules.shape, torch.allclose(routed.weights.sum(-1), torch.ones(5, 4))
         (torch.Size([5, 6, 2]), True)
     """
-    votes = _routable(votes)
+    votes = _prepare_votes(votes)
     capsules, weights = simple_forward(votes, setting.iterations, setting.softmax_over == "capsules", setting.floor)
     return Routed(capsules, weights, None)
 
@@ -205,8 +205,7 @@ def em_routing(
 ) -> Routed:
     """Return the capsules of EM routing (Li et al. 2021, Algorithm 2), differentiable by autograd.
 
-    Half-precision votes are routed in float32. Votes may be as large as 1e18 in float32: their squares must
-    be finite.
+    Half-precision votes are routed in float32, where votes must not exceed about 1e18: their squares must be finite.
 
     Args:
         votes: V, [T, H, N, c].
@@ -215,22 +214,22 @@ def em_routing(
         beta_mu: beta_mu, cost of each assigned vote, [N]; only with `setting.activation`.
 
     Returns:
-        Capsules [T, N, c], the weights that made them [T, H, N], and activations [T, N] or None.
+        Capsules [T, N, c], their weights [T, H, N], and activations [T, N] or None.
 
     Raises:
         ShapeError: `votes` is not a floating-point tensor with four axes, or a beta is not [N].
-        SettingError: The betas are absent with activations, or present without.
+        SettingError: The betas are missing with activations, or given without.
 
     Example:
         >>> routed = em_routing(torch.randn(5, 4, 6, 2), EMRouting(activation=False))
         >>> routed.capsules.shape, torch.allclose(routed.weights.sum(-1), torch.ones(5, 4))
         (torch.Size([5, 6, 2]), True)
     """
-    votes = _routable(votes)
+    votes = _prepare_votes(votes)
     if setting.activation != (beta_a is not None) or setting.activation != (beta_mu is not None):
         raise SettingError(
             f"activation is {setting.activation} and beta_a, beta_mu are "
-            f"{'absent' if beta_a is None else 'given'}, {'absent' if beta_mu is None else 'given'}; "
+            f"{'missing' if beta_a is None else 'given'}, {'missing' if beta_mu is None else 'given'}; "
             "expected both with activation=True and neither with activation=False."
         )
     for name, beta in (("beta_a", beta_a), ("beta_mu", beta_mu)):
@@ -263,17 +262,17 @@ def uniform_routing(votes: Tensor) -> Routed:
         >>> uniform_routing(torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)).capsules
         tensor([[[2.]]])
     """
-    votes = _routable(votes)
+    votes = _prepare_votes(votes)
     return Routed(votes.mean(1), votes.new_full(votes.shape[:3], 1.0 / votes.shape[2]), None)
 
 
-def _routable(votes: Tensor) -> Tensor:
+def _prepare_votes(votes: Tensor) -> Tensor:
     require_shape("votes", votes, (None, None, None, None))
     if not torch.is_floating_point(votes):
         raise ShapeError(f"votes has dtype {votes.dtype}; expected a floating-point dtype.")
     if 0 in votes.shape[1:]:
         raise ShapeError(f"votes has shape {tuple(votes.shape)}; expected at least one head, capsule and number.")
-    return votes if votes.dtype == torch.float64 else votes.float()
+    return full_precision(votes)
 
 
 def _require_capsules(capsules: int | None) -> None:

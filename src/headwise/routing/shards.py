@@ -1,7 +1,4 @@
-"""The tensors of a model in files: each once under one name, tied ones by their aliases, in shards.
-
-Owns collecting, dividing and putting back. Must not know what the model is.
-"""
+"""The tensors of a model in sharded files, where tied tensors are stored once and listed by name."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from headwise.errors import DataError, SettingError
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
-    """Return the place of every parameter and buffer by name; shared ones under each of their names."""
+def _find_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
+    """Return module, attribute and tensor of each parameter and buffer by name, tied ones under all their names."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name, tensor)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -29,19 +26,27 @@ def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
     }
 
 
-def tensors_of(model: nn.Module, given: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to write by name, and the names of those that are tied to one of them."""
+def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to write by name, and for each other name the one that it is tied to.
+
+    Args:
+        model: The model.
+        given: Tensors that replace the model's, by name.
+
+    Raises:
+        DataError: A tensor is sharded or on the meta device.
+    """
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    for name, (_, _, own) in _slots(model).items():
+    for name, (_, _, own) in _find_tensors(model).items():
         if id(own) in first:
             tied[name] = first[id(own)]
             continue
         first[id(own)] = name
         tensors[name] = own
     if given is not None:
-        names = {**{name: [name] for name in tensors}}
+        names = {name: [name] for name in tensors}
         for alias, name in tied.items():
             names[name].append(alias)
         for name, aliases in names.items():
@@ -50,17 +55,17 @@ def tensors_of(model: nn.Module, given: Mapping[str, Tensor] | None) -> tuple[di
     for name, tensor in tensors.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise DataError(
-                f"{name} is a {type(tensor).__name__} on {tensor.device}, not a whole tensor; gather it and pass "
+                f"{name} is a {type(tensor).__name__} on {tensor.device}; expected a full tensor: gather it and pass "
                 "state_dict=."
             )
-        # a view would take its whole storage along
+        # torch.save would write the whole storage of a view
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         tensors[name] = tensor.detach() if whole else tensor.detach().clone()
     return tensors, tied
 
 
-def shards_of(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Return the names of the tensors of each file, of `limit` bytes at most where a tensor alone is not larger."""
+def split_into_shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    """Return the names of the tensors of each file, at most `limit` bytes unless one tensor alone is larger."""
     shards, filled = [[]], 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -72,13 +77,13 @@ def shards_of(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     return shards
 
 
-def fill(model: nn.Module, source: Path, files: Mapping[str, list[str]], tied: Mapping[str, str]) -> None:
-    """Put the tensors of the files of a folder into a model, tied ones into all their places.
+def load_tensors(model: nn.Module, source: Path, files: Mapping[str, list[str]], tied: Mapping[str, str]) -> None:
+    """Load the tensors of a folder into a model, tied ones under all their names.
 
     Raises:
-        DataError: A file is missing, or the tensors are not those of the model.
+        DataError: A file is missing, or the tensors do not match those of the model.
     """
-    slots = _slots(model)
+    slots = _find_tensors(model)
     filled: dict[str, Tensor] = {}
     for file, names in files.items():
         path = source / Path(file).name
@@ -89,23 +94,23 @@ def fill(model: nn.Module, source: Path, files: Mapping[str, list[str]], tied: M
     missing, unknown = sorted(slots.keys() - filled.keys() - tied.keys()), sorted(filled.keys() - slots.keys())
     if missing or unknown:
         raise DataError(
-            f"{source} does not fit {type(model).__name__}: it lacks {missing[:4]} ({len(missing)}) and holds "
-            f"{unknown[:4]} ({len(unknown)}), which the model does not have."
+            f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
+            f"{unknown[:4]} ({len(unknown)}) are not in the model; pass a model of the same structure."
         )
     for name, tensor in filled.items():
         _, _, own = slots[name]
         if own.shape != tensor.shape:
             raise DataError(f"{name} has shape {tuple(tensor.shape)} in {source} and {tuple(own.shape)} in the model.")
-        filled[name] = _filled(own, tensor)
+        filled[name] = _copy(own, tensor)
     for name, (module, attribute, own) in slots.items():
         target: dict[str, Any] = module._parameters if isinstance(own, nn.Parameter) else module._buffers
         target[attribute] = filled[tied.get(name, name)]
 
 
-def _filled(own: Tensor, tensor: Tensor) -> Tensor:
-    """Return `own` with the values of `tensor`, or a new one where its dtype is another."""
+def _copy(own: Tensor, tensor: Tensor) -> Tensor:
+    """Copy the values of `tensor` into `own` and return it; return a new tensor if the dtypes differ."""
     if own.dtype == tensor.dtype and not own.is_meta:
-        # an optimizer may hold it
+        # in place, because an optimizer may hold it
         with torch.no_grad():
             return own.copy_(tensor)
     placed = tensor.to("cpu" if own.is_meta else own.device)
@@ -114,9 +119,9 @@ def _filled(own: Tensor, tensor: Tensor) -> Tensor:
     return nn.Parameter(placed, own.requires_grad and tensor.is_floating_point())
 
 
-def shard_limit(size: int | str) -> int:
-    """Return a size given as a number or like "5GB" in bytes."""
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes, given as a number or a string like "5GB"."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
     if match is None or match[2] not in UNITS or int(match[1]) < 1:
-        raise SettingError(f"max_shard_size is {size!r}; expected a number of bytes, or like '500MB' or '5GB'.")
+        raise SettingError(f"max_shard_size is {size!r}; expected a number of bytes, or a size like '500MB' or '5GB'.")
     return int(match[1]) * UNITS[match[2]]

@@ -1,8 +1,4 @@
-"""Simple routing of votes, and its gradient written out.
-
-Owns the equations of Li et al. 2021, Algorithm 1 (Eqs. 10-11), and the hand-derived backward pass that a
-chunked aggregator uses in place of autograd. Must not know modules or settings.
-"""
+"""Simple routing of votes (Li et al. 2021, Algorithm 1, Eqs. 10-11), and its hand-derived gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ class SimpleKernel:
     Attributes:
         iterations: T.
         over_capsules: Whether the softmax runs over capsules rather than heads.
-        floor: Least sum_h C_hn, and what is added to |s|^2 under the squash's root.
+        floor: Lower bound of sum_h C_hn, also added to |s|^2 under the square root of the squash.
     """
 
     iterations: int
@@ -48,8 +44,8 @@ def simple_forward(votes: Tensor, iterations: int, over_capsules: bool, floor: f
 def simple_gradient(votes: Tensor, grad: Tensor, iterations: int, over_capsules: bool, floor: float) -> Tensor:
     """Return the gradient of `simple_forward` with respect to the votes, through all iterations.
 
-    Each agreement b += x . V sends its gradient to x and V; each x = squash(s) to s; each s to V through C and,
-    through the softmax, to the agreements of all earlier iterations.
+    The gradient of each agreement b += x . V goes to x and V, that of x = squash(s) to s, and that of s to V through C
+    and, through the softmax, to the agreements of all earlier iterations.
     """
     totals, all_weights = _iterate(votes, iterations, over_capsules, floor)
     d_votes = torch.zeros_like(votes)
@@ -96,7 +92,7 @@ def _iterate(votes: Tensor, iterations: int, over_capsules: bool, floor: float) 
 
 
 def _squash(total: Tensor, floor: float) -> Tensor:
-    """Return s |s|^2 / ((1 + |s|^2) |s|) (Eq. 11); `floor` is added to |s|^2 under the root."""
+    """Return s |s|^2 / ((1 + |s|^2) |s|) (Eq. 11), with `floor` added to |s|^2 under the square root."""
     square = total.square().sum(-1, keepdim=True)
     return total * (square / (1.0 + square) * torch.rsqrt(square + floor))
 

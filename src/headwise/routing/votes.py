@@ -1,9 +1,7 @@
-"""Votes: what each head proposes for each output capsule, in three parameterisations.
+"""Votes: what each head proposes for each output capsule, in three parameterizations (Li et al. 2021, Eqs. 8-9).
 
-Owns the vote weights and the functions from concatenated heads [T, H * e] to votes [T, H, N, c]. A
-parameterisation is a frozen setting; `Votes` is the module that holds its weights. Votes are a function of
-the heads and of plain weight tensors, so that a backward pass can compute them again. Must not know how votes
-are routed. Source: Li et al. 2021, Eqs. 8-9.
+A parameterization is a frozen setting, and `Votes` is the module that holds its weights. Votes are a function of
+concatenated heads [T, H * e] and of plain weight tensors, so that a backward pass can recompute them.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from headwise.errors import SettingError, require_integer
 
 @dataclass(frozen=True)
 class VoteWeight:
-    """One weight of a parameterisation: its shape, and that it starts uniform in center +- bound.
+    """One weight of a parameterization, initialized uniformly in center +- bound.
 
     Attributes:
         shape: Shape of the parameter.
-        center: Middle of the interval it is drawn from.
-        bound: Half the length of that interval; 0 makes it constant.
+        center: Center of the interval.
+        bound: Half the length of the interval; 0 for a constant.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +33,7 @@ class VoteWeight:
 
 
 class VoteSetting(Protocol):
-    """A parameterisation of the votes; a frozen dataclass with these two methods is a new one."""
+    """A parameterization of the votes: any frozen dataclass with these two methods."""
 
     def weights(self, num_heads: int, head_size: int, width: int) -> dict[str, VoteWeight]:
         """Return the weights by name, in the order `compute` takes them."""
@@ -48,13 +46,13 @@ class VoteSetting(Protocol):
 
 @dataclass(frozen=True)
 class SharedTrunk:
-    """Votes from one network shared by all heads: the form the paper's parameter counts fit.
+    """Votes from one network shared by all heads: the form that matches the paper's parameter counts.
 
     V = W2 f(W1 LayerNorm(O) + b1) + b2 with O the concatenated heads, W1 [d, H e] and W2 [H d, d]. Each vote
     sees every head; a head is distinct only through its rows of W2 (Li et al. 2021 write a distinct f_h).
 
     Args:
-        relu: Whether f is ReLU; False is the archived release's simple routing, which is linear here.
+        relu: Whether f is ReLU; False for the linear form, as in simple routing of the archived release.
     """
 
     relu: bool = True
@@ -65,10 +63,10 @@ class SharedTrunk:
         return {
             "norm_weight": VoteWeight((joined,), center=1.0),
             "norm_bias": VoteWeight((joined,)),
-            "trunk_weight": _linear(joined, width, joined),
-            "trunk_bias": _linear(joined, width),
-            "vote_weight": _linear(width, num_heads * width, width),
-            "vote_bias": _linear(width, num_heads * width),
+            "trunk_weight": _uniform_weight(joined, width, joined),
+            "trunk_bias": _uniform_weight(joined, width),
+            "vote_weight": _uniform_weight(width, num_heads * width, width),
+            "vote_bias": _uniform_weight(width, num_heads * width),
         }
 
     def compute(self, heads: Tensor, num_heads: int, *weights: Tensor) -> Tensor:
@@ -82,32 +80,32 @@ class SharedTrunk:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Votes of each head from its own output alone, through two layers: V_h = W2_h ReLU(W1_h O_h + b1_h) + b2_h.
+    """Votes of each head from its own output only, through two layers: V_h = W2_h ReLU(W1_h O_h + b1_h) + b2_h.
 
-    W1_h is [d, e] and W2_h [d, d] (Li et al. 2021, Eqs. 8-9, with f_h acting on head h only).
+    W1_h is [d, e] and W2_h is [d, d] (Li et al. 2021, Eqs. 8-9, with f_h applied to head h only).
     """
 
     def weights(self, num_heads: int, head_size: int, width: int) -> dict[str, VoteWeight]:
         """Return the weights by name, in the order `compute` takes them."""
         return {
-            "hidden_weight": _linear(head_size, num_heads, width, head_size),
-            "hidden_bias": _linear(head_size, num_heads, width),
-            "vote_weight": _linear(width, num_heads, width, width),
-            "vote_bias": _linear(width, num_heads, width),
+            "hidden_weight": _uniform_weight(head_size, num_heads, width, head_size),
+            "hidden_bias": _uniform_weight(head_size, num_heads, width),
+            "vote_weight": _uniform_weight(width, num_heads, width, width),
+            "vote_bias": _uniform_weight(width, num_heads, width),
         }
 
     def compute(self, heads: Tensor, num_heads: int, *weights: Tensor) -> Tensor:
         """Return the votes [T, H, d] of concatenated heads [T, H * e]."""
         hidden_weight, hidden_bias, vote_weight, vote_bias = weights
         by_head = heads.unflatten(-1, (num_heads, -1)).transpose(0, 1)
-        # one call for product and bias: under autocast the sum of the two would be float32
+        # product and bias in one call: under autocast their sum would be float32
         hidden = F.relu(torch.baddbmm(hidden_bias.unsqueeze(1), by_head, hidden_weight.mT))
         return torch.baddbmm(vote_bias.unsqueeze(1), hidden, vote_weight.mT).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class DistinctCapsules:
-    """Votes as Li et al. 2021, Eqs. 8-9 are written: X_h = ReLU(F_h O + b_h) in R^e, V_h = W_h X_h.
+    """Votes exactly as in Li et al. 2021, Eqs. 8-9: X_h = ReLU(F_h O + b_h) in R^e, V_h = W_h X_h.
 
     F_h is [e, H e] and acts on the concatenated heads O; W_h is [d, e], without a bias.
     """
@@ -116,9 +114,9 @@ class DistinctCapsules:
         """Return the weights by name, in the order `compute` takes them."""
         joined = num_heads * head_size
         return {
-            "capsule_weight": _linear(joined, joined, joined),
-            "capsule_bias": _linear(joined, joined),
-            "vote_weight": _linear(head_size, num_heads, width, head_size),
+            "capsule_weight": _uniform_weight(joined, joined, joined),
+            "capsule_bias": _uniform_weight(joined, joined),
+            "vote_weight": _uniform_weight(head_size, num_heads, width, head_size),
         }
 
     def compute(self, heads: Tensor, num_heads: int, *weights: Tensor) -> Tensor:
@@ -130,13 +128,13 @@ class DistinctCapsules:
 
 
 class Votes(nn.Module):
-    """The weights of a parameterisation, as a module: heads [T, H * e] in, votes [T, H, N, c] out.
+    """A module that computes votes [T, H, N, c] from concatenated heads [T, H * e].
 
-    The weights are direct parameters rather than `nn.Linear` children: an aggregator recomputes votes from the
-    tensors alone, and a hook on a child would never fire.
+    The weights are direct parameters, not `nn.Linear` children: an aggregator recomputes votes from the tensors
+    alone, and a hook on a child would never be called.
 
     Args:
-        setting: The parameterisation.
+        setting: The parameterization.
         num_heads: Heads H.
         head_size: Width e of one head.
         width: Width d = N * c of the aggregated output.
@@ -166,7 +164,7 @@ class Votes(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as `nn.Linear` and `nn.LayerNorm` do."""
+        """Initialize the weights again, as `nn.Linear` and `nn.LayerNorm` do."""
         for name, weight in self._drawn.items():
             low, high = weight.center - weight.bound, weight.center + weight.bound
             nn.init.uniform_(self.get_parameter(name), low, high)
@@ -192,12 +190,12 @@ class Votes(nn.Module):
         )
 
 
-def _linear(fan_in: int, *shape: int) -> VoteWeight:
+def _uniform_weight(fan_in: int, *shape: int) -> VoteWeight:
     return VoteWeight(shape, bound=1.0 / math.sqrt(fan_in))
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """Return a tensor in the precision that routing computes in: float64 as it is, all others as float32.
+    """Return a tensor in the precision of routing: float64 unchanged, any other dtype as float32.
 
     >>> full_precision(torch.zeros(2, dtype=torch.bfloat16)).dtype
     torch.float32

@@ -24,7 +24,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import MaskMaker, Task
 from headwise.lab.training.armed import bare
 from headwise.lab.training.methods import Methods
-from headwise.routing.save import restored
+from headwise.routing.save import restore
 
 # What of an arm a trained model still has; the rest acts on gradients, or while training alone.
 OUTLIVES = ("aggregation", "aggregation_layers", "aggregation_kinds", "guided", "model")
@@ -123,7 +123,7 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
         arm = record["arm"]
         # an arm of a record from before there were roles has none
         values = {name: arm[name] if name.startswith("aggregation") else arm.get(name) for name in OUTLIVES}
-        return Arm(arm["name"], **{name: restored(_named(value), (Guided,)) for name, value in values.items()})
+        return Arm(arm["name"], **{name: restore(_named(value), (Guided,)) for name, value in values.items()})
     except (KeyError, TypeError, AttributeError, HeadwiseError) as error:
         raise DataError(
             f"{folder / run_folder.SETTINGS} does not say what its arm is ({error}); was it made by another version?"

@@ -30,7 +30,7 @@ from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, colla
 from headwise.lab.tasks.glue.files import GLUE, lacking, submission
 from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
 from headwise.lab.training.start import MODEL, Classifier, losses
-from headwise.routing.save import aggregators_of, save
+from headwise.routing.save import find_aggregators, save
 
 SUBMISSION = "submission"
 BATCH, PROBED = 64, 128
@@ -191,7 +191,7 @@ def _judged(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str,
 def _keep(model: Classifier, data: GlueData, folder: Path) -> None:
     """Write a folder that another fine-tuning can begin with."""
     with quietly(), whole_folder(folder / MODEL) as temporary:
-        if aggregators_of(model.network):
+        if find_aggregators(model.network):
             save(model.network, temporary)
         else:
             model.network.save_pretrained(temporary)
