@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
 from headwise.errors import ShapeError
-from headwise.lab.experiment.glue_score import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, glue_score
+from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, score_answers
 
 GENERATOR = np.random.default_rng(3)
 
@@ -36,9 +36,9 @@ def test_the_mean_of_the_shares_is_the_score_and_their_spread_that_of_resampling
     }[kind]()
     assert 0.3 < wanted < 0.9
     assert found.mean() == pytest.approx(wanted)
-    assert glue_score(kind, answers, truth) == pytest.approx(wanted)
+    assert score_answers(kind, answers, truth) == pytest.approx(wanted)
     draws = GENERATOR.integers(0, len(found), (300, len(found)))
-    exact = [glue_score(kind, answers[draw], truth[draw]) for draw in draws[:300]]
+    exact = [score_answers(kind, answers[draw], truth[draw]) for draw in draws[:300]]
     linear = [found[draw].mean() for draw in draws[:300]]
     assert np.std(linear) == pytest.approx(np.std(exact), rel=0.12)
 
@@ -47,7 +47,7 @@ def test_the_mean_of_the_shares_is_the_score_and_their_spread_that_of_resampling
 def test_a_constant_answer_has_no_correlation(kind):
     _, truth = drawn(kind, 30)
     assert not GlueScore().values(statistics(kind, np.ones(30), truth)).any()
-    assert glue_score(kind, np.ones(30), truth) == 0.0
+    assert score_answers(kind, np.ones(30), truth) == 0.0
 
 
 def test_statistics_of_another_shape_are_refused():

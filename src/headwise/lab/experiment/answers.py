@@ -1,7 +1,4 @@
-"""What a classifier answers on a whole split: the class of each item, and its cross entropy.
-
-Owns the walk over a split in batches of like length. What a batch is made of is the task's.
-"""
+"""A classifier's predictions and cross entropies on a whole split, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from torch import Tensor
 
 from headwise.lab.data.batching import length_sorted
 
-# Items answered at once.
+# Evaluation batch size.
 BATCH = 256
 
-# From the places of some items of a split to their logits [B, classes].
+# From the indices of some items of a split to their logits [B, classes].
 Logits = Callable[[NDArray[np.int64]], Tensor]
 
 
-def predicted_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def predict_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the likeliest class of each item of a split, [N], in the split's order.
 
-    >>> predicted_classes(lambda places: torch.eye(3)[places], np.array([5, 2, 9])).tolist()
+    >>> predict_classes(lambda places: torch.eye(3)[places], np.array([5, 2, 9])).tolist()
     [0, 1, 2]
     """
     predicted = np.zeros(len(lengths), dtype=np.int64)
@@ -34,11 +31,13 @@ def predicted_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.
     return predicted
 
 
-def cross_entropies(logits: Logits, lengths: NDArray[np.int64], labels: NDArray[np.integer]) -> NDArray[np.float64]:
+def compute_cross_entropies(
+    logits: Logits, lengths: NDArray[np.int64], labels: NDArray[np.integer]
+) -> NDArray[np.float64]:
     """Return the cross entropy of each item of a split and 1, [N, 2], in the split's order.
 
     >>> alike = lambda places: torch.zeros(len(places), 2)
-    >>> cross_entropies(alike, np.array([5, 2]), np.array([0, 1])).round(3).tolist()
+    >>> compute_cross_entropies(alike, np.array([5, 2]), np.array([0, 1])).round(3).tolist()
     [[0.693, 1.0], [0.693, 1.0]]
     """
     found = np.ones((len(lengths), 2))

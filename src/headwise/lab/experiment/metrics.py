@@ -1,23 +1,21 @@
-"""What a task is scored by: from what is kept of each test item to numbers whose mean is the score.
-
-Owns the metrics of the laboratory's tasks, and the form in which a task names what else is shown of its answers. Every
-comparison is one of means over seeds and test items, so a metric of a whole corpus is brought to that form here. Must
-not know tasks or files.
-"""
+"""The metrics of tasks: how per-item statistics become a score whose mean over test items it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ShapeError, require_choice, require_integer
-from headwise.lab.experiment.glue_score import GlueScore
 
 ORDERS = 4
+# What a set of GLUE is scored by.
+ACCURACY, MATTHEWS, SPEARMAN = range(3)
+
+Array = NDArray[np.float64]
 
 
 class Metric(Protocol):
@@ -203,4 +201,108 @@ class Auc:
         return (one + other) / 2 + len(shares) * spread
 
 
+@dataclass(frozen=True)
+class GlueScore:
+    """A set's score, of which each item has a share; an item's statistics are [kind of score, answer, truth].
+
+    Matthews correlation is a function f of the four counts S that does not change with their scale, and an item with
+    counts s has f + N grad f . s. Spearman correlation has the influence function
+
+        IF(x, y) = -3 rho - 9 + 12 (F(x) G(y) + E[F(X) 1{Y >= y}] + E[G(Y) 1{X >= x}])
+
+    (Croux and Dehon 2010), F and G the mid-ranks over N, and an item has rho + IF less the mean of IF. The values' mean
+    is the score; their spread is that of the score under resampling of items, to first order.
+    """
+
+    name: str = "GLUE score"
+    unit: str = ""
+    least: float = -1.0
+    own_test: bool = False
+
+    def values(self, statistics: NDArray) -> Array:
+        """Return the share of each item, [N], from statistics [N, 3].
+
+        >>> GlueScore().values(np.array([[0, 1, 1], [0, 1, 0]])).tolist()
+        [1.0, 0.0]
+        """
+        if statistics.ndim != 2 or statistics.shape[1] != 3:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected kind, answer and truth, (N, 3).")
+        kind, (answers, truth) = int(statistics[0, 0]), statistics[:, 1:].astype(np.float64).T
+        if kind == ACCURACY:
+            return (answers == truth).astype(np.float64)
+        return _share_matthews(answers, truth) if kind == MATTHEWS else _share_spearman(answers, truth)
+
+
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore())}
+
+
+def count_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
+    """Return the statistics of `Bleu` for each text, [N, 10], as sacreBLEU counts it.
+
+    >>> count_ngrams(["a b"], ["a c"]).tolist()
+    [[1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 2.0, 2.0]]
+    """
+    # it takes a while to import
+    import sacrebleu
+
+    bleu = sacrebleu.BLEU()
+    scores = [bleu.corpus_score([one], [[other]]) for one, other in zip(hypotheses, references, strict=True)]
+    rows = [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
+    return np.array(rows, dtype=np.float64)
+
+
+def score_answers(kind: int, answers: NDArray, truth: NDArray) -> float:
+    """Return a score of answers; 0 where all answers are one and the score is a correlation.
+
+    >>> score_answers(MATTHEWS, np.array([1, 0, 1]), np.array([1, 0, 1]))
+    1.0
+    """
+    # both take seconds to import
+    if kind == ACCURACY:
+        from sklearn.metrics import accuracy_score
+
+        return float(accuracy_score(truth, answers))
+    if kind == MATTHEWS:
+        from sklearn.metrics import matthews_corrcoef
+
+        return float(matthews_corrcoef(truth, answers))
+    from scipy.stats import spearmanr
+
+    if np.ptp(answers) == 0.0 or np.ptp(truth) == 0.0:
+        return 0.0
+    found: Any = spearmanr(answers, truth)
+    return float(found.statistic)
+
+
+def _share_matthews(answers: Array, truth: Array) -> Array:
+    called, right = answers > 0.5, truth > 0.5
+    cells = np.stack([called & right, ~called & ~right, called & ~right, ~called & right]).astype(np.float64)
+    tp, tn, fp, fn = cells.sum(axis=1)
+    sums = np.array([tp + fp, tp + fn, tn + fp, tn + fn])
+    if not sums.all():
+        return np.zeros(len(answers))
+    root = float(np.sqrt(sums.prod()))
+    score = (tp * tn - fp * fn) / root
+    products = np.array([tn, tp, -fn, -fp]) / root
+    # each count stands in two of the four sums
+    inside = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1]]) / sums
+    gradient = products - 0.5 * score * inside.sum(axis=1)
+    return score + len(answers) * (gradient @ cells)
+
+
+def _share_spearman(answers: Array, truth: Array) -> Array:
+    from scipy.stats import rankdata
+
+    count, score = len(answers), score_answers(SPEARMAN, answers, truth)
+    if np.ptp(answers) == 0.0 or np.ptp(truth) == 0.0:
+        return np.zeros(count)
+    first, second = ((rankdata(values) - 0.5) / count for values in (answers, truth))
+    influence = first * second + _average_above(first, second) + _average_above(second, first)
+    return score + 12 * (influence - influence.mean())
+
+
+def _average_above(values: Array, ranks: Array) -> Array:
+    """Return E[values 1{ranks >= r}] for each r of ranks."""
+    order = np.argsort(ranks, kind="stable")
+    sums = np.append(np.cumsum(values[order][::-1])[::-1], 0.0)
+    return sums[np.searchsorted(ranks[order], ranks, side="left")] / len(ranks)

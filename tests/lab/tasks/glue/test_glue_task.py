@@ -39,7 +39,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Recipe
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.models.pretrained import require_whole
-from headwise.lab.tasks.glue.files import GLUE, glue_set, lacking, read_split, submission
+from headwise.lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.glue.task import GlueTask
 from headwise.lab.training.armed import armed
@@ -133,10 +133,10 @@ def test_a_bad_line_is_named(name, line, said, tmp_path):
 
 def test_folders_that_are_no_set_or_lack_a_file_are_refused(glue, model, tmp_path):
     with pytest.raises(DataError, match="is none of GLUE's sets; expected a folder named CoLA, SST-2"):
-        glue_set(tmp_path)
+        find_set(tmp_path)
     (tmp_path / "QNLI").mkdir()
     (tmp_path / "QNLI" / "dev.tsv").touch()
-    assert lacking(tmp_path / "QNLI") == "train.tsv"
+    assert find_missing_file(tmp_path / "QNLI") == "train.tsv"
     with pytest.raises(DataError, match=r"lacks train\.tsv, plain or \.gz; QNLI cannot be fine-tuned"):
         TASK.load(tmp_path / "QNLI", toy(model), None)
     with pytest.raises(DataError, match="glue needs --data: the folder of one of GLUE's sets"):
@@ -377,7 +377,7 @@ def test_every_line_of_a_test_file_is_answered(tmp_path):
     (tmp_path / "QQP" / "test.tsv").write_text("\n".join(lines) + "\n")
     found, left_out = read_split(tmp_path / "QQP", "test")
     assert ([example.index for example in found], left_out) == (["4", "5", "6", "7"], 0)
-    assert submission(GLUE["QQP"], found, [1, 0, 1, 0]).splitlines()[2:4] == ["5\t0", "6\t1"]
+    assert format_submission(GLUE["QQP"], found, [1, 0, 1, 0]).splitlines()[2:4] == ["5\t0", "6\t1"]
 
 
 def altered(model: Path, place: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
@@ -514,8 +514,8 @@ def test_the_published_files_are_read_whole():
     for name, counts in sizes.items():
         found = [len(read_split(PUBLISHED / name, split)[0]) for split in ("train", "dev", "test")]
         assert tuple(found) == counts
-        assert not lacking(PUBLISHED / name)
-    assert lacking(PUBLISHED / "QNLI") == "train.tsv"
+        assert not find_missing_file(PUBLISHED / name)
+    assert find_missing_file(PUBLISHED / "QNLI") == "train.tsv"
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")

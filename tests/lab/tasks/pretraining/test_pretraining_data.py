@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.text_files import bounded_lines
+from headwise.lab.tasks.pretraining import files as pretraining_files
 from headwise.lab.tasks.pretraining import prepare as preparing
-from headwise.lab.tasks.pretraining import text as pretraining_text
 from headwise.lab.tasks.pretraining.data import MaskedRow, StreamBatches, load_text, open_text
-from headwise.lab.tasks.pretraining.files import pieces, text_files
+from headwise.lab.tasks.pretraining.files import find_files, read_lines, read_pieces
 from headwise.lab.tasks.pretraining.prepare import prepare_text
-from headwise.lab.tasks.pretraining.rows import Packer, masked_positions, segments
+from headwise.lab.tasks.pretraining.rows import Packer, draw_masked, number_segments
 from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
 from lab.tasks.pretraining.pretraining_toy import document, small, write_jsonl
 
@@ -39,23 +38,23 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_documents_of_both_forms_come_in_pieces_that_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretraining_text, "LONGEST", 100)
+    monkeypatch.setattr(pretraining_files, "LONGEST", 100)
     texts = [document(n) for n in range(3)]
     (tmp_path / "a.txt").write_text("\n" + "\n\n \n".join(texts) + "\n\n")
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
         stream.write("\n".join(json.dumps({"text": text}) for text in [*texts, "  "]) + "\n\n")
-    for path in text_files(tmp_path):
-        found = list(pieces(path))
+    for path in find_files(tmp_path):
+        found = list(read_pieces(path))
         assert max(len(piece.text) for piece in found) <= 100
         assert [piece.begins for piece in found].count(True) == [piece.ends for piece in found].count(True) == 3
         joined = "".join("\0" * piece.begins + piece.text for piece in found).split("\0")[1:]
         assert [text.split() for text in joined] == [text.split() for text in texts]
-    assert [path.name for path in text_files(tmp_path)] == ["a.txt", "b.jsonl.gz"]
+    assert [path.name for path in find_files(tmp_path)] == ["a.txt", "b.jsonl.gz"]
 
 
 def test_a_document_that_is_not_read_to_its_end_does_not_spill_into_the_next(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
-    documents = pretraining_text._paragraphs(tmp_path / "a.txt")
+    documents = pretraining_files._read_paragraphs(tmp_path / "a.txt")
     assert next(next(documents)) == "one"
     assert list(next(documents)) == ["three"]
 
@@ -65,7 +64,7 @@ def test_a_bad_line_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: expected a JSON object with a document under "text"'):
-        list(pieces(path))
+        list(read_pieces(path))
 
 
 def test_half_of_a_surrogate_pair_is_named_before_anything_is_made(tmp_path):
@@ -79,7 +78,7 @@ def test_half_of_a_surrogate_pair_is_named_before_anything_is_made(tmp_path):
 def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("\ufeffone\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('\ufeff{"text": "two"}\n', encoding="utf-8")
-    assert [piece.text for path in text_files(tmp_path) for piece in pieces(path)] == ["one", "two"]
+    assert [piece.text for path in find_files(tmp_path) for piece in read_pieces(path)] == ["one", "two"]
 
 
 def test_text_without_ends_of_lines_takes_no_more_memory_or_time_a_word(tmp_path):
@@ -87,7 +86,7 @@ def test_text_without_ends_of_lines_takes_no_more_memory_or_time_a_word(tmp_path
     for words in (200_000, 1_600_000):
         (tmp_path / "a.txt").write_text("wörd hello " * words, encoding="utf-8")
         tracemalloc.start()
-        assert sum(len(piece.text) for piece in pieces(tmp_path / "a.txt")) == 11 * words
+        assert sum(len(piece.text) for piece in read_pieces(tmp_path / "a.txt")) == 11 * words
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
@@ -98,14 +97,14 @@ def test_parts_of_lines_add_up_to_the_lines_wherever_they_are_cut(longest, tmp_p
     lines = ["\ufeffaé b", "", " ", "c", "🙂 long one", "last"]
     (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode())
     found: list[str] = []
-    for part in bounded_lines(tmp_path / "a.txt", longest):
+    for part in read_lines(tmp_path / "a.txt", longest):
         if part.begins:
             found.append("")
         found[-1] += part.text
     assert [line.rstrip("\r") for line in found] == [lines[0][1:], *lines[1:]]
     (tmp_path / "a.txt").write_bytes(b"fine\nb\xffd")
     with pytest.raises(DataError, match=r"a\.txt, line 2: not UTF-8"):
-        list(bounded_lines(tmp_path / "a.txt", longest))
+        list(read_lines(tmp_path / "a.txt", longest))
 
 
 def test_letters_that_are_words_of_their_own_need_no_second_piece_and_no_more_are_learned_than_asked_for():
@@ -137,12 +136,12 @@ def test_shards_that_are_shuffled_together_are_opened_once(prepared, monkeypatch
 
 def test_places_without_text_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"holds no text; expected a file or a folder of files: \.txt"):
-        text_files(tmp_path)
+        find_files(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
-        text_files(tmp_path / "none")
+        find_files(tmp_path / "none")
     (tmp_path / "a.pdf").write_text("x")
     with pytest.raises(DataError, match="is of another form"):
-        text_files(tmp_path / "a.pdf")
+        find_files(tmp_path / "a.pdf")
 
 
 def test_rows_hold_every_token_once_and_no_padding():
@@ -164,7 +163,7 @@ def test_rows_hold_every_token_once_and_no_padding():
     two = (inside[:, 1:-1] == 2).any(axis=1)
     assert 0.85 < two.mean() < 0.95
     assert (np.argmax(inside[two][:, 1:] == 2, axis=1) == 3).all()
-    types = segments(inside, end=2)
+    types = number_segments(inside, end=2)
     assert types[two][:, :5].max() == 0
     assert types[two][:, 5:].min() == 1
     assert types[~two].max() == 0
@@ -172,14 +171,14 @@ def test_rows_hold_every_token_once_and_no_padding():
 
 def test_masks_avoid_special_tokens_and_change_with_draw_and_row():
     row = np.array([1, 5, 6, 2, 7, 8, 9, 2])
-    seen = {tuple(masked_positions(row, (1, 2), 3, draw=d, number=n)) for d in range(30) for n in range(2)}
+    seen = {tuple(draw_masked(row, (1, 2), 3, draw=d, number=n)) for d in range(30) for n in range(2)}
     assert len(seen) > 5
     assert not {0, 3, 7} & {place for places in seen for place in places}
     assert {place for places in seen for place in places} == {1, 2, 4, 5, 6}
 
 
 def test_a_preparation_stopped_in_the_middle_of_a_file_goes_on_to_the_same_shards(prepared, tmp_path, monkeypatch):
-    files, write = text_files(prepared.parent / "docs.jsonl.gz"), preparing._write_array
+    files, write = find_files(prepared.parent / "docs.jsonl.gz"), preparing._write_array
     assert len(list(prepared.glob("train-*.npy"))) > 8
 
     def stopping(path, rows):
@@ -286,7 +285,7 @@ def test_held_out_documents_are_in_one_split_alone(prepared):
 
 def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared, tmp_path):
     mine = prepared / "tokenizer.json"
-    files = text_files(prepared.parent / "docs.jsonl.gz")
+    files = find_files(prepared.parent / "docs.jsonl.gz")
     folder = tmp_path / "mine"
     prepare_text(files, small(tokenizer=mine), "a" * 16, folder)
     assert content(folder)["train-00002.npy"] == content(prepared)["train-00002.npy"]

@@ -25,7 +25,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Task
 from headwise.lab.tasks.pretraining import prepare as preparing
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
-from headwise.lab.tasks.pretraining.scores import statistics_of
+from headwise.lab.tasks.pretraining.scores import compute_placements
 from headwise.lab.tasks.pretraining.task import PretrainingTask
 from headwise.lab.training.armed import armed
 from headwise.lab.training.optimizer import optimizer_of
@@ -188,14 +188,14 @@ def test_the_area_is_scikit_learns_and_its_spread_that_of_resampling_rows():
     replaced = generator.random((60, 30)) < 0.1
     # rows differ, and scores have ties
     scores = np.round(generator.normal(size=(60, 30)) + replaced + generator.normal(size=(60, 1)), 1)
-    values = Auc().values(statistics_of(scores, replaced))
+    values = Auc().values(compute_placements(scores, replaced))
     assert values.mean() == pytest.approx(roc_auc_score(replaced.flatten(), scores.flatten()))
     draws = generator.integers(0, 60, (300, 60))
     exact = [roc_auc_score(replaced[draw].flatten(), scores[draw].flatten()) for draw in draws]
     linear = [values[draw].mean() for draw in draws]
     assert np.std(linear) == pytest.approx(np.std(exact), rel=0.1)
-    assert Auc().values(statistics_of(np.zeros((60, 30)), replaced)).mean() == pytest.approx(0.5)
-    assert Auc().values(statistics_of(scores, np.zeros_like(replaced))).tolist() == [0.0] * 60
+    assert Auc().values(compute_placements(np.zeros((60, 30)), replaced)).mean() == pytest.approx(0.5)
+    assert Auc().values(compute_placements(scores, np.zeros_like(replaced))).tolist() == [0.0] * 60
 
 
 def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.data.labeled_texts import find_layout
-from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
+from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
@@ -117,7 +117,7 @@ class ClassificationTask(Task):
     def losses(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.float64]:
         """Return the cross entropy of each test text, and 1."""
         split = data.test
-        return cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
+        return compute_cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""
@@ -155,7 +155,7 @@ class ClassificationTask(Task):
 
 def predict(model: SentenceClassifier, split: Sentences) -> NDArray[np.int64]:
     """Return the predicted class of each text of a split, [N], in the split's order."""
-    return predicted_classes(lambda places: _logits(model, split, places), split.lengths)
+    return predict_classes(lambda places: _logits(model, split, places), split.lengths)
 
 
 def _logits(model: SentenceClassifier, split: Sentences, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:

@@ -1,7 +1,7 @@
-"""The data of the GLUE task: a set's splits as token ids of the model that is fine-tuned, and how a batch is made.
+"""The data of a GLUE set: its splits as token ids of the model to fine-tune, and batches.
 
-Owns the splits. GLUE's test files have no labels, so its dev files are the test split here, and dev is cut from
-training by a hash of the first text: no settings are chosen on what is judged.
+GLUE's test files have no labels. Its dev files are therefore the test split here, and dev is cut from training by a
+hash of the first text: no settings are chosen on the test split.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headwise.lab.data.arrays import Ragged, digest, stable_key
 from headwise.lab.tasks.glue.files import (
     GlueExample,
     GlueSet,
-    glue_set,
-    labelled_files,
-    lacking,
+    find_missing_file,
+    find_set,
+    list_labeled_files,
+    list_unlabeled_files,
     read_split,
-    unlabelled_files,
 )
 from headwise.lab.tasks.glue.scales import GlueScale
 from headwise.lab.training.start import Start, find_start, open_tokenizer, require_positions
 
-FORMAT = "glue-2"  # changes with anything below that changes what is trained on
+FORMAT = "glue-2"  # bump this when the training data changes
 DEV_SHARE, DEV_MOST = 0.1, 1_000
 DRAWS = 1 << 64
 
@@ -52,7 +52,7 @@ class GlueSplit(Dataset[EncodedText]):
     Attributes:
         ids: Token ids of each example.
         types: Segment of each token, or None.
-        labels: Class, or score, of each example, float64 [N]; zeros in a test file.
+        labels: Class or score of each example, float64 [N]; zeros in a test file.
     """
 
     ids: Ragged
@@ -79,14 +79,14 @@ class GlueData:
     Attributes:
         found: The set.
         folder: Its folder.
-        start: What models begin with.
-        tokenizer: Tokenizer of these models.
-        length: Most tokens of an example.
-        train: Examples to train on.
-        dev: Examples to choose settings by, cut from GLUE's training file.
-        test: Examples to answer once at the end: GLUE's dev file.
-        left_out: Lines of the published files that lack fields.
-        fingerprint: Digest of everything the data follows from.
+        start: The pretrained models.
+        tokenizer: Their tokenizer.
+        length: Maximum number of tokens per example.
+        train: Training examples.
+        dev: Dev examples, cut from GLUE's training file.
+        test: Test examples: GLUE's dev file.
+        left_out: Number of lines of the published files that lack fields.
+        fingerprint: Digest of everything the data depends on.
     """
 
     found: GlueSet
@@ -106,23 +106,23 @@ class GlueData:
         return max(1, len(self.found.labels))
 
     def summary(self) -> str:
-        """Return the set, the sizes of its splits and what models begin with."""
+        """Return the set, the sizes of its splits and the pretrained models."""
         sizes = ", ".join(f"{len(getattr(self, name)):,} {name}" for name in ("train", "dev", "test"))
         left = f"; {self.left_out:,} lines without all fields left out" if self.left_out else ""
         begun = f"each arm's run of {self.start.task}" if self.start.of_arms else f"{self.start.place.name}"
         return f"{self.found.name}: {sizes} (test is GLUE's dev file, dev is cut from training){left}; from {begun}"
 
-    def unlabelled(self) -> list[tuple[str, list[GlueExample], GlueSplit]]:
-        """Return GLUE's test files that are there: the name of their answers, their lines, and these encoded."""
+    def read_unlabeled(self) -> list[tuple[str, list[GlueExample], GlueSplit]]:
+        """Return for each of GLUE's test files present the name of its submission, its examples, and these encoded."""
         found = []
-        for file, name in unlabelled_files(self.folder):
+        for file, name in list_unlabeled_files(self.folder):
             examples, _ = read_split(self.folder, file)
-            found.append((name, examples, _encoded(examples, self.found, self.tokenizer, self.length)))
+            found.append((name, examples, _encode(examples, self.found, self.tokenizer, self.length)))
         return found
 
 
 def load_glue(folder: Path, scale: GlueScale) -> GlueData:
-    """Return the data of a set's folder for the models that `scale.pretrained` names.
+    """Return the data of a set's folder for the models of `scale.pretrained`.
 
     Raises:
         DataError: A file is missing or a line malformed, there is no model, or a split comes out empty.
@@ -133,23 +133,23 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
     require_positions(start.any_folder(), scale.length)
     train, left_out = read_split(folder, "train")
     test, more = read_split(folder, "dev")
-    for file, _ in unlabelled_files(folder):
-        # they are answered after hours: a line that does not fit is refused now
+    for file, _ in list_unlabeled_files(folder):
+        # test files are read again after hours of training: refuse malformed lines now
         read_split(folder, file)
     held = [_is_held_out(example, len(train)) for example in train]
     splits = {
-        "train": _first([one for one, out in zip(train, held, strict=True) if not out], scale.train_examples),
+        "train": _take_first([one for one, out in zip(train, held, strict=True) if not out], scale.train_examples),
         "dev": [one for one, out in zip(train, held, strict=True) if out],
-        "test": _first(test, scale.test_examples),
+        "test": _take_first(test, scale.test_examples),
     }
     if scale.both_orders and found.unordered:
         splits["train"] = [one for pair in splits["train"] for one in (pair, replace(pair, texts=pair.texts[::-1]))]
     for name, examples in splits.items():
         if not examples:
             raise DataError(f"{folder}: the {name} split holds no example of {len(train):,}; add data.")
-    files = labelled_files(folder)
+    files = list_labeled_files(folder)
     described = f"{FORMAT} {found.name} {[path.name for path in files]} {start.fingerprint}"
-    encoded = {name: _encoded(examples, found, tokenizer, scale.length) for name, examples in splits.items()}
+    encoded = {name: _encode(examples, found, tokenizer, scale.length) for name, examples in splits.items()}
     fingerprint = digest(described, files)
     return GlueData(
         found, folder, start, tokenizer, scale.length, **encoded, left_out=left_out + more, fingerprint=fingerprint
@@ -157,19 +157,19 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
 
 
 def require_set(folder: Path) -> GlueSet:
-    """Return the set whose folder this is.
+    """Return the GLUE set in a folder.
 
     Raises:
-        DataError: It is none, or lacks a file.
+        DataError: The folder is not that of a set, or lacks a file.
     """
-    found, absent = glue_set(folder), lacking(folder)
+    found, absent = find_set(folder), find_missing_file(folder)
     if absent:
         raise DataError(f"{folder} lacks {absent}, plain or .gz; {found.name} cannot be fine-tuned or judged without.")
     return found
 
 
-def collator(padding: int) -> Callable[[Sequence[EncodedText]], dict[str, Tensor]]:
-    """Return what makes a padded batch of examples: the arguments of `glue_start.Classifier`."""
+def make_collator(padding: int) -> Callable[[Sequence[EncodedText]], dict[str, Tensor]]:
+    """Return a function that pads examples into a batch, the arguments of `Classifier`."""
 
     def collate(examples: Sequence[EncodedText]) -> dict[str, Tensor]:
         width = max(len(example.ids) for example in examples)
@@ -187,7 +187,7 @@ def collator(padding: int) -> Callable[[Sequence[EncodedText]], dict[str, Tensor
     return collate
 
 
-def _encoded(examples: Sequence[GlueExample], found: GlueSet, tokenizer: Any, length: int) -> GlueSplit:
+def _encode(examples: Sequence[GlueExample], found: GlueSet, tokenizer: Any, length: int) -> GlueSplit:
     texts = [[example.texts[side] for example in examples] for side in range(len(found.texts))]
     made = tokenizer(*texts, truncation=True, max_length=length)
     types = Ragged.of(made["token_type_ids"]) if "token_type_ids" in made else None
@@ -201,7 +201,7 @@ def _is_held_out(example: GlueExample, total: int) -> bool:
     return stable_key("glue dev", example.texts[0]) / DRAWS < min(DEV_SHARE, DEV_MOST / total)
 
 
-def _first(examples: list[GlueExample], most: int | None) -> list[GlueExample]:
+def _take_first(examples: list[GlueExample], most: int | None) -> list[GlueExample]:
     if most is None or len(examples) <= most:
         return examples
     keys = [stable_key("glue cap", *example.texts) for example in examples]

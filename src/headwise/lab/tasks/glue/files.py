@@ -1,8 +1,4 @@
-"""GLUE's own files (Wang et al. 2019): the eight sets of An et al. 2020, read line by line.
-
-Owns the form of each set's files, the refusal of every line that does not fit, and the files of answers for the test
-server. Must not know token ids.
-"""
+"""GLUE's files (Wang et al. 2019): the eight sets of An et al. 2020, and submissions to the test server."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.experiment.glue_score import ACCURACY, MATTHEWS, SPEARMAN
+from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
 YES = ("0", "1")
@@ -21,7 +17,7 @@ BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class GlueExample:
-    """One line of a file: its texts, its label as it stands there ("" in a test file), and its index for the server."""
+    """One line of a file: its texts, its label as written ("" in a test file), and its index for the test server."""
 
     texts: tuple[str, ...]
     label: str
@@ -30,18 +26,18 @@ class GlueExample:
 
 @dataclass(frozen=True)
 class GlueSet:
-    """The form of a set's files.
+    """The file format of a set.
 
     Attributes:
-        name: Its name, that of its folder.
+        name: Its name and that of its folder.
         texts: Columns of the texts.
         label: Column of the label.
-        labels: The labels, class by class; empty for a score from 0 to 5.
-        score: What it is judged by, one of `glue_score`'s.
+        labels: The label of each class; empty for a score from 0 to 5.
+        score: Its score: `ACCURACY`, `MATTHEWS` or `SPEARMAN` of `experiment.metrics`.
         dev: Names of the dev files without suffix.
-        test: Names of the test files, and of the answers the server takes for them.
-        bare: The columns of training and dev files where these have no header.
-        unordered: Whether the texts of a pair may change places.
+        test: Names of the test files and of their submissions.
+        bare: The columns of training and dev files that have no header.
+        unordered: Whether the texts of a pair may be swapped.
         gaps: Whether the published file has lines that lack fields, which are left out and counted.
     """
 
@@ -58,7 +54,7 @@ class GlueSet:
 
     @property
     def answers(self) -> tuple[tuple[str, str], ...]:
-        """Test files and the names of their answers."""
+        """Test files and the names of their submissions."""
         return self.test or (("test", self.name),)
 
 
@@ -85,8 +81,8 @@ GLUE = {
 }
 
 
-def glue_set(folder: Path) -> GlueSet:
-    """Return the set whose files a folder holds, by the folder's name.
+def find_set(folder: Path) -> GlueSet:
+    """Return the set that a folder is named after.
 
     Raises:
         DataError: The folder is missing or has another name.
@@ -99,22 +95,22 @@ def glue_set(folder: Path) -> GlueSet:
     return found
 
 
-def lacking(folder: Path) -> str:
-    """Return the first file without which a set can be neither trained on nor judged; "" where all are there."""
-    found = glue_set(folder)
+def find_missing_file(folder: Path) -> str:
+    """Return the first missing training or dev file of a set, or ""."""
+    found = find_set(folder)
     names = ("train", *found.dev)
-    return next((f"{name}.tsv" for name in names if _file(folder, name) is None), "")
+    return next((f"{name}.tsv" for name in names if _find_file(folder, name) is None), "")
 
 
-def labelled_files(folder: Path) -> list[Path]:
-    """Return the files that a set is trained and judged on."""
-    found = (_file(folder, name) for name in ("train", *glue_set(folder).dev))
+def list_labeled_files(folder: Path) -> list[Path]:
+    """Return the training and dev files of a set."""
+    found = (_find_file(folder, name) for name in ("train", *find_set(folder).dev))
     return [path for path in found if path is not None]
 
 
-def unlabelled_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the test files that are there, and the names of the answers the server takes for them."""
-    return [(file, name) for file, name in glue_set(folder).answers if _file(folder, file) is not None]
+def list_unlabeled_files(folder: Path) -> list[tuple[str, str]]:
+    """Return the test files that are present and the names of their submissions."""
+    return [(file, name) for file, name in find_set(folder).answers if _find_file(folder, file) is not None]
 
 
 def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
@@ -123,35 +119,35 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
     Raises:
         DataError: The file is missing, or a line lacks a field, or has an empty text or an unknown label.
     """
-    found, examples, left_out = glue_set(folder), [], 0
+    found, examples, left_out = find_set(folder), [], 0
     names = found.dev if split == "dev" else (split,)
-    labelled = split in ("train", "dev")
+    labeled = split in ("train", "dev")
     for name in names:
-        path = _file(folder, name)
+        path = _find_file(folder, name)
         if path is None:
             raise DataError(f"{folder} lacks {name}.tsv, plain or .gz; GLUE has it in the folder {found.name}.")
-        for number, fields in _rows(found, path, labelled=labelled):
+        for number, fields in _read_rows(found, path, labeled=labeled):
             texts = tuple(" ".join(fields.get(column, "").split()) for column in found.texts)
-            label = fields.get(found.label, "").strip() if labelled else ""
-            if found.gaps and labelled and not (all(texts) and label):
+            label = fields.get(found.label, "").strip() if labeled else ""
+            if found.gaps and labeled and not (all(texts) and label):
                 left_out += 1
                 continue
-            # of a test file with gaps the server wants an answer to each line
-            if labelled or not found.gaps:
-                _require_line(found, path, number, texts, label, labelled=labelled)
-            examples.append(GlueExample(texts, label, _index(fields, len(examples))))
+            # the server expects an answer to every line of a test file, gaps included
+            if labeled or not found.gaps:
+                _require_line(found, path, number, texts, label, labeled=labeled)
+            examples.append(GlueExample(texts, label, _find_index(fields, len(examples))))
     return examples, left_out
 
 
-def submission(found: GlueSet, examples: Sequence[GlueExample], answers: Sequence[float]) -> str:
-    r"""Return the file of answers to a test file: a header, then the index and the answer of each line.
+def format_submission(found: GlueSet, examples: Sequence[GlueExample], answers: Sequence[float]) -> str:
+    r"""Return the submission for a test file: a header, then the index and the answer of each line.
 
     Args:
         found: The set.
         examples: The lines of the test file.
-        answers: The class of each, or its score.
+        answers: The class or score of each.
 
-    >>> submission(GLUE["RTE"], [GlueExample(("a", "b"), "", "7")], [1.0])
+    >>> format_submission(GLUE["RTE"], [GlueExample(("a", "b"), "", "7")], [1.0])
     'index\tprediction\n7\tnot_entailment\n'
     """
     words = [found.labels[int(answer)] if found.labels else f"{min(5.0, max(0.0, answer)):.3f}" for answer in answers]
@@ -159,13 +155,13 @@ def submission(found: GlueSet, examples: Sequence[GlueExample], answers: Sequenc
     return "\n".join(["index\tprediction", *lines]) + "\n"
 
 
-def _rows(found: GlueSet, path: Path, *, labelled: bool) -> Iterator[tuple[int, dict[str, str]]]:
+def _read_rows(found: GlueSet, path: Path, *, labeled: bool) -> Iterator[tuple[int, dict[str, str]]]:
     lines = numbered_lines(path)
-    header: Sequence[str] = found.bare if labelled and found.bare else ()
+    header: Sequence[str] = found.bare if labeled and found.bare else ()
     if not header:
         number, first = next(lines, (0, ""))
         header = first.removeprefix(BOM).split("\t")
-        wanted = (*found.texts, *((found.label,) if labelled else ()))
+        wanted = (*found.texts, *((found.label,) if labeled else ()))
         missing = [column for column in wanted if column not in header]
         if missing:
             raise DataError(f"{path}, line {number}: the header lacks {missing[0]!r}; expected GLUE's own file.")
@@ -182,16 +178,16 @@ def _rows(found: GlueSet, path: Path, *, labelled: bool) -> Iterator[tuple[int, 
         yield number, dict(zip(header, fields, strict=False))
 
 
-def _index(fields: Mapping[str, str], place: int) -> str:
+def _find_index(fields: Mapping[str, str], place: int) -> str:
     return fields.get("index", fields.get("id", str(place)))
 
 
 def _require_line(
-    found: GlueSet, path: Path, number: int, texts: tuple[str, ...], label: str, *, labelled: bool
+    found: GlueSet, path: Path, number: int, texts: tuple[str, ...], label: str, *, labeled: bool
 ) -> None:
     if not all(texts):
         raise DataError(f"{path}, line {number}: a text is missing or empty; expected {', '.join(found.texts)}.")
-    if not labelled:
+    if not labeled:
         return
     if found.labels and label not in found.labels:
         raise DataError(f"{path}, line {number}: the label is {label!r}; expected {' or '.join(found.labels)}.")
@@ -204,7 +200,7 @@ def _require_line(
             raise DataError(f"{path}, line {number}: the score is {label!r}; expected a number from 0 to 5.")
 
 
-def _file(folder: Path, name: str) -> Path | None:
+def _find_file(folder: Path, name: str) -> Path | None:
     forms = [path for path in (folder / f"{name}.tsv", folder / f"{name}.tsv.gz") if path.is_file()]
     if len(forms) == 2:
         raise DataError(f"{folder} holds both {name}.tsv and {name}.tsv.gz; expected one of them: take the other away.")

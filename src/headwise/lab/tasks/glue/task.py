@@ -20,14 +20,13 @@ from headwise.lab.data.batching import LengthBatches, length_sorted
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.glue_score import ACCURACY, GlueScore, glue_score
-from headwise.lab.experiment.metrics import Measure
+from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.frozen.open import open_export
 from headwise.lab.models.quiet import quietly
-from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, collator, load_glue, require_set
-from headwise.lab.tasks.glue.files import GLUE, lacking, submission
+from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
+from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission
 from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
 from headwise.lab.training.start import MODEL, Classifier, losses
 from headwise.routing.save import find_aggregators, save
@@ -71,7 +70,7 @@ class GlueTask(Task):
 
     def missing_file(self, folder: Path) -> str:
         """Return the file without which the set in a folder cannot be run; "" where all are there."""
-        return lacking(folder)
+        return find_missing_file(folder)
 
     def model(self, data: GlueData, scale: GlueScale) -> Classifier:
         """Return the model that plain begins with under seed 0."""
@@ -105,19 +104,19 @@ class GlueTask(Task):
 
     def collate(self, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
         """Return a padded batch."""
-        return collator(self._padding)(examples)
+        return make_collator(self._padding)(examples)
 
     def on_dev(self, model: Any, data: GlueData) -> dict[str, Any]:
         """Return the set's score on dev."""
-        answers = _answers(data, self._logits(model, data.dev))
-        return {"pooled": glue_score(data.found.score, answers, data.dev.labels)}
+        answers = _decide(data, self._logits(model, data.dev))
+        return {"pooled": score_answers(data.found.score, answers, data.dev.labels)}
 
     def on_test(self, model: Any, data: GlueData) -> Answers:
         """Return the answers to GLUE's dev file, and what else is measured of them."""
         logits = self._logits(model, data.test)
-        answers = _answers(data, logits)
+        answers = _decide(data, logits)
         measures = {"loss": float(losses(torch.from_numpy(logits), torch.from_numpy(data.test.labels)).mean())}
-        return _judged(data, answers, {**measures, **_more(data, answers)})
+        return _make_answers(data, answers, {**measures, **_measure(data, answers)})
 
     def losses(self, model: Any, data: GlueData) -> NDArray[np.float64]:
         """Return the loss of each test example, and 1."""
@@ -141,16 +140,16 @@ class GlueTask(Task):
         """Return the most frequent class of training, or its mean score."""
         labels = data.train.labels
         answer = np.bincount(labels.astype(np.int64)).argmax() if data.found.labels else labels.mean()
-        return _judged(data, np.full(len(data.test), float(answer)), {})
+        return _make_answers(data, np.full(len(data.test), float(answer)), {})
 
     def export(self, model: Any, data: GlueData, scale: GlueScale, folder: Path) -> None:
         """Write the answers to GLUE's test files for its server, and, where the scale says so, the model."""
         if scale.keep_model:
-            _keep(model, data, folder)
-        for name, examples, split in data.unlabelled():
+            _save_model(model, data, folder)
+        for name, examples, split in data.read_unlabeled():
             (folder / SUBMISSION).mkdir(exist_ok=True)
-            answers = _answers(data, self._logits(model, split))
-            write_text(folder / SUBMISSION / f"{name}.tsv", submission(data.found, examples, answers.tolist()))
+            answers = _decide(data, self._logits(model, split))
+            write_text(folder / SUBMISSION / f"{name}.tsv", format_submission(data.found, examples, answers.tolist()))
 
     def _logits(self, model: Any, split: GlueSplit) -> NDArray[np.float32]:
         """Return the logits of each example of a split, [N, classes], or its number over 5, [N]."""
@@ -173,22 +172,22 @@ class GlueTask(Task):
         return open_export(folder, MODEL, "; run it with --set keep_model=true")
 
 
-def _answers(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def _decide(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the class of each example, or its score from 0 to 5."""
     return (logits.argmax(axis=1) if data.found.labels else 5.0 * logits).astype(np.float64)
 
 
-def _statistics(data: GlueData, answers: NDArray[np.float64]) -> NDArray[np.float64]:
+def _stack_statistics(data: GlueData, answers: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([np.full(len(answers), float(data.found.score)), answers, data.test.labels], axis=1)
 
 
-def _judged(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str, float]) -> Answers:
+def _make_answers(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str, float]) -> Answers:
     # scores are told apart to a hundredth of a thousandth
     predicted = answers if data.found.labels else np.round(1e5 * answers)
-    return Answers(_statistics(data, answers), predicted.astype(np.int64), measures)
+    return Answers(_stack_statistics(data, answers), predicted.astype(np.int64), measures)
 
 
-def _keep(model: Classifier, data: GlueData, folder: Path) -> None:
+def _save_model(model: Classifier, data: GlueData, folder: Path) -> None:
     """Write a folder that another fine-tuning can begin with."""
     with quietly(), whole_folder(folder / MODEL) as temporary:
         if find_aggregators(model.network):
@@ -198,7 +197,7 @@ def _keep(model: Classifier, data: GlueData, folder: Path) -> None:
         data.tokenizer.save_pretrained(temporary)
 
 
-def _more(data: GlueData, answers: NDArray[np.float64]) -> dict[str, float]:
+def _measure(data: GlueData, answers: NDArray[np.float64]) -> dict[str, float]:
     truth = data.test.labels
     if not data.found.labels:
         from scipy.stats import pearsonr
@@ -207,7 +206,7 @@ def _more(data: GlueData, answers: NDArray[np.float64]) -> dict[str, float]:
             return {}
         found: Any = pearsonr(answers, truth)
         return {"Pearson": float(found.statistic)}
-    measures = {"accuracy": 100 * glue_score(ACCURACY, answers, truth)}
+    measures = {"accuracy": 100 * score_answers(ACCURACY, answers, truth)}
     if len(data.found.labels) == 2 and answers.any() and truth.any():
         from sklearn.metrics import f1_score
 

@@ -24,9 +24,8 @@ from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import Bleu
+from headwise.lab.experiment.metrics import Bleu, count_ngrams
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.experiment.text_scores import bleu_statistics
 from headwise.lab.tasks.graph2text.baseline import nearest_texts
 from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
@@ -115,7 +114,7 @@ class Graph2TextTask(Task):
 
     def greedy(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
         """Return the statistics of BLEU of each greedy text of a test graph."""
-        return bleu_statistics(_texts(model, data.test, data, greedy=True), _references(data.test))
+        return count_ngrams(_texts(model, data.test, data, greedy=True), _references(data.test))
 
     @torch.no_grad()
     def losses(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
@@ -220,4 +219,4 @@ def _answers(found: Sequence[str], split: Graphs, measures: Mapping[str, float])
     entities = [[" ".join(entity) for entity in graph.entities] for graph in split.graphs]
     told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
     every = {**scores(found, references, entities), **measures}
-    return Answers(bleu_statistics(found, references), told_apart, every, found, signatures(found, references))
+    return Answers(count_ngrams(found, references), told_apart, every, found, signatures(found, references))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.lab.data.batching import LengthBatches, length_sorted
-from headwise.lab.experiment.answers import BATCH, cross_entropies, predicted_classes
+from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
 from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
@@ -74,7 +74,7 @@ class LogicTask(Task):
     def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
         """Return the cross entropy of each test pair, and 1."""
         split = data.test
-        return cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
+        return compute_cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
 
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
@@ -110,7 +110,7 @@ class LogicTask(Task):
 
 def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:
     """Return the predicted label of each pair of a split, [N], in the split's order."""
-    return predicted_classes(lambda places: _logits(model, split, places), split.lengths)
+    return predict_classes(lambda places: _logits(model, split, places), split.lengths)
 
 
 def _logits(model: PairClassifier, split: LogicSplit, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:

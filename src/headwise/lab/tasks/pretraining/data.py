@@ -1,8 +1,4 @@
-"""The data of pre-training: rows in shards that are never loaded whole, their order, and masked batches.
-
-Owns the prepared folder as training sees it, the stream of batches and the masking. How a folder is made is
-`pretraining_preparation`'s.
-"""
+"""The data of pre-training: rows in memory-mapped shards, their order, and masked batches."""
 
 from __future__ import annotations
 
@@ -21,19 +17,19 @@ from torch.utils.data import Dataset, Sampler
 from headwise.errors import DataError, require_integer
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.seeding import key
-from headwise.lab.tasks.pretraining.files import text_files
+from headwise.lab.tasks.pretraining.files import find_files
 from headwise.lab.tasks.pretraining.prepare import (
     RECORD,
     TOKENIZER,
     TextPreparation,
-    fingerprint_of,
+    compute_fingerprint,
+    name_shard,
     prepare_text,
-    shard_file,
 )
-from headwise.lab.tasks.pretraining.rows import masked_positions, segments
+from headwise.lab.tasks.pretraining.rows import draw_masked, number_segments
 from headwise.lab.tasks.pretraining.wordpieces import WordPieces, read_word_pieces
 
-# Shards whose rows are shuffled together: memory is that of their order.
+# Shards whose rows are shuffled together; memory grows with their number of rows.
 TOGETHER = 8
 
 
@@ -45,7 +41,7 @@ class MaskedRow:
         input_ids: [MASK] at the masked positions, int64 [T].
         token_type_ids: Segment of each token, int64 [T].
         positions: The masked positions, int64 [K].
-        labels: The token that each of them hid, int64 [K].
+        labels: The original token at each of them, int64 [K].
     """
 
     input_ids: NDArray[np.int64]
@@ -55,21 +51,21 @@ class MaskedRow:
 
     @staticmethod
     def batch(rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
-        """Return rows as a batch of the model's arguments."""
+        """Return rows collated into the model's arguments."""
         names = ("input_ids", "token_type_ids", "positions", "labels")
         return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
 
 
 class Rows(Dataset[MaskedRow]):
-    """The rows of one split; `rows[n]` is masked by the draw n // len(rows), another one in each pass over the text.
+    """The rows of one split; `rows[n]` is masked by draw n // len(rows), a new one in each pass over the text.
 
     Args:
-        shards: Files of rows, opened when the first of their rows is asked for.
-        sizes: Rows of each.
+        shards: Files of rows, opened on first use.
+        sizes: Number of rows of each.
         words: The word pieces.
         masked: Share of the tokens between the outer special ones that are masked, in (0, 1).
-        length: Tokens of a row.
-        most: Rows used; None for all.
+        length: Tokens per row.
+        most: Maximum number of rows to use; None for all.
     """
 
     def __init__(
@@ -94,9 +90,9 @@ class Rows(Dataset[MaskedRow]):
     def __getitem__(self, index: int) -> MaskedRow:
         draw, number = divmod(index, len(self))
         ids = self.ids(number)
-        positions = masked_positions(ids, self.special, self.count, draw=draw, number=number)
+        positions = draw_masked(ids, self.special, self.count, draw=draw, number=number)
         labels = ids[positions]
-        types = segments(ids[None], self.words.end)[0]
+        types = number_segments(ids[None], self.words.end)[0]
         ids[positions] = self.mask
         return MaskedRow(ids, types, positions, labels)
 
@@ -114,28 +110,28 @@ class Rows(Dataset[MaskedRow]):
                     raise ValueError(f"rows of shape {rows.shape}")
             except (OSError, ValueError, EOFError) as error:
                 raise DataError(f"{self.shards[shard]} cannot be read ({error}); prepare the text again.") from None
-            # as many as a pass shuffles together, so that each is opened once
+            # the number that a pass shuffles together, so that each is opened once
             if len(self._opened) == TOGETHER:
                 self._opened.pop(next(iter(self._opened)))
             self._opened[shard] = rows
         return self._opened[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        # a process of its own opens the file itself
+        # a worker process opens the files itself
         return {**self.__dict__, "_opened": {}}
 
 
 class StreamBatches(Sampler[list[int]]):
     """A batch sampler over an endless stream of passes over the rows, cut into rounds of `steps` batches.
 
-    Shards are taken in a new order each pass, a few together, and their rows shuffled; a batch may begin in one pass
-    and end in the next. Batch b of round e is the same whatever came before: a run resumed in the middle of a shard
-    reads on from there, and what it skips is not read.
+    In each pass shards come in a new order, a few together, with their rows shuffled; a batch may begin in one pass
+    and end in the next. Batch b of round e does not depend on what came before: a run resumed in the middle of a shard
+    reads on from there without reading what it skips.
 
     Args:
-        sizes: Rows of each shard.
-        batch_size: Rows a batch.
-        steps: Batches a round.
+        sizes: Number of rows of each shard.
+        batch_size: Rows per batch.
+        steps: Batches per round.
         seed: Key of the order and of the masks.
 
     Example:
@@ -144,7 +140,7 @@ class StreamBatches(Sampler[list[int]]):
         [0, 1, 2, 0, 2, 1]
     """
 
-    drop_last = False  # accelerate asks every batch sampler
+    drop_last = False  # accelerate reads this of every batch sampler
 
     def __init__(self, sizes: Sequence[int], *, batch_size: int, steps: int, seed: int) -> None:
         require_integer("batch_size", batch_size, low=1)
@@ -156,7 +152,7 @@ class StreamBatches(Sampler[list[int]]):
         self.first_draw = key(seed, "masks")
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the round that comes next."""
+        """Set the number of the next round."""
         require_integer("epoch", epoch)
         self.epoch = epoch
 
@@ -168,7 +164,7 @@ class StreamBatches(Sampler[list[int]]):
         passed, offset = divmod(self.epoch * self.steps * self.batch_size, total)
         batch, made = [], 0
         while made < self.steps:
-            # the draw that `Rows` makes the masks by goes into the number of the row
+            # the index encodes the draw by which `Rows` masks the row
             place = (self.first_draw + passed) * total
             for number in self._pass(passed, offset):
                 batch.append(place + number)
@@ -180,7 +176,7 @@ class StreamBatches(Sampler[list[int]]):
             passed, offset = passed + 1, 0
 
     def _pass(self, passed: int, offset: int) -> Iterator[int]:
-        """Yield the rows of one pass from the `offset`-th on; groups of shards before it are not drawn."""
+        """Yield the rows of one pass from `offset` on, without shuffling the groups of shards before it."""
         shards = np.random.default_rng([self.seed, passed]).permutation(len(self.sizes))
         for group, first in enumerate(range(0, len(shards), TOGETHER)):
             chosen = shards[first : first + TOGETHER]
@@ -203,8 +199,8 @@ class PretrainingData:
         record: Its record.
         words: Its word pieces.
         masked: Share of tokens that are masked.
-        dev_rows: Most rows of dev.
-        test_rows: Most rows of test.
+        dev_rows: Maximum number of rows of dev.
+        test_rows: Maximum number of rows of test.
     """
 
     folder: Path
@@ -216,31 +212,31 @@ class PretrainingData:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything the data follows from."""
+        """Digest of everything the data depends on."""
         return str(self.record["fingerprint"])
 
     @property
     def shards(self) -> list[int]:
-        """Rows of each shard."""
+        """Number of rows of each shard."""
         return list(self.record["shards"])
 
     @cached_property
     def train(self) -> Rows:
         """The training split."""
-        return self._rows([shard_file(number) for number in range(len(self.shards))], self.shards, None)
+        return self._rows([name_shard(number) for number in range(len(self.shards))], self.shards, None)
 
     @cached_property
     def dev(self) -> Rows:
-        """Rows to choose settings by."""
+        """The dev split."""
         return self._rows(["dev.npy"], [self.record["rows"]["dev"]], self.dev_rows)
 
     @cached_property
     def test(self) -> Rows:
-        """Rows to answer once at the end."""
+        """The test split."""
         return self._rows(["test.npy"], [self.record["rows"]["test"]], self.test_rows)
 
     def summary(self) -> str:
-        """Return how much text there is and how it is cut."""
+        """Return the size of the text and of its splits."""
         rows, record = self.record["rows"], self.record
         return (
             f"{record['corpus']}: {record['documents']:,} documents; {rows['train']:,} rows of {record['length']} "
@@ -261,7 +257,7 @@ def open_text(folder: Path, masked: float, dev_rows: int | None, test_rows: int 
     """
     record = read_json(folder / RECORD)
     try:
-        names = [shard_file(number) for number in range(len(record["shards"]))] + ["dev.npy", "test.npy", TOKENIZER]
+        names = [name_shard(number) for number in range(len(record["shards"]))] + ["dev.npy", "test.npy", TOKENIZER]
         for number in (record["length"], record["vocabulary_size"], record["rows"]["train"]):
             int(number)
         str(record["fingerprint"])
@@ -283,13 +279,13 @@ def load_text(
     *,
     progress: bool = False,
 ) -> PretrainingData:
-    """Return the data of a place of text, prepared once below `cache`.
+    """Return the data of a text file or folder, prepared once in `cache`.
 
     Raises:
         DataError: There is no text, or it is bad; see `prepare_text`.
     """
-    files = text_files(place)
-    fingerprint = fingerprint_of(files, preparation)
+    files = find_files(place)
+    fingerprint = compute_fingerprint(files, preparation)
     folder = cache / f"pretraining-{fingerprint}"
     if not folder.exists():
         prepare_text(files, preparation, fingerprint, folder, progress=progress)

@@ -1,48 +1,52 @@
-"""Text to pre-train on, of any size: documents in pieces, one after another, from files that are never loaded whole.
-
-Owns the forms of files and what a document is in each. Must not know tokens.
-"""
+"""Documents to pre-train on, read in pieces from text files of any size that are never loaded whole."""
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.data.text_files import TextPart, bounded_lines
 
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "
     '"text" is a document, each plain or .gz'
 )
 TEXT, LINES = (".txt", ".txt.gz"), (".jsonl", ".jsonl.gz")
-# Characters of a piece, so that memory does not grow with a document.
-LONGEST = 100_000
+# Characters of a piece of a document and bytes of a piece of a line, so that memory does not grow with either.
+LONGEST, LONGEST_LINE = 100_000, 1 << 20
 BOM = "\ufeff"
 # JSON may name halves of a surrogate pair, which are no text.
 HALF = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
-    """A part of a document.
+    """A piece of a document, or of a line.
 
     Attributes:
-        text: Its text.
-        begins: Whether a document begins with it.
-        ends: Whether the document ends with it.
+        text: Its text, without the end of the line.
+        begins: Whether it is the first piece.
+        ends: Whether it is the last piece.
     """
 
     text: str
     begins: bool
     ends: bool
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is a whole line of white space."""
+        return self.begins and self.ends and not self.text.strip()
 
-def text_files(place: Path) -> tuple[Path, ...]:
-    """Return the files of a place in the order they are read.
+
+def find_files(place: Path) -> tuple[Path, ...]:
+    """Return the text files of a path in the order they are read.
 
     Raises:
         DataError: There is none.
@@ -58,18 +62,18 @@ def text_files(place: Path) -> tuple[Path, ...]:
     raise DataError(f"{place} {state}; expected {FORMS}.")
 
 
-def pieces(path: Path) -> Iterator[Piece]:
+def read_pieces(path: Path) -> Iterator[Piece]:
     """Yield the documents of a file in pieces of at most 100,000 characters, cut at blanks; empty ones are left out.
 
     Raises:
         DataError: The file cannot be read, or a line of a .jsonl file is no object with a text.
     """
-    found = _objects(path) if path.name.endswith(LINES) else _paragraphs(path)
+    found = _read_objects(path) if path.name.endswith(LINES) else _read_paragraphs(path)
     for document in found:
         yield from _cut(document)
 
 
-def _objects(path: Path) -> Iterator[Iterator[str]]:
+def _read_objects(path: Path) -> Iterator[Iterator[str]]:
     for number, line in numbered_lines(path):
         if not line.strip():
             continue
@@ -88,12 +92,12 @@ def _objects(path: Path) -> Iterator[Iterator[str]]:
         yield iter((text,))
 
 
-def _paragraphs(path: Path) -> Iterator[Iterator[str]]:
-    """Yield the text of each document in parts, lazily: a document is over when the next one is asked for."""
-    parts = bounded_lines(path)
+def _read_paragraphs(path: Path) -> Iterator[Iterator[str]]:
+    """Yield the text of each document in parts, lazily: a document ends when the next one is requested."""
+    parts = read_lines(path)
     first = next((part for part in parts if not part.is_blank), None)
 
-    def document(begin: TextPart) -> Iterator[str]:
+    def document(begin: Piece) -> Iterator[str]:
         yield begin.text
         for part in parts:
             if part.begins:
@@ -106,7 +110,7 @@ def _paragraphs(path: Path) -> Iterator[Iterator[str]]:
         rest = document(first)
         yield rest
         for _ in rest:
-            pass  # whoever read the document did not read it to its end
+            pass  # the caller may not have read the document to its end
         first = next((part for part in parts if not part.is_blank), None)
 
 
@@ -124,3 +128,28 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
         held = held[start:]
     if held.strip() or not begins:
         yield Piece(held, begins, ends=True)
+
+
+def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
+    """Yield the lines of a UTF-8 text file in pieces, unpacked when it ends in `.gz`; memory does not grow with a line.
+
+    Args:
+        path: The file.
+        longest: Maximum number of bytes per piece.
+
+    Raises:
+        DataError: The file cannot be read, unpacked or decoded; the message names the line reached.
+    """
+    number, begins, decoder = 1, True, codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            while raw := stream.readline(longest):
+                ends = raw.endswith(b"\n")
+                text = decoder.decode(raw)
+                yield Piece(text.rstrip("\r\n") if ends else text, begins, ends)
+                begins, number = ends, number + ends
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}, after line {number - 1}: cannot be read ({error}); fetch the file again.") from error

@@ -1,7 +1,6 @@
-"""From text of any size to a folder that pre-training reads: word pieces, shards of packed rows, a record.
+"""Preparing text of any size for pre-training: word pieces, shards of packed rows and a record, in bounded memory.
 
-Owns what a prepared folder holds and how it comes to be: in streams over the text, in memory that does not grow with
-it, under a temporary name until it is whole. A preparation that was stopped goes on behind its last whole shard.
+A preparation that was stopped resumes after its last complete shard.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, stable_key
 from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.pretraining.files import Piece, pieces
+from headwise.lab.tasks.pretraining.files import Piece, read_pieces
 from headwise.lab.tasks.pretraining.rows import Packer
 from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces, read_word_pieces
 
@@ -32,7 +31,7 @@ SPLITS = ("train", "dev", "test")
 # A hash of a document's first piece puts it into dev or test with this chance each.
 HELD_OUT = 0.02
 DRAWS = 1 << 64
-# Pieces encoded at once.
+# Pieces encoded together.
 BATCH = 64
 
 
@@ -41,13 +40,13 @@ class TextPreparation:
     """How text becomes rows of token ids.
 
     Attributes:
-        vocabulary_size: Word pieces to learn.
-        length: Tokens of a row.
-        tokenizer: A `tokenizer.json` to use instead; None learns.
-        shard_bytes: Most bytes of a shard.
-        held_out_rows: Most rows of dev, and of test; what is held out beyond them is not used.
-        learned_from: Most pieces the word pieces are learned from, evenly spaced: memory and time of learning grow
-            with the number of different words.
+        vocabulary_size: Number of word pieces to learn.
+        length: Tokens per row.
+        tokenizer: A `tokenizer.json` to use instead; None learns one.
+        shard_bytes: Maximum size of a shard.
+        held_out_rows: Maximum number of rows of dev, and of test; the rest of what is held out is not used.
+        learned_from: Maximum number of pieces to learn word pieces from, evenly spaced: memory and time grow with the
+            number of different words.
     """
 
     vocabulary_size: int = 30_522
@@ -58,8 +57,8 @@ class TextPreparation:
     learned_from: int = 50_000
 
 
-def fingerprint_of(files: Sequence[Path], preparation: TextPreparation) -> str:
-    """Return 16 hexadecimal digits of everything a prepared folder follows from.
+def compute_fingerprint(files: Sequence[Path], preparation: TextPreparation) -> str:
+    """Return 16 hexadecimal digits of everything a prepared folder depends on.
 
     Raises:
         DataError: A file cannot be read.
@@ -75,7 +74,7 @@ def fingerprint_of(files: Sequence[Path], preparation: TextPreparation) -> str:
     return digest(f"{FORMAT} {endings} {how} {sizes} {HELD_OUT}", files)
 
 
-def shard_file(number: int) -> str:
+def name_shard(number: int) -> str:
     """Return the name of a shard of the training split."""
     return f"train-{number:05d}.npy"
 
@@ -83,10 +82,10 @@ def shard_file(number: int) -> str:
 def prepare_text(
     files: Sequence[Path], preparation: TextPreparation, fingerprint: str, place: Path, *, progress: bool = False
 ) -> None:
-    """Write the prepared folder `place`; it appears when it is whole.
+    """Write the prepared folder `place`, which appears when it is complete.
 
-    What was written of it before is kept beside it under a hidden name and gone on with, in the middle of a file or of
-    a document, to the same shards as without the interruption.
+    An interrupted preparation is kept in a hidden folder next to it. It resumes in the middle of a file or a document
+    and gives the same shards.
 
     Raises:
         DataError: The text is bad, a split comes out empty, or the folder cannot be written.
@@ -95,14 +94,14 @@ def prepare_text(
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = FileLock(partial.with_name(f"{partial.name}.lock"))
-        # who comes second waits, and finds the folder there
+        # a second process waits, and then finds the folder
         with lock:
             if not place.exists():
                 try:
-                    with _bars(progress) as bars:
+                    with _show_bars(progress) as bars:
                         record = _write(files, preparation, partial, bars, progress=progress)
                 except DataError:
-                    # text that was refused before a shard was written leaves nothing to go on from
+                    # text refused before the first shard leaves nothing to resume
                     if not (partial / STATE).exists():
                         shutil.rmtree(partial)
                         Path(lock.lock_file).unlink(missing_ok=True)
@@ -121,13 +120,13 @@ def _write(
     files: Sequence[Path], preparation: TextPreparation, folder: Path, bars: Progress, *, progress: bool
 ) -> dict[str, Any]:
     state = run_folder.read_json(folder / STATE) if (folder / STATE).exists() else {}
-    # everything is read once before anything is made: bad text is refused before an hour of work
-    total = state.get("total") or sum(1 for _ in _all(files, bars, "reading", None))
-    words = _word_pieces(files, preparation, folder, bars, total, progress=progress)
+    # read everything once before writing: bad text is refused before an hour of work
+    total = state.get("total") or sum(1 for _ in _read_all(files, bars, "reading", None))
+    words = _make_word_pieces(files, preparation, folder, bars, total, progress=progress)
     writer = _Writer(folder, preparation, words)
     if "pieces" in state:
         writer.restore(state)
-    stream = islice(_all(files, bars, "packing", total), writer.pieces, None)
+    stream = islice(_read_all(files, bars, "packing", total), writer.pieces, None)
     while batch := list(islice(stream, BATCH)):
         writer.add(batch)
         if writer.is_due:
@@ -153,11 +152,11 @@ def _write(
 
 
 class _Writer:
-    """Rows of each split on their way to disk, and how far into the text they have come."""
+    """The rows of each split not yet written, and the position in the text."""
 
     def __init__(self, folder: Path, preparation: TextPreparation, words: WordPieces) -> None:
         self.folder, self.words, self.most = folder, words, preparation.held_out_rows
-        self.rows_a_shard = max(1, preparation.shard_bytes // (preparation.length * words.dtype.itemsize))
+        self.rows_per_shard = max(1, preparation.shard_bytes // (preparation.length * words.dtype.itemsize))
         self.packers = {split: Packer(preparation.length, words.start, words.end) for split in SPLITS}
         empty = np.zeros((0, preparation.length), dtype=words.dtype)
         self.waiting: dict[str, list[NDArray]] = {split: [empty] for split in SPLITS}
@@ -168,7 +167,7 @@ class _Writer:
     @property
     def is_due(self) -> bool:
         """Whether a shard of the training split is full."""
-        return self._waiting("train") >= self.rows_a_shard
+        return self._waiting("train") >= self.rows_per_shard
 
     @property
     def counts(self) -> dict[str, int]:
@@ -180,7 +179,7 @@ class _Writer:
         """Encode and pack pieces of text."""
         for piece, ids in zip(batch, self.words.encode_batch([piece.text for piece in batch]), strict=True):
             if piece.begins:
-                self.split = _split_of(piece.text)
+                self.split = _choose_split(piece.text)
                 self.documents += 1
             made = self.packers[self.split].add(ids, ends=piece.ends)
             if self.split == "train" or self._waiting(self.split) < self.most:
@@ -188,11 +187,11 @@ class _Writer:
             self.pieces += 1
 
     def write_shards(self, *, everything: bool = False) -> None:
-        """Write the shards that are full; `everything` writes the rest too, and dev and test."""
+        """Write the full shards, or with `everything` all rows, dev and test included."""
         rows = np.concatenate(self.waiting["train"])
-        while len(rows) >= self.rows_a_shard or (everything and len(rows)):
-            shard, rows = rows[: self.rows_a_shard], rows[self.rows_a_shard :]
-            _write_array(self.folder / shard_file(len(self.shards)), shard)
+        while len(rows) >= self.rows_per_shard or (everything and len(rows)):
+            shard, rows = rows[: self.rows_per_shard], rows[self.rows_per_shard :]
+            _write_array(self.folder / name_shard(len(self.shards)), shard)
             self.shards.append(len(shard))
         self.waiting["train"] = [rows]
         for split in SPLITS[1:] if everything else ():
@@ -200,7 +199,7 @@ class _Writer:
             _write_array(self.folder / f"{split}.npy", self.waiting[split][0])
 
     def save(self, more: dict[str, Any]) -> None:
-        """Keep how far this is: what was written before is gone on from here."""
+        """Save the state, so that an interrupted preparation resumes here."""
         path = self.folder / HELD.format(self.pieces)
         run_folder.write_arrays(path, **{split: np.concatenate(rows) for split, rows in self.waiting.items()})
         packers = {split: {"held": packer.held, "rows": packer.rows} for split, packer in self.packers.items()}
@@ -210,7 +209,7 @@ class _Writer:
             old.unlink()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `save` kept."""
+        """Resume from what `save` wrote."""
         with np.load(self.folder / HELD.format(state["pieces"]), allow_pickle=False) as kept:
             self.waiting = {split: [kept[split]] for split in SPLITS}
         self.pieces, self.documents, self.split = state["pieces"], state["documents"], state["split"]
@@ -222,7 +221,7 @@ class _Writer:
         return sum(map(len, self.waiting[split]))
 
 
-def _word_pieces(
+def _make_word_pieces(
     files: Sequence[Path], preparation: TextPreparation, folder: Path, bars: Progress, total: int, *, progress: bool
 ) -> WordPieces:
     path = folder / TOKENIZER
@@ -232,7 +231,7 @@ def _word_pieces(
         every = max(1, -(-total // preparation.learned_from))
 
         def texts() -> Iterator[str]:
-            kept = islice(_all(files, bars, "reading for word pieces", total), 0, None, every)
+            kept = islice(_read_all(files, bars, "reading for word pieces", total), 0, None, every)
             return (piece.text for piece in kept)
 
         words = learn_word_pieces(texts, preparation.vocabulary_size, progress=progress)
@@ -242,16 +241,16 @@ def _word_pieces(
     return words
 
 
-def _all(files: Sequence[Path], bars: Progress, title: str, total: int | None) -> Iterator[Piece]:
+def _read_all(files: Sequence[Path], bars: Progress, title: str, total: int | None) -> Iterator[Piece]:
     task = bars.add_task(title, total=total)
-    for number, piece in enumerate(chain.from_iterable(map(pieces, files)), start=1):
+    for number, piece in enumerate(chain.from_iterable(map(read_pieces, files)), start=1):
         yield piece
         if number % BATCH == 0:
             bars.update(task, completed=number)
     bars.remove_task(task)
 
 
-def _split_of(text: str) -> str:
+def _choose_split(text: str) -> str:
     draw = int(stable_key("held out", text) / DRAWS / HELD_OUT)
     return SPLITS[1 + draw] if draw < len(SPLITS) - 1 else "train"
 
@@ -263,7 +262,7 @@ def _write_array(path: Path, rows: NDArray) -> None:
     temporary.replace(path)
 
 
-def _bars(progress: bool) -> Progress:
+def _show_bars(progress: bool) -> Progress:
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal))

@@ -1,7 +1,4 @@
-"""From the ids of documents to rows of one length, and from rows to masked examples.
-
-Owns how a row is packed, which of its positions are masked, and the segment of each token. Must not know files.
-"""
+"""Token ids of documents packed into rows of one length, their segments and masked positions."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ DRAWS = 1 << 64
 
 
 class Packer:
-    """Packs ids into rows [CLS] a ... [SEP], none of them with padding; what is left over waits for more.
+    """Packs ids into rows [CLS] a ... [SEP], without padding; tokens left over wait for more.
 
     Documents follow one another with [SEP] between them. A row inside one document is cut into two segments by a [SEP]
-    in the middle, but for one of ten, which a hash of its number chooses: fine-tuning meets both.
+    in the middle, except for one in ten, chosen by a hash of its number: fine-tuning sees both.
 
     Args:
         length: Tokens of a row, specials included.
@@ -28,7 +25,7 @@ class Packer:
         end: Id of [SEP].
 
     Attributes:
-        held: Ids that no row has yet.
+        held: Ids not yet in a row.
         rows: Rows made so far.
 
     Example:
@@ -41,16 +38,16 @@ class Packer:
 
     def __init__(self, length: int, start: int, end: int) -> None:
         if length < 5:
-            raise SettingError(f"length is {length}; expected room for two tokens beside the special ones, at least 5.")
+            raise SettingError(f"length is {length}; expected at least 5, room for two tokens and the special ones.")
         self.length, self.start, self.end = length, start, end
         self.held: list[int] = []
         self.rows = 0
 
     def add(self, ids: list[int], *, ends: bool) -> NDArray[np.int64]:
-        """Return the rows that are full now, [R, length].
+        """Add tokens and return the rows that are full now, [R, length].
 
         Args:
-            ids: Tokens that come next.
+            ids: The next tokens.
             ends: Whether their document ends with them.
         """
         self.held.extend(ids)
@@ -76,29 +73,29 @@ class Packer:
         return stable_key("segments", str(self.rows)) / DRAWS >= ONE_SEGMENT
 
 
-def segments(rows: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+def number_segments(rows: NDArray[np.int64], end: int) -> NDArray[np.int64]:
     """Return the segment of each token: 0 up to the first [SEP] of its row, 1 after it, [B, T].
 
-    >>> segments(np.array([[1, 7, 2, 8, 2]]), end=2).tolist()
+    >>> number_segments(np.array([[1, 7, 2, 8, 2]]), end=2).tolist()
     [[0, 0, 0, 1, 1]]
     """
     ended = np.cumsum(rows == end, axis=1)
     return np.minimum(ended - (rows == end), 1)
 
 
-def masked_positions(
+def draw_masked(
     row: NDArray[np.int64], special: tuple[int, ...], count: int, *, draw: int, number: int
 ) -> NDArray[np.int64]:
-    """Return `count` positions of a row that are masked, in order; special tokens are not while there are others.
+    """Return `count` positions of a row to mask, sorted; special tokens are masked only where no others are left.
 
     Args:
         row: The ids, [T].
-        special: Ids that are not masked.
-        count: How many.
-        draw: Which draw this is; each pass over the text has its own.
-        number: Number of the row.
+        special: Ids of special tokens.
+        count: Number of positions.
+        draw: Number of the draw, different in each pass over the text.
+        number: Index of the row.
 
-    >>> masked_positions(np.array([1, 7, 8, 9, 2]), (1, 2), 2, draw=5, number=0).tolist()
+    >>> draw_masked(np.array([1, 7, 8, 9, 2]), (1, 2), 2, draw=5, number=0).tolist()
     [2, 3]
     """
     order = np.random.default_rng([draw, number]).random(len(row))

@@ -1,6 +1,6 @@
-"""What a pre-trained discriminator answers on a split: which tokens were replaced, by its own generator.
+"""How well a pre-trained discriminator tells which tokens its generator replaced.
 
-Owns the walk over a split, whose masks and replacements are the same each time, and the numbers made of the answers.
+Masks and the noise of replacements are the same in every evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.pretraining.data import MaskedRow, Rows
 
-# Rows judged at once.
+# Evaluation batch size.
 BATCH = 64
 SHOWN = (
     Measure("discriminator_loss", "discriminator loss", "nats", better="lower", digits=4),
@@ -27,10 +27,12 @@ SHOWN = (
     Measure("generator_accuracy", "gaps filled", "%"),
     Measure("replaced", "tokens replaced", "%", better="lower"),
 )
+# Outputs of the model that scores are made of.
+OUTPUTS = ("logits", "replaced", "losses", "generator_losses", "filled")
 
 
-def judged_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
-    """Yield the model's outputs on the rows of a split, a batch at a time, in order."""
+def score_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
+    """Yield the model's outputs on the rows of a split in order, batch by batch."""
     device = next(model.parameters()).device
     for first in range(0, len(rows), BATCH):
         batch = MaskedRow.batch([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
@@ -39,12 +41,12 @@ def judged_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
         yield model(**tensors, sampling_seed=key("replacements", first))
 
 
-def judged(model: Any, rows: Rows) -> Answers:
-    """Return what a model answers on a split, with the statistics of `metric.Auc`."""
-    found = [{name: _array(out[name]) for name in NEEDED} for out in judged_batches(model, rows)]
-    outputs = {name: np.concatenate([one[name] for one in found]) for name in NEEDED}
+def score_rows(model: Any, rows: Rows) -> Answers:
+    """Return a model's predictions on a split, with the statistics of `metrics.Auc`."""
+    found = [{name: _to_numpy(out[name]) for name in OUTPUTS} for out in score_batches(model, rows)]
+    outputs = {name: np.concatenate([one[name] for one in found]) for name in OUTPUTS}
     scores, replaced = outputs["logits"], outputs["replaced"]
-    # one number a row that tells answers apart
+    # one number per row that tells predictions apart
     predicted = np.array([zlib.crc32(np.round(1e3 * row).astype(np.int32).tobytes()) for row in scores], dtype=np.int64)
     measures = {
         "discriminator_loss": float(outputs["losses"].mean()),
@@ -52,17 +54,17 @@ def judged(model: Any, rows: Rows) -> Answers:
         "generator_accuracy": 100 * float(outputs["filled"].mean()),
         "replaced": 100 * float(replaced.mean()),
     }
-    return Answers(statistics_of(scores, replaced), predicted, measures)
+    return Answers(compute_placements(scores, replaced), predicted, measures)
 
 
-def statistics_of(scores: NDArray[np.floating], replaced: NDArray[np.bool_]) -> NDArray[np.float64]:
+def compute_placements(scores: NDArray[np.floating], replaced: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Return [placements of replaced, replaced, placements of original, original] of each row, [N, 4].
 
     Args:
         scores: How sure the discriminator is that a token was replaced, [N, T].
         replaced: Whether it was, [N, T].
 
-    >>> statistics_of(np.array([[2.0, 1.0, 3.0]]), np.array([[True, False, False]])).tolist()
+    >>> compute_placements(np.array([[2.0, 1.0, 3.0]]), np.array([[True, False, False]])).tolist()
     [[0.5, 1.0, 1.0, 2.0]]
     """
     placed = np.zeros(scores.shape)
@@ -75,14 +77,11 @@ def statistics_of(scores: NDArray[np.floating], replaced: NDArray[np.bool_]) -> 
     return np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64)
 
 
-def row_losses(model: Any, rows: Rows) -> NDArray[np.float64]:
-    """Return for each row the sum of the discriminator's losses and how many there are, [N, 2]."""
-    sums = np.concatenate([_array(out["losses"].double().sum(dim=1)) for out in judged_batches(model, rows)])
+def compute_losses(model: Any, rows: Rows) -> NDArray[np.float64]:
+    """Return the sum of the discriminator's losses and the number of tokens of each row, [N, 2]."""
+    sums = np.concatenate([_to_numpy(out["losses"].double().sum(dim=1)) for out in score_batches(model, rows)])
     return np.stack([sums, np.full(len(sums), float(rows.length))], axis=1)
 
 
-NEEDED = ("logits", "replaced", "losses", "generator_losses", "filled")
-
-
-def _array(tensor: Tensor) -> NDArray:
+def _to_numpy(tensor: Tensor) -> NDArray:
     return tensor.detach().to(torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype).cpu().numpy()

@@ -24,10 +24,10 @@ from headwise.lab.frozen.open import open_export
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.quiet import quietly
 from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
-from headwise.lab.tasks.pretraining.files import FORMS, text_files
-from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, fingerprint_of, prepare_text
+from headwise.lab.tasks.pretraining.files import FORMS, find_files
+from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, compute_fingerprint, prepare_text
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES, PretrainingScale
-from headwise.lab.tasks.pretraining.scores import SHOWN, judged, row_losses, statistics_of
+from headwise.lab.tasks.pretraining.scores import SHOWN, compute_losses, compute_placements, score_rows
 from headwise.lab.training.start import DISCRIMINATOR
 
 PROBED, PROBED_TOGETHER = 64, 32
@@ -72,7 +72,7 @@ class PretrainingTask(Task):
         if (folder / RECORD).exists():
             _require_sizes(open_text(folder, scale.masked, scale.dev_rows, scale.test_rows), scale)
         else:
-            text_files(folder)
+            find_files(folder)
 
     def prepare(
         self, folder: Path, scale: PretrainingScale, place: Path, *, tokenizer: Path | None, progress: bool = False
@@ -84,8 +84,8 @@ class PretrainingTask(Task):
         """
         if (folder / RECORD).exists():
             raise DataError(f"{folder} is prepared already; give it to headwise compare pretraining --data.")
-        files, preparation = text_files(folder), dataclasses.replace(scale.preparation, tokenizer=tokenizer)
-        fingerprint = fingerprint_of(files, preparation)
+        files, preparation = find_files(folder), dataclasses.replace(scale.preparation, tokenizer=tokenizer)
+        fingerprint = compute_fingerprint(files, preparation)
         if place.exists() and any(place.iterdir()):
             held = open_text(place, scale.masked, None, None) if (place / RECORD).exists() else None
             if held is None or held.fingerprint != fingerprint:
@@ -119,16 +119,16 @@ class PretrainingTask(Task):
 
     def on_dev(self, model: Any, data: PretrainingData) -> dict[str, Any]:
         """Return the AUC on dev, and what stands beside it in a table."""
-        answers = judged(model, data.dev)
+        answers = score_rows(model, data.dev)
         return {"pooled": float(Auc().values(answers.statistics).mean()), **answers.measures}
 
     def on_test(self, model: Any, data: PretrainingData) -> Answers:
         """Return the answers on the test rows."""
-        return judged(model, data.test)
+        return score_rows(model, data.test)
 
     def losses(self, model: Any, data: PretrainingData) -> NDArray[np.float64]:
         """Return the discriminator's loss of each test row, and its tokens."""
-        return row_losses(model, data.test)
+        return compute_losses(model, data.test)
 
     def difficulties(self, data: PretrainingData) -> NDArray[np.int64]:
         """Return how many tokens of each test row continue a word, rounded up to the next ten."""
@@ -151,7 +151,7 @@ class PretrainingTask(Task):
         replaced = np.zeros((len(rows), rows.length), dtype=bool)
         for number in range(len(rows)):
             replaced[number, rows[number].positions] = True
-        return Answers(statistics_of(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
+        return Answers(compute_placements(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
 
     def extra_files(self, data: PretrainingData) -> dict[str, str]:
         """Return the word pieces."""

@@ -119,8 +119,8 @@ def learn_word_pieces(
         SettingError: The vocabulary has no room for a letter beside the special tokens.
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
-    tokenizer = _empty(models.WordPiece(unk_token=UNKNOWN))
-    letters, continuing = _alphabet(texts(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
+    tokenizer = _make_empty(models.WordPiece(unk_token=UNKNOWN))
+    letters, continuing = _find_alphabet(texts(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
     # the trainer numbers what continues a word in the order of a random hash, and breaks ties by these numbers
     fixed = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
     trainer = trainers.WordPieceTrainer(
@@ -134,7 +134,7 @@ def learn_word_pieces(
     )
     tokenizer.train_from_iterator(texts(), trainer)
     learned = models.WordPiece(tokenizer.get_vocab(with_added_tokens=False), unk_token=UNKNOWN)
-    return _ready(_empty(learned))
+    return _finish(_make_empty(learned))
 
 
 def read_word_pieces(path: Path) -> WordPieces:
@@ -154,10 +154,10 @@ def read_word_pieces(path: Path) -> WordPieces:
     missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; expected a tokenizer with {', '.join(SPECIAL)}.")
-    return _ready(tokenizer)
+    return _finish(tokenizer)
 
 
-def _alphabet(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> tuple[list[str], list[str]]:
+def _find_alphabet(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> tuple[list[str], list[str]]:
     """Return the most frequent letters of texts, and those of them that continue a word, each sorted."""
     words = Counter[str]()
     for text in texts:
@@ -173,7 +173,7 @@ def _alphabet(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> tuple[li
     return letters, [letter for letter in letters if letter in continuing]
 
 
-def _empty(model: models.WordPiece) -> Tokenizer:
+def _make_empty(model: models.WordPiece) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -181,7 +181,7 @@ def _empty(model: models.WordPiece) -> Tokenizer:
     return tokenizer
 
 
-def _ready(tokenizer: Tokenizer) -> WordPieces:
+def _finish(tokenizer: Tokenizer) -> WordPieces:
     tokenizer.add_special_tokens(list(SPECIAL))
     # the file cannot keep this: a text that spells a special token is text
     tokenizer.encode_special_tokens = True

@@ -23,9 +23,8 @@ from headwise.lab.data.token_batches import TokenBatches, token_sorted
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
-from headwise.lab.experiment.metrics import Bleu, Measure
+from headwise.lab.experiment.metrics import Bleu, Measure, count_ngrams
 from headwise.lab.experiment.task import Answers, MaskMaker, Task
-from headwise.lab.experiment.text_scores import bleu_statistics
 from headwise.lab.tasks.translation.corpora import find_files
 from headwise.lab.tasks.translation.data import (
     TranslationData,
@@ -153,7 +152,7 @@ class TranslationTask(Task):
     def greedy(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the statistics of BLEU of each greedy translation of a test source."""
         found = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
-        return bleu_statistics(found, data.references("test"))
+        return count_ngrams(found, data.references("test"))
 
     def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the negative log likelihood of each test target, and its tokens."""
@@ -266,7 +265,7 @@ def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float 
     if seconds is not None:
         measures["decoding_seconds"] = seconds
     signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
-    return Answers(bleu_statistics(found, references), told_apart, measures, found, signatures)
+    return Answers(count_ngrams(found, references), told_apart, measures, found, signatures)
 
 
 def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:
