@@ -32,7 +32,7 @@ def test_lists_and_arrays_are_drawn(draw: Callable):
     ("draw", "message"),
     [
         (lambda: sentence_heatmap(["a"], {"head 0": [0.2]}, width=0), "width is 0"),
-        (lambda: sentence_heatmap(["a"], {"head 0": [math.nan]}), "expected one a token, finite"),
+        (lambda: sentence_heatmap(["a"], {"head 0": [math.nan]}), "expected one per token, finite"),
         (lambda: ablation_histogram({"a": [[]]}, axis="fall"), "the costs of a has nothing for model 0"),
         (lambda: head_embedding({"a": VECTORS * math.nan}), "some are not finite"),
         (lambda: head_embedding({"a": VECTORS[:, :0]}), "vectors of 0 numbers"),

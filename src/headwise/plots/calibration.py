@@ -1,4 +1,4 @@
-"""Figures of how far a classifier can be trusted: the reliability diagram, and the entropy of its predictions."""
+"""Figures of calibration: the reliability diagram, and the entropy of predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError, require_integer
 from headwise.metrics.calibration import Reliability
-from headwise.plots.style import GRAY, draw_range, drawing, require_curves, styles_of
+from headwise.plots.style import GRAY, assign_styles, draw_range, drawing, require_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
 
-# Places at which a cumulative distribution is drawn.
+# Points of a cumulative distribution.
 STEPS = 201
-# The largest dot, in square points: a bin that holds every item.
+# Area of the largest dot, a bin with all items, in square points.
 LARGEST = 260.0
 
 
 def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, reference: str = "") -> Figure:
-    """Return accuracy against confidence by bin, with ECE and OE beside it (An et al. 2020, Figure 4).
+    """Return a reliability diagram, accuracy against confidence by bin, with ECE and OE (An et al. 2020, Figure 4).
 
     Args:
-        models: For each name one `Reliability` a run (`headwise.metrics.reliability`). Left, the bins of all runs
-            together: a dot's area is the share of items. Right, each run a dot and their mean a bar.
+        models: Maps a name to one `Reliability` per run (`headwise.metrics.reliability`). Left, the bins of all runs
+            pooled; the area of a dot is the share of items. Right, one dot per run and a bar for their mean.
         reference: The name drawn in black.
 
     Returns:
@@ -48,7 +48,7 @@ def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, referenc
         2
     """
     require_curves("models", models)
-    style = styles_of(list(models), reference=reference if reference in models else "")
+    style = assign_styles(list(models), reference=reference if reference in models else "")
     with drawing(8.4, 4.4) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
         left.plot([0, 1], [0, 1], color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
@@ -65,7 +65,7 @@ def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, referenc
             left.plot(places, heights, color=look.color, linestyle=look.dash, linewidth=1.2, alpha=0.7)
             areas = [12 + LARGEST * count / total for _, _, count in together.bins]
             left.scatter(places, heights, s=areas, color=look.color, marker=look.marker, alpha=0.6, linewidths=0)
-            # a dot's area means something, but not in the legend
+            # a legend entry with a dot of fixed size
             left.plot([], [], color=look.color, linestyle=look.dash, marker=look.marker, markersize=6, label=name)
         left.set_xlim(max(0.0, low - 0.05), 1.02)
         left.set_ylim(-0.02, 1.02)
@@ -73,12 +73,12 @@ def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, referenc
         left.set_ylabel("accuracy")
         left.annotate("underconfident", (0.03, 0.95), xycoords="axes fraction", color=GRAY, fontsize=9)
         left.annotate("overconfident", (0.97, 0.04), xycoords="axes fraction", color=GRAY, fontsize=9, ha="right")
-        _errors(right, models, style)
+        _draw_errors(right, models, style)
         figure.legend(loc="outside upper left", ncols=4, frameon=False)
     return figure
 
 
-def _errors(axes: Axes, models: Mapping[str, Sequence[Reliability]], style: Mapping[str, Style]) -> None:
+def _draw_errors(axes: Axes, models: Mapping[str, Sequence[Reliability]], style: Mapping[str, Style]) -> None:
     width = 0.8 / len(models)
     for place, (name, runs) in enumerate(models.items()):
         for group, values in enumerate(([run.ece for run in runs], [run.oe for run in runs])):
@@ -95,15 +95,16 @@ def _errors(axes: Axes, models: Mapping[str, Sequence[Reliability]], style: Mapp
 def entropy_cdf(
     entropies: Mapping[str, Sequence[Tensor]], *, classes: int, text: str = "", reference: str = ""
 ) -> Figure:
-    """Return the share of items whose prediction has at most an entropy, by entropy (An et al. 2020, Figure 5).
+    """Return the cumulative distribution of the entropy of predictions (An et al. 2020, Figure 5).
 
-    Curves nearer the bottom right are of models that are seldom sure. On text of no trained class that is right.
+    Curves toward the bottom right belong to models that are rarely confident, as they should be on text of a class
+    they were not trained on.
 
     Args:
-        entropies: For each name the entropies of one run's predictions a tensor [N], in nats
-            (`headwise.metrics.predictive_entropy`). A line is the mean over runs, its band the lowest and highest.
-        classes: Number of classes C the models predict; the axis ends at log C, a uniform prediction.
-        text: What the predictions are of, said on the axis.
+        entropies: Maps a name to one tensor [N] per run, the entropy of each prediction in nats
+            (`headwise.metrics.predictive_entropy`). A line is the mean over runs, its band their range.
+        classes: Number of classes C; the axis ends at log C, a uniform prediction.
+        text: Description of the data for the axis label.
         reference: The name drawn in black.
 
     Returns:
@@ -130,11 +131,11 @@ def entropy_cdf(
                     f"{float(run.max()) if run.numel() else math.nan:g}; expected [N] in [0, log {classes}]."
                 )
     places = torch.linspace(0, end, STEPS, dtype=torch.float64)
-    style = styles_of(list(entropies), reference=reference if reference in entropies else "")
+    style = assign_styles(list(entropies), reference=reference if reference in entropies else "")
     with drawing(6.6, 4.4) as figure:
         axes = figure.subplots()
         for name, runs in entropies.items():
-            shares = torch.stack([_cumulative(run, places) for run in runs])
+            shares = torch.stack([_accumulate(run, places) for run in runs])
             look = style[name]
             draw_range(
                 axes,
@@ -165,8 +166,8 @@ def entropy_cdf(
     return figure
 
 
-def _cumulative(values: Tensor, places: Tensor) -> Tensor:
-    """Return the share of values that are at most each place."""
+def _accumulate(values: Tensor, places: Tensor) -> Tensor:
+    """Return the share of values less than or equal to each place."""
     ordered = values.detach().cpu().double().sort().values
-    # the last place is log C, which rounding may leave a value above
+    # rounding may leave a value slightly above the last place, log C
     return torch.searchsorted(ordered, places + 1e-4 * (places == places[-1]), side="right").double() / len(ordered)

@@ -1,4 +1,4 @@
-"""Figures of single heads: how alike they are, what the removal of each costs, and a map of what they put out."""
+"""Figures of heads: their similarity, the cost of removing each, and a map of their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError, require_integer
 from headwise.metrics.heads import output_cosine
-from headwise.plots.style import GRAY, draw_counts, drawing, drawing_panels, require_curves, styles_of
+from headwise.plots.style import GRAY, assign_styles, draw_counts, drawing, drawing_panels, require_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
 
-# Bars of a histogram, about.
+# Approximate number of histogram bars.
 BARS = 16
-# t-SNE's own default expects hundreds of points.
+# The default of t-SNE expects hundreds of points.
 PERPLEXITY = 5.0
-# More heads than this have no room for numbers in their cells; fewer where numbers have a sign.
+# Largest numbers of heads whose cells have room for unsigned and for signed numbers.
 NUMBERED, SIGNED = 12, 8
 
 
 def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float = 0.0) -> Figure:
-    """Return the similarity of each two heads as squares of one color scale.
+    """Return heatmaps of the similarity of each pair of heads.
 
     Args:
-        matrices: For each name a symmetric matrix [H, H], such as `OutputMoments.linear_cka_matrix()`.
-        measure: What the numbers are, for example "linear CKA".
-        low: The lowest value there could be, 0 or -1; the highest is 1.
+        matrices: Maps a name to a symmetric matrix [H, H], such as `OutputMoments.linear_cka_matrix()`.
+        measure: Name of the measure, for example "linear CKA".
+        low: Lowest possible value, 0 or -1; the highest is 1.
 
     Returns:
         A figure; `savefig` writes it.
@@ -68,7 +68,7 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
             axes.set_yticks(numbers)
             axes.tick_params(length=0)
             if len(values) <= (SIGNED if low < 0 else NUMBERED):
-                _number(axes, values, low)
+                _draw_numbers(axes, values, low)
         figure.supxlabel("head", fontsize=10)
         figure.supylabel("head", fontsize=10)
         assert image is not None
@@ -76,7 +76,7 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
     return figure
 
 
-def _number(axes: Axes, values: list[list[float]], low: float) -> None:
+def _draw_numbers(axes: Axes, values: list[list[float]], low: float) -> None:
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             dark = value > 0.6 or (low < 0 and value < -0.6)
@@ -95,12 +95,12 @@ def _number(axes: Axes, values: list[list[float]], low: float) -> None:
 def ablation_histogram(
     costs: Mapping[str, Sequence[Sequence[float]]], *, axis: str, against: str = "", reference: str = ""
 ) -> Figure:
-    """Return how many heads of a model cost how much when one is removed (An et al. 2020, Figure 2).
+    """Return a histogram of the cost of removing each head (An et al. 2020, Figure 2).
 
     Args:
-        costs: For each name the costs of all heads of one model a sequence; bars are means over models.
-        axis: What a cost is and its unit, for example "fall in accuracy without one head, points".
-        against: The name that every other one is drawn over, as an outline; "" for none.
+        costs: Maps a name to one sequence per model with the costs of its heads; bars are means over models.
+        axis: Axis label with the unit, for example "fall in accuracy without one head, points".
+        against: Name that is drawn as an outline behind every other one; "" for none.
         reference: The name drawn in black.
 
     Returns:
@@ -120,12 +120,12 @@ def ablation_histogram(
     if against and against not in costs:
         raise SettingError(f"against is {against!r}; expected one of {', '.join(costs)}.")
     panels = [(name, against or None) for name in costs if name != against] or [(name, None) for name in costs]
-    with drawing(*_size(len(panels))) as figure:
-        draw_ablations(figure, costs, panels, styles_of(list(costs), reference=reference), axis)
+    with drawing(*_choose_size(len(panels))) as figure:
+        draw_ablations(figure, costs, panels, assign_styles(list(costs), reference=reference), axis)
     return figure
 
 
-def _size(panels: int) -> tuple[float, float]:
+def _choose_size(panels: int) -> tuple[float, float]:
     return 7.6 if panels > 1 else 5.2, 0.5 + 2.6 * math.ceil(panels / 2)
 
 
@@ -136,17 +136,17 @@ def draw_ablations(
     style: Mapping[str, Style],
     axis: str,
 ) -> None:
-    """Draw a panel for each two names: the first filled, the second as an outline.
+    """Draw one panel for each pair of names: the first filled, the second as an outline.
 
     Args:
         figure: An empty figure.
-        costs: For each name the costs of all heads of one model a sequence.
-        panels: The names of each panel; None where nothing is drawn over.
-        style: How each name is drawn.
-        axis: What a cost is, and its unit.
+        costs: Maps a name to one sequence per model with the costs of its heads.
+        panels: The names in each panel; None for no outline.
+        style: Style of each name.
+        axis: Axis label with the unit.
     """
     pooled = {name: [value for model in models for value in model] for name, models in costs.items()}
-    edges = _edges([value for values in pooled.values() for value in values])
+    edges = _find_edges([value for values in pooled.values() for value in values])
     rows = math.ceil(len(panels) / 2)
     grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
     for axes, (name, outline) in zip(grid.flat, panels, strict=False):
@@ -161,10 +161,10 @@ def draw_ablations(
     figure.supylabel("heads of a model", fontsize=10)
 
 
-def _edges(values: Sequence[float]) -> list[float]:
-    """Return edges of bars of one width from the lowest value or 0 to beyond 19 of 20 values, with one at 0."""
+def _find_edges(values: Sequence[float]) -> list[float]:
+    """Return bar edges of equal width that cover 0 and the lowest 95 % of the values, with an edge at 0."""
     if not all(map(math.isfinite, values)):
-        raise SettingError("a cost of a head is not a finite number; expected the scores of runs that finished.")
+        raise SettingError("the cost of a head is not finite; expected scores of finished runs.")
     ordered = sorted(values)
     low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
     width = (high - low) / BARS or 1.0
@@ -178,22 +178,23 @@ def head_embedding(
     reference: str = "",
     style: Mapping[str, Style] | None = None,
 ) -> Figure:
-    """Return t-SNE maps of the heads of all models in one embedding, and the mean cosine of each model's heads.
+    """Return t-SNE maps of the heads of all models, and the mean cosine between each model's heads.
 
-    A map of so few points depends on its seed: what does not show under each of them is not there. Distances between
-    groups mean nothing; the cosine is what was measured.
+    A map of so few points depends on its seed: ignore structure that does not appear under all seeds. Distances between
+    groups have no meaning; the cosine is measured.
 
     Args:
-        vectors: For each model one vector a head, [H, e] with one e for all.
-        seeds: Seeds of t-SNE, a map each.
+        vectors: Maps a model name to one vector per head, [H, e] with the same e for all.
+        seeds: Seeds of t-SNE, one map each.
         reference: The name drawn in black.
-        style: How each name is drawn; None for headwise's own order.
+        style: Style of each name; by default in the order of the names.
 
     Returns:
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: There are fewer than three vectors, or two of a model; widths differ; or no seed is given.
+        SettingError: There are fewer than three vectors or fewer than two of a model, widths differ, or there is no
+            seed.
 
     Example:
         >>> figure = head_embedding({"MA": torch.randn(8, 4), "RMA": torch.randn(8, 4)}, seeds=(0, 1))
@@ -205,7 +206,9 @@ def head_embedding(
     widths = {tuple(found.shape[1:]) for found in vectors.values()}
     if len(widths) > 1 or any(found.dim() != 2 or len(found) < 2 for found in vectors.values()):
         shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in vectors.items())
-        raise SettingError(f"vectors have shapes {shapes}; expected [H, e] with at least two heads and one e for all.")
+        raise SettingError(
+            f"vectors have shapes {shapes}; expected [H, e] with at least two heads and the same e for all."
+        )
     points = torch.cat([found.cpu() for found in vectors.values()])
     if not points.shape[1] or not points.isfinite().all():
         raise SettingError(f"vectors of {points.shape[1]} numbers were given, or some are not finite; expected both.")
@@ -213,11 +216,11 @@ def head_embedding(
         require_integer("seed", seed, low=0, high=2**32 - 1)
     if len(points) < 3 or not seeds:
         raise SettingError(f"{len(points)} vectors and {len(seeds)} seeds were given; expected three and one, or more.")
-    look = style or styles_of(list(vectors), reference=reference)
+    look = style or assign_styles(list(vectors), reference=reference)
     with drawing(2.6 * len(seeds) + 2.4, 3.4) as figure:
         *maps, beside = figure.subplots(1, len(seeds) + 1, squeeze=False)[0]
         for axes, seed in zip(maps, seeds, strict=True):
-            placed = _placed(points, seed)
+            placed = _embed(points, seed)
             start = 0
             for name, found in vectors.items():
                 dots = placed[start : start + len(found)]
@@ -237,7 +240,7 @@ def head_embedding(
     return figure
 
 
-def _placed(points: Tensor, seed: int) -> list[list[float]]:
+def _embed(points: Tensor, seed: int) -> list[list[float]]:
     # scikit-learn takes seconds to import
     from sklearn.manifold import TSNE
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOW, BEFORE = Style("#0072B2", "o", "-"), Style(GRAY, "s", (0, (5, 1.5)))
-# More names of layers than this do not fit side by side under a panel.
+# Largest number of layer names that fit under a panel.
 NAMED = 12
 COLUMNS = 3
 
@@ -28,7 +28,7 @@ COLUMNS = 3
 class _Panel:
     title: str
     values: Callable[[LayerReport], Sequence[float]]
-    # what a head that does nothing in particular would have, a number a layer
+    # expected value per layer under a random mask
     expected: Callable[[LayerReport], float] | None = None
 
 
@@ -64,7 +64,7 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
         reports.insert(0, (before, BEFORE, labels[0]))
     if before is not None:
         Comparison(before, report)
-    kinds = [panel for panel in _panels(report) if any(panel.values(layer) for layer in report.layers)]
+    kinds = [panel for panel in _make_panels(report) if any(panel.values(layer) for layer in report.layers)]
     if not kinds:
         raise SettingError(
             f"the report of {report.model} holds nothing to draw; expected heads that are more than one a module, "
@@ -72,7 +72,7 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
         )
     with drawing_panels(len(kinds), COLUMNS, panel=(3.3, 2.5), margin=(1.0, 0.7)) as (figure, places):
         for axes, panel in zip(places, kinds, strict=True):
-            for shift, (shown, style, name) in zip(_shifts(len(reports)), reports, strict=True):
+            for shift, (shown, style, name) in zip(_choose_shifts(len(reports)), reports, strict=True):
                 _draw(axes, panel, shown, style, shift, label=name)
             _draw_expected(axes, panel, report.layers)
             axes.set_title(panel.title, fontsize=10, loc="left")
@@ -86,17 +86,17 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
     return figure
 
 
-def _panels(report: Report) -> list[_Panel]:
+def _make_panels(report: Report) -> list[_Panel]:
     kinds = [
         _Panel("CKA with the other heads", lambda layer: layer.of_heads("output_cka")),
         _Panel("divergence of attention, nats", lambda layer: layer.of_heads("attention_js")),
         _Panel("entropy of attention, nats", lambda layer: layer.entropy),
         _Panel(f"fall of {report.score} without the head", lambda layer: [drop.value for drop in layer.drops]),
     ]
-    return kinds + [_role(place, name) for place, name in enumerate(report.roles)]
+    return kinds + [_make_role_panel(place, name) for place, name in enumerate(report.roles)]
 
 
-def _role(place: int, name: str) -> _Panel:
+def _make_role_panel(place: int, name: str) -> _Panel:
     return _Panel(
         f"attention on {name}",
         lambda layer: layer.roles[place] if layer.roles else (),
@@ -104,7 +104,7 @@ def _role(place: int, name: str) -> _Panel:
     )
 
 
-def _shifts(number: int) -> list[float]:
+def _choose_shifts(number: int) -> list[float]:
     return [0.0] if number == 1 else [-0.12, 0.12]
 
 

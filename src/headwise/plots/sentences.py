@@ -1,4 +1,4 @@
-"""A sentence with its words shaded by attention, a block for each head (An et al. 2020, Figures 1 and 6 to 8)."""
+"""A sentence with words shaded by attention, one block per head (An et al. 2020, Figures 1 and 6 to 8)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# In inches: the size of the letters, one of which is LETTER wide in a font where all are; a line; what is around them.
+# In inches: width of a letter in a monospace font, height of a line, margins.
 LETTER, LINE, MARGIN, BETWEEN = 0.0836 * 0.9, 0.2, 0.12, 0.14
 POINTS = 9.0
 LONGEST, NARROWEST = 2000, 1.0
@@ -21,12 +21,12 @@ LONGEST, NARROWEST = 2000, 1.0
 def sentence_heatmap(
     tokens: Sequence[str], weights: Mapping[str, Sequence[float]], *, width: float = 7.6, color: str = "#D55E00"
 ) -> Figure:
-    """Return a text with the attention of each head as the shade behind its words.
+    """Return a text with its words shaded by the attention of each head.
 
     Args:
-        tokens: The words, or subwords, as they are to be read.
-        weights: For each head, or whatever attends, one weight a token, at least 0. A block's darkest token is its
-            largest weight, which is written beside its name: shades compare within a block.
+        tokens: Words or subwords, as displayed.
+        weights: Maps the name of a head to one weight per token, at least 0. The darkest token of a block has its
+            largest weight, which follows the name: shades are comparable only within a block.
         width: Width of the figure in inches.
         color: The darkest shade.
 
@@ -34,8 +34,8 @@ def sentence_heatmap(
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: There is no token, a row does not have one finite weight of at least 0 a token, the text has more
-            than 2000 tokens, or the figure is narrower than an inch.
+        SettingError: There is no token, a head does not have one finite weight of at least 0 per token, the text has
+            more than 2000 tokens, or the figure is narrower than one inch.
 
     Example:
         >>> figure = sentence_heatmap(["a", "fine", "place"], {"head 0": [0.1, 0.7, 0.2], "head 1": [0.5, 0.1, 0.4]})
@@ -44,17 +44,18 @@ def sentence_heatmap(
     """
     if not tokens or len(tokens) > LONGEST or not weights:
         raise SettingError(
-            f"{len(tokens)} tokens and {len(weights)} rows of weights were given; expected 1 to {LONGEST}, and a row."
+            f"{len(tokens)} tokens and {len(weights)} rows of weights were given; expected 1 to {LONGEST} "
+            "tokens and at least one row."
         )
     require_range("width", width, low=NARROWEST)
     weights = {name: [float(weight) for weight in row] for name, row in weights.items()}
     for name, row in weights.items():
         if len(row) != len(tokens) or not all(0 <= weight < float("inf") for weight in row):
             raise SettingError(
-                f"the weights of {name} are {len(row)} for {len(tokens)} tokens; expected one a token, finite and at "
-                "least 0."
+                f"the weights of {name} are {len(row)} for {len(tokens)} tokens; expected one per token, finite and "
+                "at least 0."
             )
-    places, lines = _broken([_shown(token) for token in tokens], int((width - 2 * MARGIN) / LETTER))
+    places, lines = _break_lines([_make_printable(token) for token in tokens], int((width - 2 * MARGIN) / LETTER))
     block = (lines + 1) * LINE + BETWEEN
     height = block * len(weights) + 2 * MARGIN
     with drawing(width, height) as figure:
@@ -94,12 +95,12 @@ def _draw_token(axes: Axes, x: float, y: float, text: str, share: float, color: 
     )
 
 
-def _shown(token: str) -> str:
+def _make_printable(token: str) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in token) or "\u00b7"
 
 
-def _broken(tokens: Sequence[str], letters: int) -> tuple[list[tuple[int, int, str]], int]:
-    """Return each token with its first column and its line, a token longer than a line cut, and how many lines."""
+def _break_lines(tokens: Sequence[str], letters: int) -> tuple[list[tuple[int, int, str]], int]:
+    """Return the column, line and text of each token, cut to the length of a line, and the number of lines."""
     places, column, line = [], 0, 0
     for token in tokens:
         text = token if len(token) <= letters else token[: letters - 1] + "\u2026"

@@ -1,7 +1,6 @@
-"""How every figure looks: paper, letters, colors told apart by every eye, and what is drawn in one way everywhere.
+"""The look of all figures: fonts, colors, and elements that are drawn the same way everywhere.
 
-Owns the look, and lines with bands and bars of counts. Must not know what is plotted against what. matplotlib is
-imported inside, and nothing of the user's own settings of it is changed.
+matplotlib is imported on use, and the user's own settings are not changed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colors, told apart under every common color blindness, without black (the reference) and yellow (too
-# pale); then two of Paul Tol's for the same purpose.
+# Okabe and Ito's color-blind safe colors without black (the reference) and yellow (too pale), and two of Paul Tol's.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
@@ -40,10 +38,10 @@ class Style:
 GRAY_DASHED = Style(GRAY, "", DASHES[1])
 
 
-def styles_of(names: Sequence[str], *, reference: str = "") -> dict[str, Style]:
-    """Return how each name is drawn: the reference black, the others by their place.
+def assign_styles(names: Sequence[str], *, reference: str = "") -> dict[str, Style]:
+    """Assign a style to each name: black for the reference, the others in order.
 
-    >>> styles_of(["MA", "RMA"], reference="MA")["MA"]
+    >>> assign_styles(["MA", "RMA"], reference="MA")["MA"]
     Style(color='#000000', marker='o', dash='-')
     """
     found = {reference: Style("#000000", "o", "-")} if reference else {}
@@ -58,7 +56,7 @@ def styles_of(names: Sequence[str], *, reference: str = "") -> dict[str, Style]:
 
 @contextmanager
 def drawing(width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure of a size in inches under headwise's look; names are text, never mathematics."""
+    """Yield an empty figure, its size given in inches, in headwise's style; text is never parsed as math."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -87,7 +85,7 @@ def drawing(width: float, height: float) -> Iterator[Figure]:
     with mpl.rc_context(look):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         yield figure
-        # ticks take their look when they are first drawn, which for a figure that is handed out would be outside
+        # ticks take their style when first drawn, which must happen inside this context
         figure.draw_without_rendering()
 
 
@@ -95,13 +93,13 @@ def drawing(width: float, height: float) -> Iterator[Figure]:
 def drawing_panels(
     number: int, columns: int, *, panel: tuple[float, float], margin: tuple[float, float]
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its axes, row by row, at most `columns` side by side; places without a panel stay empty.
+    """Yield a figure and its axes, row by row, with at most `columns` in a row.
 
     Args:
-        number: How many panels.
-        columns: How many at most in a row.
-        panel: Width and height of one in inches.
-        margin: What is added to the width and the height of all for what stands around them.
+        number: Number of panels.
+        columns: Largest number of panels in a row.
+        panel: Width and height of a panel in inches.
+        margin: Width and height added to the figure for labels.
     """
     columns = min(columns, number)
     rows = math.ceil(number / columns)
@@ -137,22 +135,22 @@ def draw_range(
     axes.fill_between(places, low, high, color=style.color, alpha=0.10, linewidth=0)
 
 
-def logarithmic(axes: Axes) -> None:
-    """Make the horizontal axis logarithmic, with numbers as one writes them."""
+def use_log_axis(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers as labels."""
 
     def minor(value: float, _place: object) -> str:
         low, high = axes.get_xlim()
-        # over more than a decade there is no room
+        # minor labels fit only below a decade
         return f"{value:g}" if high < 10 * low else ""
 
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    # matplotlib's own labels are mathematics, which no figure here reads
+    # matplotlib's own labels are math text, which is not parsed here
     axes.xaxis.set_minor_formatter(minor)
 
 
-def whole_numbers(axes: Axes) -> None:
-    """Label the horizontal axis at whole numbers alone."""
+def use_integer_ticks(axes: Axes) -> None:
+    """Label the horizontal axis at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -161,16 +159,16 @@ def whole_numbers(axes: Axes) -> None:
 def draw_counts(
     axes: Axes, values: Sequence[float], edges: Sequence[float], models: int, style: Style, *, filled: bool, label: str
 ) -> None:
-    """Draw how many of one model's values lie between two edges, the mean over models; what lies beyond is at the ends.
+    """Draw a histogram of values per model, as a mean over models; values beyond the edges count in the end bars.
 
     Args:
-        axes: Where.
-        values: The values of all models.
-        edges: Edges of the bars, rising.
-        models: How many models they are of.
-        style: Its color and dash are used.
-        filled: Whether bars are filled, or only their outline is drawn.
-        label: Its name in the legend.
+        axes: Axes to draw on.
+        values: Values of all models.
+        edges: Edges of the bars, ascending.
+        models: Number of models.
+        style: Gives the color and the line style.
+        filled: Whether bars are filled; otherwise only their outline is drawn.
+        label: Legend label.
     """
     inside = [min(max(value, edges[0]), edges[-1]) for value in values]
     look = {"histtype": "stepfilled", "alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.6}
@@ -179,17 +177,17 @@ def draw_counts(
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return the bytes of the figure as a PNG file; equal figures have equal bytes."""
+    """Return a figure as the bytes of a PNG file; equal figures give equal bytes."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     return content.getvalue()
 
 
 def require_curves(name: str, curves: Mapping[str, Sized]) -> None:
-    """Raise `SettingError` unless there is a curve, and each has something to draw."""
+    """Raise `SettingError` unless there is at least one curve and none is empty."""
     empty = [curve for curve, runs in curves.items() if not len(runs)]
     if not curves or empty:
         raise SettingError(
-            f"{name} has {'nothing' if not curves else f'nothing for {empty[0]}'}; expected for each name one entry a "
-            "run or more."
+            f"{name} has {'nothing' if not curves else f'nothing for {empty[0]}'}; expected at least one "
+            "entry for each name."
         )

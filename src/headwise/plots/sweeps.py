@@ -1,4 +1,4 @@
-"""Figures of a number over a setting, such as accuracy over the number of heads: each run a dot, means a line."""
+"""Figures of a number over a setting, such as accuracy over the number of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from headwise.errors import SettingError, require_choice
-from headwise.plots.style import draw_range, drawing, logarithmic, require_curves, styles_of
+from headwise.plots.style import assign_styles, draw_range, drawing, require_curves, use_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +25,12 @@ def sweep(
     scale: str = "linear",
     reference: str = "",
 ) -> Figure:
-    """Return a number over a setting with a line through the means and a band from the lowest run to the highest.
+    """Plot a number over a setting: one dot per run, a line through the means, and a band for the range of runs.
 
     Args:
-        curves: For each name the values of the runs at each place of the setting.
-        setting: What the horizontal axis is, for example "number of heads".
-        measure: What the vertical one is, for example "accuracy, %".
+        curves: Maps a name to the values of the runs at each value of the setting.
+        setting: Label of the horizontal axis, for example "number of heads".
+        measure: Label of the vertical axis, for example "accuracy, %".
         scale: "linear" or "log", of the horizontal axis.
         reference: The name drawn in black.
 
@@ -38,7 +38,7 @@ def sweep(
         A figure; `savefig` writes it.
 
     Raises:
-        SettingError: There is nothing to draw, a value or a place is not finite, or no logarithmic axis can show it.
+        SettingError: There is nothing to draw, a number is not finite, or not positive on a logarithmic axis.
 
     Example:
         >>> runs = {"MA": {1: [61.0, 62.0], 10: [66.0, 67.5], 40: [64.0, 65.0]}}
@@ -54,14 +54,14 @@ def sweep(
             above = " above 0, which a logarithmic axis can show" if scale == "log" else ""
             raise SettingError(f"{name} has runs at {setting} {wrong:g}; expected finite numbers{above}.")
         if not all(math.isfinite(value) for runs in places.values() for value in runs):
-            raise SettingError(f"a value of {name} is not a finite number; expected the scores of runs that finished.")
-    style = styles_of(list(curves), reference=reference)
+            raise SettingError(f"a value of {name} is not finite; expected scores of finished runs.")
+    style = assign_styles(list(curves), reference=reference)
     with drawing(7.0, 4.4) as figure:
         axes = figure.subplots()
         for name, places in curves.items():
             draw_sweep(axes, sorted(places.items()), style[name], label=name)
         if scale == "log":
-            logarithmic(axes)
+            use_log_axis(axes)
         else:
             axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(setting)
@@ -71,7 +71,7 @@ def sweep(
 
 
 def draw_sweep(axes: Axes, curve: Sequence[tuple[float, Sequence[float]]], style: Style, *, label: str) -> None:
-    """Draw the runs at each place as dots, their means as a line and a band from the lowest run to the highest."""
+    """Draw runs as dots, their means as a line, and their range as a band."""
     for x, runs in curve:
         axes.scatter([x] * len(runs), runs, s=16, color=style.color, marker=style.marker, alpha=0.4, linewidths=0)
     places, values = [x for x, _ in curve], [runs for _, runs in curve]

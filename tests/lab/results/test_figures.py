@@ -24,7 +24,7 @@ from headwise.lab.results.figures import (
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Table, read_table
 from headwise.plots import heads
-from headwise.plots.style import drawing, styles_of
+from headwise.plots.style import assign_styles, drawing
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 
@@ -107,7 +107,7 @@ def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
         plain = Estimate(0.632, 0.61, 0.65, p=1.0, seeds=5, items=100)
-        draw_means(axes, dots, styles_of(list(dots), reference="plain"), plain)
+        draw_means(axes, dots, assign_styles(list(dots), reference="plain"), plain)
         figure.draw_without_rendering()
         (legend,) = figure.legends
         assert [text.get_text() for text in legend.get_texts()] == list(dots)
@@ -133,7 +133,7 @@ def test_scores_of_arms_at_chance_are_not_drawn_far_apart(scores, span):
 def test_every_axis_of_scores_spans_a_point(table, tmp_path, monkeypatch):
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
-        draw_means(axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, styles_of(["plain"]))
+        draw_means(axes, {"plain": [(0.5, 50.01), (0.6, 50.02)]}, assign_styles(["plain"]))
         assert axes.get_ylim()[1] - axes.get_ylim()[0] == pytest.approx(1.0)
     spans = []
     monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))
@@ -221,13 +221,13 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
 
 
 def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
-    edges = heads._edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
+    edges = heads._find_edges([-0.4, *[0.1 * step for step in range(39)], 100.0])
     assert edges[0] <= -0.4
     assert 3.7 <= edges[-1] < 5
     assert 0.0 in edges
     # heads that cost nothing at all still make a bar
-    assert heads._edges([0.0, 0.0]) == [0.0, 1.0]
-    assert heads._edges([-0.5, -0.1])[-1] > 0
+    assert heads._find_edges([0.0, 0.0]) == [0.0, 1.0]
+    assert heads._find_edges([-0.5, -0.1])[-1] > 0
 
 
 def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headwise.lab.probing.probe import Probed, ProbedTask
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.figures import Picture
-from headwise.plots.style import GRAY, drawing_panels, styles_of, to_png
+from headwise.plots.style import GRAY, assign_styles, drawing_panels, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
     tasks = [task for task in tasks if task.layers]
     if not tasks:
         return None
-    style = styles_of(["layer"])["layer"]
+    style = assign_styles(["layer"])["layer"]
     with drawing_panels(len(tasks), COLUMNS, panel=(3.0, 2.3), margin=(0.6, 0.5)) as (figure, grid):
         for axes, task in zip(grid, tasks, strict=True):
             found = task.layers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN, Table
-from headwise.plots.style import GRAY, Style, draw_range, styles_of
+from headwise.plots.style import GRAY, Style, assign_styles, draw_range
 from headwise.report.html import DPI
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LINE = 12.0
 
 def styles(table: Table) -> dict[str, Style]:
     """Return how each arm is drawn: plain black, the others by their place in the table."""
-    return styles_of([row.arm for row in table.arms], reference=PLAIN)
+    return assign_styles([row.arm for row in table.arms], reference=PLAIN)
 
 
 def draw_line(

@@ -19,7 +19,7 @@ from headwise.lab.results.drawing import draw_differences, draw_line, draw_means
 from headwise.lab.results.head_drops import LOSS
 from headwise.lab.results.table import PLAIN, Table
 from headwise.plots.heads import draw_ablations
-from headwise.plots.style import GRAY_DASHED, draw_range, drawing, logarithmic, to_png, whole_numbers
+from headwise.plots.style import GRAY_DASHED, draw_range, drawing, to_png, use_integer_ticks, use_log_axis
 
 # How the names of pictures about single heads begin.
 OF_HEADS = "heads-by-"
@@ -152,7 +152,7 @@ def dev_by_epoch(table: Table) -> Picture | None:
         span_a_point(axes)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"{table.axis} on dev")
-        whole_numbers(axes)
+        use_integer_ticks(axes)
         figure.legend(loc="outside right upper", frameon=False)
         png = to_png(figure)
     caption = f"{_metric(table)} on dev after each epoch: the mean over seeds, and from the lowest seed to the highest."
@@ -225,7 +225,7 @@ def score_by_force(table: Table) -> Picture | None:
         return None
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
-        logarithmic(axes)
+        use_log_axis(axes)
         axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
         axes.set_ylabel(table.axis)
         plain = table.row(PLAIN)

@@ -14,7 +14,7 @@ from headwise.lab.results.cells import signed
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN
-from headwise.plots.style import drawing, styles_of, to_png
+from headwise.plots.style import assign_styles, drawing, to_png
 
 WHOLE = "all five"
 REPLACED = {
@@ -42,7 +42,7 @@ def worth_of_roles(judged: Sequence[Judged]) -> Picture | None:
             over = one.contrast.over
     if not found:
         return None
-    rows, style = [WHOLE, *ROLES], styles_of([*REPLACED])
+    rows, style = [WHOLE, *ROLES], assign_styles([*REPLACED])
     with drawing(7.2, 4.6) as figure:
         axes = figure.subplots()
         axes.axvline(0, color="black", linewidth=1.2)

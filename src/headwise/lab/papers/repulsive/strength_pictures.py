@@ -14,7 +14,7 @@ from headwise.lab.results.drawing import draw_means, styles
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture, score_by_force
 from headwise.lab.results.table import Table
-from headwise.plots.style import drawing, logarithmic, to_png
+from headwise.plots.style import drawing, to_png, use_log_axis
 
 Measures = Mapping[str, float | None]
 Reads = Callable[[Measures], float | None]
@@ -61,7 +61,7 @@ def _scatter(
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         if log:
-            logarithmic(axes)
+            use_log_axis(axes)
         axes.set_xlabel(across[0])
         axes.set_ylabel(up[0])
         draw_means(axes, dots, styles(table))

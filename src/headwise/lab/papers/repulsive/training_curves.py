@@ -18,7 +18,7 @@ from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import Run
 from headwise.lab.results.table import Table
-from headwise.plots.style import draw_range, drawing_panels, to_png, whole_numbers
+from headwise.plots.style import draw_range, drawing_panels, to_png, use_integer_ticks
 
 COLUMNS = 2
 # Fewer rounds are no curve.
@@ -63,7 +63,7 @@ def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -
                 )
                 ends.append(f"{panel.title.partition(',')[0]} of {arm} {middle[0]:.3g} to {middle[-1]:.3g}")
             axes.set_title(panel.title, loc="left", fontsize=10)
-            whole_numbers(axes)
+            use_integer_ticks(axes)
         for axes in places[-COLUMNS:]:
             axes.set_xlabel("round")
         for arm in names:
