@@ -257,7 +257,7 @@ FAMILIES: tuple[Family, ...] = (
                 calls=LAYERS,
             ),
         ),
-        note="one site, called once a layer",
+        note="one attention module, called once per layer",
     ),
     Family(
         "DistilBERT",
@@ -288,7 +288,7 @@ FAMILIES: tuple[Family, ...] = (
         _text,
         _BERT_LIKE,
         interface=False,
-        note="its positions are projected with weights of their own, which are no heads",
+        note="separate weights project its positions; they are not heads",
     ),
     Family(
         "DeBERTa-v3",
@@ -397,7 +397,7 @@ FAMILIES: tuple[Family, ...] = (
         from_transformers("Qwen3Model", "Qwen3Config", **_LLAMA, head_dim=12),
         _text,
         (_self("layers.{}.self_attn", **_grouped(head_size=12)),),
-        note="queries and keys are normalised after projection",
+        note="queries and keys are normalized after projection",
     ),
     Family(
         "Gemma",
