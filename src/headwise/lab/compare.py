@@ -20,7 +20,7 @@ from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Scale, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine

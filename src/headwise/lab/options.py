@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.lab.experiment.registry import TASKS, named_task
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console

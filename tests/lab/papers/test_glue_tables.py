@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.initial_runs import read_begun

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part
 from headwise.lab.papers.repulsive.graphs import GRAPHS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
 from headwise.lab.papers.sizes import sized

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.diversify.probing import CELLS, TABLE_7

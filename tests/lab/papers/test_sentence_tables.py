@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.run import do_plans, make_plans, report

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.options import (
     DataFolder,
     Embeddings,

@@ -21,7 +21,7 @@ from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
 from headwise.lab.papers.data import data_of, folder_of_part, text_of
 from headwise.lab.papers.data_names import corpus_name, folder_word

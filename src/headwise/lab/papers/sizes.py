@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 
 CAPSULES = 64
 REDUCED = ("demo", "cpu", "gpu")

@@ -33,7 +33,7 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.seeding import initialise
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Recipe

@@ -20,7 +20,7 @@ import headwise as hw
 from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.metrics import Auc
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Task
 from headwise.lab.tasks.pretraining import prepare as preparing

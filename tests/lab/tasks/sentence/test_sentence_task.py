@@ -18,7 +18,7 @@ from headwise.lab.analyses.force_directions import measure_directions, radial_sh
 from headwise.lab.analyses.registry import AnalysisSettings, analyze, is_analyzed
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.sentence.attention_maps import measure_attention
 from headwise.lab.tasks.sentence.data import collate
