@@ -19,7 +19,7 @@ from distributed.processes import Processes
 from headwise.errors import SettingError
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.training import processes
 from headwise.lab.training.train import train_run
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
 # apart.
 TOY = dataclasses.replace(
-    SCALES["demo"],
+    LOGIC_SCALES["demo"],
     name="toy",
     width=8,
     heads=2,
@@ -141,7 +141,7 @@ import dataclasses, os, sys
 if __name__ == "__main__":
     os.write(2, b"one of %s\n" % os.environ["WORLD_SIZE"].encode())
     from headwise.lab.cli.main import main
-    from headwise.lab.tasks.logic.scales import SCALES as scales
+    from headwise.lab.tasks.logic.scales import LOGIC_SCALES as scales
 
     scales["demo"] = dataclasses.replace(
         scales["demo"], width=8, heads=2, classifier_width=16, dropout=0.0, epochs=1, batch_size=16, warmup_steps=3,

@@ -11,8 +11,8 @@ import pytest
 from distributed.processes import Processes
 from distributed.test_laboratory import assert_same_run, epochs, train
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Scale
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES

@@ -20,9 +20,10 @@ from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Data, Scale, Task
+from headwise.lab.experiment.task import Data, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
 from headwise.lab.results.comparison_page import write_report

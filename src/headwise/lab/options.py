@@ -19,7 +19,7 @@ from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.lab.experiment.task import Scale
+    from headwise.lab.experiment.scale import Scale
 
 TaskName = Annotated[str, typer.Argument(help=f"The task: {', '.join(TASKS)}.")]
 ScaleName = Annotated[

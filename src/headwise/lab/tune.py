@@ -20,9 +20,9 @@ from headwise.lab.experiment.arm import Arm, named_arms
 from headwise.lab.experiment.arm_text import parse_arm, settings_of
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Scale
 from headwise.lab.jobs.pool import do_jobs
 from headwise.lab.training.cross_validation import scales_of
 

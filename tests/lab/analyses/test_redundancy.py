@@ -22,7 +22,7 @@ from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import Drop, HeadDrops, numbers_of, pooled, read_head_drops
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.tasks.translation.loss import negative_log_likelihood
 from headwise.lab.tasks.translation.task import translated
 from headwise.lab.training.train import train_run
@@ -147,7 +147,7 @@ def test_heads_under_routing_are_removed_too(tmp_path):
 @pytest.mark.usefixtures("inline")
 def test_a_comparison_of_logic_ends_with_the_worth_of_heads_and_does_not_measure_them_again(tmp_path):
     scale = dataclasses.replace(
-        SCALES["demo"],
+        LOGIC_SCALES["demo"],
         width=8,
         heads=2,
         classifier_width=16,

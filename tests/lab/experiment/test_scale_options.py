@@ -9,7 +9,7 @@ import pytest
 from headwise.errors import SettingError
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
 CPU = CLASSIFICATION_SCALES["cpu"]
 
@@ -60,4 +60,4 @@ def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places()
 )
 def test_what_a_scale_does_not_have_or_cannot_be_is_refused(options, message):
     with pytest.raises(SettingError, match=message):
-        with_options(SCALES["cpu"], options, "logic")
+        with_options(LOGIC_SCALES["cpu"], options, "logic")

@@ -116,7 +116,7 @@ def test_ctrl_c_cancels_what_was_submitted(tmp_path: Path):
 
 
 def test_paths_are_the_same_in_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from headwise.lab.tasks.logic.scales import SCALES
+    from headwise.lab.tasks.logic.scales import LOGIC_SCALES
     from headwise.lab.training.baseline import BaselineSettings
 
     monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ def test_paths_are_the_same_in_another_working_directory(tmp_path: Path, monkeyp
             seen.append(job)
             return super().submit(function, Job("fine", job.folder, "fine"))
 
-    settings = BaselineSettings("logic", SCALES["demo"], "majority", data=None, cache=Path("cache"))
+    settings = BaselineSettings("logic", LOGIC_SCALES["demo"], "majority", data=None, cache=Path("cache"))
     run_elsewhere(Engine(), [Job("one", Path("runs/one"), settings)], 1, Watch())
     assert (seen[0].folder, seen[0].settings.cache) == (tmp_path / "runs" / "one", tmp_path / "cache")
 

@@ -10,8 +10,8 @@ import torch
 
 import headwise as hw
 from headwise.errors import SettingError
+from headwise.lab.experiment.scale import Recipe
 from headwise.lab.experiment.seeding import initialise
-from headwise.lab.experiment.task import Recipe
 from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.repulsion.rules import SVGD, update

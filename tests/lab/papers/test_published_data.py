@@ -16,7 +16,7 @@ from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arms
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.tasks.logic.scales import SCALES, Scale
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise.lab.tasks.logic.task import LogicTask
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
@@ -26,10 +26,10 @@ needs_published_data = pytest.mark.skipif(
 
 
 @pytest.fixture
-def smallest(monkeypatch: pytest.MonkeyPatch) -> Scale:
+def smallest(monkeypatch: pytest.MonkeyPatch) -> LogicScale:
     small = {"width": 8, "heads": 2, "classifier_width": 16, "epochs": 1, "train_examples": 256, "dev_examples": 80}
-    toy = dataclasses.replace(SCALES["cpu"], name="toy", compile_routing=False, **small)
-    monkeypatch.setattr(LogicTask, "scales", {**SCALES, "cpu": toy})
+    toy = dataclasses.replace(LOGIC_SCALES["cpu"], name="toy", compile_routing=False, **small)
+    monkeypatch.setattr(LogicTask, "scales", {**LOGIC_SCALES, "cpu": toy})
     return toy
 
 
@@ -66,7 +66,8 @@ def test_every_arm_of_figure_4_runs_on_the_published_files(tmp_path):
 @pytest.mark.slow
 @needs_published_data
 def test_the_plain_model_of_the_demo_learns_the_published_relations(tmp_path):
-    comparison = Comparison("logic", tuple(parse_arms("plain")), (0,), SCALES["demo"], tmp_path, PUBLISHED, workers=1)
+    arms = tuple(parse_arms("plain"))
+    comparison = Comparison("logic", arms, (0,), LOGIC_SCALES["demo"], tmp_path, PUBLISHED, workers=1)
     assert compare(comparison, Console(record=True)) == []
     rows = {row["arm"]: row["score"]["value"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     assert rows["plain"] > rows["majority"] + 0.12

@@ -17,7 +17,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.model import PairClassifier
-from headwise.lab.tasks.logic.scales import SCALES, Scale
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise.lab.training import train
 from headwise.lab.training.callback import RunCallback
 from headwise.lab.training.methods import Methods
@@ -25,7 +25,7 @@ from headwise.lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 
 TOY = dataclasses.replace(
-    SCALES["demo"],
+    LOGIC_SCALES["demo"],
     name="toy",
     width=8,
     heads=2,
@@ -60,7 +60,7 @@ def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return run
 
 
-def settings(arm: str, cache: Path, scale: Scale = TOY, **changes) -> RunSettings:
+def settings(arm: str, cache: Path, scale: LogicScale = TOY, **changes) -> RunSettings:
     return RunSettings("logic", scale, parse_arm(arm), seed=3, cache=cache, **changes)
 
 
@@ -206,7 +206,7 @@ def test_routing_is_compiled_where_the_scale_says_so():
         methods = Methods(parse_arm("em+svgd"), model, model.encoder, seed=3, compile_routing=wanted)
         compiled[wanted] = [site.output_projection.module.setting.chunks.compile for site in methods.heads.sites]
     assert compiled == {False: [False, False], True: [True, True]}
-    assert SCALES["cpu"].compile_routing
+    assert LOGIC_SCALES["cpu"].compile_routing
 
 
 def test_a_penalty_is_part_of_the_loss(whole):

@@ -195,7 +195,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
 
 
 def as_record(value: Any) -> Any:
-    """Return `value` as JSON data: a dataclass becomes its fields with its type's name under "kind".
+    """Return `value` as JSON data: a dataclass becomes its fields with its type's name (or `record_kind`) under "kind".
 
     A field whose metadata says {"recorded": False} is left out.
 
@@ -208,7 +208,7 @@ def as_record(value: Any) -> Any:
             for field in dataclasses.fields(value)
             if field.metadata.get("recorded", True)
         }
-        return {"kind": type(value).__name__, **fields}
+        return {"kind": getattr(value, "record_kind", type(value).__name__), **fields}
     if isinstance(value, Mapping):
         return {str(key): as_record(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ from typing import Any
 from headwise.errors import SettingError
 
 if typing.TYPE_CHECKING:
-    from headwise.lab.experiment.task import Scale
+    from headwise.lab.experiment.scale import Scale
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Chosen by an option of their own, or by nothing.
@@ -74,11 +74,12 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     Raises:
         SettingError: The task's scales have no such field, or a value is of the wrong type or out of range.
 
-    >>> from headwise.lab.tasks.logic.scales import SCALES
-    >>> with_options(SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name
+    >>> from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+    >>> with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name
     'cpu-layers=4'
     """
-    hints = typing.get_type_hints(type(scale))
+    found = typing.get_type_hints(type(scale))
+    hints = {field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, scale))}
     changes: dict[str, Any] = {}
     for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "folds"):
         value = getattr(options, name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.run_folder import as_record
-from headwise.lab.experiment.task import Scale
+from headwise.lab.experiment.scale import Scale
 
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0

@@ -6,101 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from headwise.errors import DataError, SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.metrics import Measure
 from headwise.masks.head_mask import HeadMask
 
 Batch = Mapping[str, Tensor]
-# Metadata of a scale's field that says where something lies on disk: what lies there is part of the data's digest.
-UNRECORDED: Mapping[str, bool] = {"recorded": False}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a run of a scale is trained.
-
-    Attributes:
-        learning_rate: Peak rate of the optimizer.
-        epochs: Passes over the training split.
-        warmup_steps: Steps of linear warm-up.
-        warmup_share: Share of all steps that warm up where `warmup_steps` is 0, in [0, 1).
-        schedule: How the rate falls after the warm-up: to zero in a line, or with the inverse square root of the step.
-        clip_norm: Largest norm of the gradient, repulsion included; 0 clips nothing.
-        betas: Adam's decay rates.
-        epsilon: Adam's epsilon.
-        weight_decay: Decoupled weight decay (AdamW); 0 is Adam as Kingma and Ba wrote it.
-        accumulation: Batches a step.
-        averaged: How many of the last epochs' weights are averaged for the test; 1 takes the last.
-        bfloat16: Whether a GPU computes under bfloat16 autocast; a CPU never does.
-        optimizer: Adam, or plain SGD with momentum 0.9.
-
-    Raises:
-        SettingError: A value is outside its range.
-    """
-
-    learning_rate: float
-    epochs: int
-    warmup_steps: int
-    schedule: Literal["linear", "inverse_sqrt"] = "linear"
-    clip_norm: float = 5.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    accumulation: int = 1
-    averaged: int = 1
-    bfloat16: bool = False
-    # records from before there was a choice have none; a scale that chooses records its own choice
-    optimizer: Literal["adam", "sgd"] = field(default="adam", metadata={"recorded": False})
-    # a scale that has such a share records it itself
-    warmup_share: float = field(default=0.0, metadata={"recorded": False})
-
-    def warmup(self, steps: int) -> int:
-        """Return how many of a run's steps warm up.
-
-        >>> Recipe(1e-3, 3, 0, warmup_share=0.1).warmup(250)
-        25
-        """
-        return self.warmup_steps or int(self.warmup_share * steps)
-
-    def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
-        require_positive("epsilon", self.epsilon)
-        for name in ("epochs", "accumulation"):
-            require_integer(name, getattr(self, name), low=1)
-        require_integer("averaged", self.averaged, low=1, high=self.epochs)
-        require_integer("warmup_steps", self.warmup_steps)
-        require_choice("schedule", self.schedule, ("linear", "inverse_sqrt"))
-        require_choice("optimizer", self.optimizer, ("adam", "sgd"))
-        require_range("clip_norm", self.clip_norm, low=0.0)
-        require_range("weight_decay", self.weight_decay, low=0.0)
-        require_range("warmup_share", self.warmup_share, low=0.0, high=1.0)
-
-
-class Scale(Protocol):
-    """A size of a task: a frozen dataclass whose fields are its record."""
-
-    @property
-    def name(self) -> str:
-        """Its name on the command line."""
-        ...
-
-    @property
-    def recipe(self) -> Recipe:
-        """How it is trained."""
-        ...
-
-    @property
-    def compile_routing(self) -> bool:
-        """Whether routing is compiled."""
-        ...
 
 
 class Data(Protocol):

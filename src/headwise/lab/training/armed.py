@@ -10,7 +10,8 @@ from torch import nn
 
 from headwise.errors import SettingError
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.task import Data, MaskMaker, Scale, Task
+from headwise.lab.experiment.scale import Scale
+from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.training.methods import Methods
 
 

@@ -15,8 +15,8 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import scores_by_bin
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.settings import Whole
-from headwise.lab.experiment.task import Scale
 from headwise.lab.experiment.versions import versions
 from headwise.lab.results.runs import MEASURES
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from headwise.lab.experiment.task import Recipe
+from headwise.lab.experiment.scale import Recipe
 
 MOMENTUM = 0.9
 

@@ -33,10 +33,10 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.scale import Recipe
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.seeding import initialise
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Recipe
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.models.pretrained import require_whole
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
@@ -295,7 +295,7 @@ def test_a_model_with_an_aggregator_is_fine_tuned_with_it(glue, model, tmp_path)
 
 
 def test_settings_that_do_not_fit_are_refused(model):
-    with pytest.raises(SettingError, match=r"layer_decay is 0\.0; expected a factor in \(0, 1\]"):
+    with pytest.raises(SettingError, match=r"layer_decay is 0\.0; expected a finite number in \(0, 1\]"):
         dataclasses.replace(GLUE_SCALES["demo"], layer_decay=0.0)
     scale = with_options(GLUE_SCALES["demo"], ScaleOptions("demo", pretrained=model, sizes=("epochs=2",)), "glue")
     assert (scale.name, scale.pretrained, scale.epochs) == ("demo-epochs=2", model, 2)

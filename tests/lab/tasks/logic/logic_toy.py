@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
 TOY = dataclasses.replace(
-    SCALES["demo"],
+    LOGIC_SCALES["demo"],
     name="toy",
     width=8,
     heads=2,

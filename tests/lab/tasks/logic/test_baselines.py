@@ -11,9 +11,9 @@ from headwise.errors import SettingError
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.tasks.logic.baselines import counts, majority, token_counts
 from headwise.lab.tasks.logic.data import LogicSplit, load_logic
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
-TOY = replace(SCALES["demo"], name="toy", generated_draws=5_000)
+TOY = replace(LOGIC_SCALES["demo"], name="toy", generated_draws=5_000)
 
 
 def part(split, order):

@@ -12,9 +12,9 @@ from headwise.lab.tasks.logic import data as logic_data
 from headwise.lab.tasks.logic.data import GENERATOR_SEED, collate, load_logic
 from headwise.lab.tasks.logic.formulas import RELATIONS
 from headwise.lab.tasks.logic.generator import generate
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
-TOY = replace(SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
+TOY = replace(LOGIC_SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
 
 
 def texts(data, split):
@@ -250,7 +250,7 @@ def test_a_scale_outside_its_range_is_refused(changed, message):
 
 
 def test_the_named_scales_are_those_of_the_papers_protocol():
-    assert set(SCALES) == {"demo", "cpu", "paper"}
-    assert all(name == scale.name for name, scale in SCALES.items())
+    assert set(LOGIC_SCALES) == {"demo", "cpu", "paper"}
+    assert all(name == scale.name for name, scale in LOGIC_SCALES.items())
     for name in ("cpu", "paper"):
-        assert (SCALES[name].train_operators, SCALES[name].test_bins) == (6, tuple(range(1, 13)))
+        assert (LOGIC_SCALES[name].train_operators, LOGIC_SCALES[name].test_bins) == (6, tuple(range(1, 13)))

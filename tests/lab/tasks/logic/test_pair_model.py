@@ -15,9 +15,9 @@ from headwise.errors import SettingError, ShapeError
 from headwise.heads.find import find_heads
 from headwise.lab.models.encoder import Encoder, EncoderLayer, sinusoids
 from headwise.lab.tasks.logic.model import PairClassifier, QueryPooling
-from headwise.lab.tasks.logic.scales import SCALES
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
-SMALL = replace(SCALES["demo"], width=8, heads=2, layers=3, classifier_width=16)
+SMALL = replace(LOGIC_SCALES["demo"], width=8, heads=2, layers=3, classifier_width=16)
 POST = replace(SMALL, norm_first=False)
 PREMISE = torch.tensor([[4, 5, 6, 7], [8, 3, 0, 0]])
 HYPOTHESIS = torch.tensor([[2, 9, 0], [5, 4, 3]])
@@ -193,7 +193,7 @@ def test_a_row_of_padding_alone_keeps_one_position_and_stays_finite():
 
 
 def test_the_paper_scale_has_the_papers_size():
-    model = PairClassifier(13, 7, SCALES["paper"])
+    model = PairClassifier(13, 7, LOGIC_SCALES["paper"])
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2) == 1.65
 
 

@@ -270,9 +270,9 @@ def test_options_and_missing_data_are_refused(texts):
 
 
 def named_logic():
-    from headwise.lab.tasks.logic.scales import SCALES
+    from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
-    return SCALES["demo"]
+    return LOGIC_SCALES["demo"]
 
 
 @pytest.mark.skipif(not (PUBLISHED / "snli").is_dir(), reason="HEADWISE_DATA has no SICK")

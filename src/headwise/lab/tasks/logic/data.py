@@ -24,7 +24,7 @@ from headwise.lab.data.arrays import Ragged, cached_arrays, digest, require_file
 from headwise.lab.tasks.logic.files import read_pairs
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic.generator import generate
-from headwise.lab.tasks.logic.scales import Scale
+from headwise.lab.tasks.logic.scales import LogicScale
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 GENERATOR_SEED = 0
@@ -75,7 +75,7 @@ class LogicData:
     """The task's data.
 
     Attributes:
-        train: Pairs of at most `Scale.train_operators` operators.
+        train: Pairs of at most `LogicScale.train_operators` operators.
         dev: Pairs of the test bins, cut from the training side.
         test: Pairs of the test bins.
         vocabulary: The token of each id; 0 is padding, 1 a token training does not have.
@@ -96,7 +96,7 @@ class LogicData:
         return "pairs: " + ", ".join(f"{size:,} {name}" for name, size in sizes.items())
 
 
-def find_files(folder: Path, scale: Scale) -> dict[str, Path]:
+def find_files(folder: Path, scale: LogicScale) -> dict[str, Path]:
     """Return the published files that a scale reads, by name.
 
     Raises:
@@ -106,7 +106,7 @@ def find_files(folder: Path, scale: Scale) -> dict[str, Path]:
     return require_files(folder, [*(f"train{k}" for k in range(most + 1)), *(f"test{k}" for k in scale.test_bins)])
 
 
-def load_logic(folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
+def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, progress: bool = False) -> LogicData:
     """Return the data of a scale, from published files or else from the generator.
 
     Which split a pair belongs to follows from a keyed hash of its text. Generated: 80 / 10 / 10. Files: test is the
@@ -161,13 +161,13 @@ class _Assigned(NamedTuple):
     pair: Pair
 
 
-def _generated(scale: Scale, most: int, progress: bool) -> Iterator[_Assigned]:
+def _generated(scale: LogicScale, most: int, progress: bool) -> Iterator[_Assigned]:
     for pair in generate(scale.generated_draws, seed=GENERATOR_SEED, max_operators=most, progress=progress):
         order, tenth = divmod(stable_key("split", pair.premise, pair.hypothesis), 10)
         yield _Assigned({0: "test", 1: "dev"}.get(tenth, "train"), order, pair)
 
 
-def _read(files: Mapping[str, Path], scale: Scale, most: int) -> Iterator[_Assigned]:
+def _read(files: Mapping[str, Path], scale: LogicScale, most: int) -> Iterator[_Assigned]:
     for bin_ in range(most + 1):
         for pair in read_pairs(files[f"train{bin_}"], bin_):
             order, tenth = divmod(stable_key("split", pair.premise, pair.hypothesis), 10)
@@ -177,7 +177,7 @@ def _read(files: Mapping[str, Path], scale: Scale, most: int) -> Iterator[_Assig
             yield _Assigned("test", number, pair)
 
 
-def _encode(assigned: Iterable[_Assigned], scale: Scale) -> dict[str, NDArray]:
+def _encode(assigned: Iterable[_Assigned], scale: LogicScale) -> dict[str, NDArray]:
     """Return all arrays of the data under the names they are stored by."""
     splits: dict[str, list[_Assigned]] = {"train": [], "dev": [], "test": []}
     for item in assigned:

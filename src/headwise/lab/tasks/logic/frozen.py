@@ -15,7 +15,7 @@ from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
 from headwise.lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise.lab.tasks.logic.model import PairClassifier
-from headwise.lab.tasks.logic.scales import Scale
+from headwise.lab.tasks.logic.scales import LogicScale
 from headwise.lab.training.finished import scale_record
 from headwise.lab.training.trained import revived
 
@@ -25,7 +25,7 @@ FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the encoder of a run of logic, which reads formulas."""
     (vocabulary,) = read_words(folder)
-    model = PairClassifier(len(vocabulary), len(RELATIONS), scale_record(folder, record, Scale))
+    model = PairClassifier(len(vocabulary), len(RELATIONS), scale_record(folder, record, LogicScale))
     revived(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError, require_integer
 from headwise.lab.models.encoder import Encoder
-from headwise.lab.tasks.logic.scales import Scale
+from headwise.lab.tasks.logic.scales import LogicScale
 from headwise.nn.multihead import MultiheadAttention
 
 
@@ -75,14 +75,14 @@ class PairClassifier(nn.Module):
         SettingError: A size is below 1 or the sizes do not fit together.
 
     Example:
-        >>> from headwise.lab.tasks.logic.scales import SCALES
-        >>> model = PairClassifier(12, 7, SCALES["demo"])
+        >>> from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+        >>> model = PairClassifier(12, 7, LOGIC_SCALES["demo"])
         >>> sides = torch.tensor([[4, 5, 6], [7, 0, 0]])
         >>> model(sides, sides.flip(0), labels=torch.tensor([0, 6]))["logits"].shape
         torch.Size([2, 7])
     """
 
-    def __init__(self, vocabulary_size: int, num_labels: int, scale: Scale) -> None:
+    def __init__(self, vocabulary_size: int, num_labels: int, scale: LogicScale) -> None:
         super().__init__()
         require_integer("num_labels", num_labels, low=2)
         self.encoder = Encoder(

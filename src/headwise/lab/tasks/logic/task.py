@@ -23,7 +23,7 @@ from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
 from headwise.lab.tasks.logic.frozen import open_logic
 from headwise.lab.tasks.logic.model import PairClassifier
-from headwise.lab.tasks.logic.scales import SCALES, Scale
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 
 PROBED = 512
 
@@ -35,18 +35,18 @@ class LogicTask(Task):
     metric = Accuracy().name
     primary = "accuracy pooled over all test bins"
     difficulty = "number of operators"
-    scales = SCALES
+    scales = LOGIC_SCALES
     baselines = ("majority", "counts")
 
-    def load(self, folder: Path | None, scale: Scale, cache: Path | None, *, progress: bool = False) -> LogicData:
+    def load(self, folder: Path | None, scale: LogicScale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
         return load_logic(folder, scale, cache, progress=progress)
 
-    def find(self, folder: Path, scale: Scale) -> None:
+    def find(self, folder: Path, scale: LogicScale) -> None:
         """Refuse a place without the published files."""
         find_files(folder, scale)
 
-    def model(self, data: LogicData, scale: Scale) -> PairClassifier:
+    def model(self, data: LogicData, scale: LogicScale) -> PairClassifier:
         """Return a pair classifier."""
         return PairClassifier(len(data.vocabulary), len(data.labels), scale)
 
@@ -54,7 +54,7 @@ class LogicTask(Task):
         """Return the encoder; the pooling's attention is apart."""
         return model.encoder
 
-    def batches(self, data: LogicData, scale: Scale, seed: int) -> LengthBatches:
+    def batches(self, data: LogicData, scale: LogicScale, seed: int) -> LengthBatches:
         """Return batches of pairs of like length."""
         return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
 
