@@ -1,5 +1,5 @@
 "use strict";
-// Fills the view of `headwise inspect`. Every text of the data becomes text of the page (textContent), never markup.
+// Fills the view of `headwise inspect`. Text from the data is always inserted as text (textContent), never as markup.
 (() => {
   const root = document.getElementById("inspection");
   const data = JSON.parse(document.getElementById("inspection-data").textContent);
@@ -11,7 +11,7 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  // what rounds to zero has no sign
+  // zero has no sign
   const number = (value, digits) => value.toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "\u2212");
   const signed = (value) => (value < 0 ? "" : "+") + number(value, 4);
   const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
@@ -61,7 +61,7 @@
   function tokens() {
     const sentence = data.sentences[state.sentence];
     const read = weights();
-    if (!sentence) return make("p", "said", "No sentence was kept.");
+    if (!sentence) return make("p", "said", "No sentences were saved.");
     if (!read) return panel("Attention", "The attention weights of this layer cannot be read.");
     const size = sentence.tokens.length;
     const pooled = read.queries !== size;
@@ -69,11 +69,11 @@
     const shares = sentence.tokens.map((_, key) => state.token < 0
       ? queries.reduce((sum, query) => sum + read.of(query, key), 0) / read.queries : read.of(state.token, key));
     const largest = Math.max(...shares, 1e-9);
-    const from = pooled ? "the sentence's one query looks"
+    const from = pooled ? "the single query of the sentence attends"
       : state.token < 0 ? "all tokens together attend" : `\u201c${sentence.tokens[state.token]}\u201d attends`;
     const box = panel("Attention",
       `Where ${from} in head ${state.head}: the darkest token gets ${percent(largest)}.` +
-      (pooled ? "" : " Choose a token to see its own row; choose it again for all."));
+      (pooled ? "" : " Select a token to see its row; select it again for all."));
     const line = make("div", "tokens");
     sentence.tokens.forEach((token, place) => {
       const button = make(pooled ? "span" : "button", "token", token);
@@ -97,7 +97,7 @@
   function matrix(layer) {
     const label = data.measures[state.measure];
     const values = layer.pairs[state.measure];
-    const box = panel("How alike two heads are", values ? `${label}, layer ${layer.name}.` : `${label} was not measured here.`);
+    const box = panel("Similarity of heads", values ? `${label}, layer ${layer.name}.` : `${label} was not measured in this layer.`);
     if (!values) return box;
     const others = values.flatMap((row, i) => row.filter((_, j) => i !== j));
     const largest = Math.max(...others.map(Math.abs), 1e-9);
@@ -158,8 +158,8 @@
 
   function ablation(layer) {
     const none = !layer.drops.length;
-    const box = panel("What each head is worth",
-      none ? "No head was removed." : `Fall in ${data.score} without the head, with its 95 % interval; orange where removal helps.`);
+    const box = panel("Cost of removing each head",
+      none ? "No head was removed (no score was given)." : `Drop in ${data.score} without the head, with its 95 % interval; orange if removal helps.`);
     if (none) return box;
     const all = data.layers.flatMap((one) => one.drops.flatMap((drop) => drop));
     const rows = layer.drops.map(([value, low, high], head) =>
@@ -170,9 +170,9 @@
 
   function roles(layer) {
     if (!data.roles.length) return null;
-    const box = panel(`Which roles head ${state.head} plays`,
-      layer.roles.length ? "Share of its attention on the pairs of each role; the line is a random mask as sparse."
-        : "Roles were not looked for in this layer.");
+    const box = panel(`Roles of head ${state.head}`,
+      layer.roles.length ? "Share of its attention on the pairs of each role; the line marks an equally sparse random mask."
+        : "Roles were not measured in this layer.");
     if (!layer.roles.length) return box;
     box.append(bars(data.roles.map((name, role) => {
       const value = layer.roles[role][state.head];

@@ -1,5 +1,5 @@
 "use strict";
-// Fills the form of `headwise rate`. Every text of the data becomes text of the page (textContent), never markup.
+// Fills the form of `headwise rate`. Text from the data is always inserted as text (textContent), never as markup.
 (() => {
   const root = document.getElementById("rating");
   const data = JSON.parse(document.getElementById("rating-data").textContent);
@@ -79,7 +79,7 @@
 
   const save = () => {
     if (!state.rater.trim()) {
-      said.textContent = "Your name or a sign of yours is missing.";
+      said.textContent = "Enter your name or initials first.";
       document.getElementById("rater").focus();
       return;
     }
@@ -100,7 +100,7 @@
     rater.id = "rater";
     rater.value = state.rater;
     rater.addEventListener("input", () => { state.rater = rater.value; keep(); });
-    const name = make("label", "rater", "Your name or a sign of yours ");
+    const name = make("label", "rater", "Your name or initials ");
     name.append(rater);
     const graph = make("div", "graph");
     graph.append(listed("Knowledge", item.triples), listed("Entities", item.entities));
@@ -116,7 +116,7 @@
     );
     root.replaceChildren(
       name, make("h2", "", `${state.item + 1} of ${data.items.length}: ${item.title}`),
-      pair, form, graph, text("The authors' text", item.reference), moves, said,
+      pair, form, graph, text("Reference text", item.reference), moves, said,
     );
     progress();
   }
