@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.lab.data.token_batches import token_sorted
+from headwise.lab.data.batching import batch_by_tokens
 from headwise.lab.experiment.arm_text import parse_arms
 from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
 from headwise.lab.tasks.translation.model import PADDING, START
@@ -105,7 +105,7 @@ def training_step(arm: Any, data: Any) -> Work:
     methods = attached(arm, model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     methods.repel(optimizer)
-    batch = task.collate([data.train[index] for index in token_sorted(data.train.lengths, tokens=COUNTED_TOKENS)[0]])
+    batch = task.collate([data.train[index] for index in batch_by_tokens(data.train.lengths, tokens=COUNTED_TOKENS)[0]])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -144,7 +144,7 @@ def decoding_step(arm: Any, data: Any, beams: int) -> Work:
 def decoded_tokens(split: Any, beams: int) -> int:
     """Steps of a search over a split whose translations are as long as their references."""
     sources, targets = split.sources.lengths, split.targets.lengths
-    batches = token_sorted(sources, tokens=max(int(sources.max()), DECODED_TOKENS // beams))
+    batches = batch_by_tokens(sources, tokens=max(int(sources.max()), DECODED_TOKENS // beams))
     return sum(max(int(targets[index]) for index in batch) for batch in batches)
 
 

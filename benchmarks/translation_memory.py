@@ -45,7 +45,7 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, go through an epoch and print what it took."""
-    from headwise.lab.data.token_batches import TokenBatches
+    from headwise.lab.data.batching import TokenBatches
     from headwise.lab.tasks.translation.cleaning import Cleaning
     from headwise.lab.tasks.translation.data import collate, load_translation
     from headwise.lab.tasks.translation.own_corpus import own_folder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.token_batches import TokenBatches, token_sorted
+from headwise.lab.data.batching import TokenBatches, batch_by_tokens
 
 LENGTHS = np.random.default_rng(3).lognormal(3.0, 0.5, size=(2_003, 2)).astype(int) + 1
 TOKENS = 400
@@ -44,7 +44,7 @@ def test_every_example_occurs_once_and_no_batch_exceeds_its_bounds(lengths, toke
 def test_a_batch_ends_only_where_the_next_example_would_not_fit(lengths, tokens, examples):
     ordered = sorted(lengths)
     position = 0
-    for batch in token_sorted(lengths, tokens=tokens, examples=examples):
+    for batch in batch_by_tokens(lengths, tokens=tokens, examples=examples):
         assert sorted(lengths[index] for index in batch) == ordered[position : position + len(batch)]
         position += len(batch)
         if position < len(ordered) and len(batch) < examples:
@@ -122,7 +122,7 @@ def test_half_a_million_examples_are_planned_and_ordered_in_no_time():
 
 
 def test_sorted_batches_run_from_short_to_long():
-    longest = [LENGTHS[batch].max() for batch in token_sorted(LENGTHS, tokens=TOKENS)]
+    longest = [LENGTHS[batch].max() for batch in batch_by_tokens(LENGTHS, tokens=TOKENS)]
     assert longest == sorted(longest)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.labeled_texts import Layout, find_layout, read_labelled
+from headwise.lab.data.labeled_texts import Layout, find_layout, read_labeled
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(
@@ -19,7 +19,7 @@ needs_published_data = pytest.mark.skipif(
 
 
 def pairs(path: Path) -> list[tuple[str, str]]:
-    return [(one.label, one.text) for one in read_labelled(Layout("all"), {"all": path})["all"]]
+    return [(one.label, one.text) for one in read_labeled(Layout("all"), {"all": path})["all"]]
 
 
 def file(folder: Path, name: str, content: str | bytes) -> Path:
@@ -42,7 +42,7 @@ def file(folder: Path, name: str, content: str | bytes) -> Path:
 )
 def test_the_published_sets_are_read_whole(name, lines, labels):
     layout, paths = find_layout(PUBLISHED / name)
-    read = read_labelled(layout, paths)
+    read = read_labeled(layout, paths)
     assert {file: len(found) for file, found in read.items()} == lines
     assert Counter(one.label for one in read[layout.train]) == labels
 
@@ -123,7 +123,7 @@ def test_the_training_file_says_which_column_holds_labels(tmp_path):
     train = file(tmp_path, "train.tsv", "x y\tgood\nz\tbad\nw\tgood\n")
     test = file(tmp_path, "test.csv", "label,text\nbad,v\n")
     dev = file(tmp_path, "dev.tsv", "one\tgood\n")
-    read = read_labelled(Layout("train", "dev", "test"), {"train": train, "dev": dev, "test": test})
+    read = read_labeled(Layout("train", "dev", "test"), {"train": train, "dev": dev, "test": test})
     assert [(one.label, one.text, one.line) for one in read["dev"]] == [("good", "one", 1)]
     assert [(one.label, one.text, one.line) for one in read["test"]] == [("bad", "v", 2)]
 

@@ -1,8 +1,4 @@
-"""Where data comes from and how it is kept: ragged token arrays, file lookup and the cache on disk.
-
-Owns: `Ragged`, the refusals for missing folders and files, and atomic reading and writing of cached arrays.
-Must not know any task.
-"""
+"""Ragged token arrays in memory and on disk, file lookup, digests, and the cache of prepared arrays."""
 
 from __future__ import annotations
 
@@ -14,12 +10,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from headwise.errors import DataError, ShapeError
+from headwise.errors import DataError, HeadwiseError, ShapeError
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Ragged:
     """Sequences of token ids of unequal length in one flat array.
 
     Attributes:
-        values: All ids one after another, [T]; uint8 or int32.
+        values: All ids concatenated, [T]; uint8 or int32.
         offsets: Where each sequence starts, and the end of the last, int64 [N + 1].
 
     Raises:
@@ -52,7 +52,7 @@ class Ragged:
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]]) -> Ragged:
-        """Return the sequences packed; ids take one byte each while none is above 255."""
+        """Return the sequences packed; ids take one byte each if none is above 255."""
         kept = list(sequences)
         offsets = np.zeros(len(kept) + 1, dtype=np.int64)
         np.cumsum([len(sequence) for sequence in kept], out=offsets[1:])
@@ -66,7 +66,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def first(self, most: int) -> Ragged:
-        """Return the first sequences, at most `most`, without a copy."""
+        """Return at most the first `most` sequences, without a copy."""
         offsets = self.offsets[: most + 1]
         return Ragged(self.values[: offsets[-1]], offsets)
 
@@ -78,6 +78,63 @@ class Ragged:
         return self.values[self.offsets[position] : self.offsets[position + 1]].tolist()
 
 
+class RaggedWriter:
+    """Writes sequences to `NAME.ids.npy` and `NAME.offsets.npy` batch by batch; `open_ragged` reads them back.
+
+    Args:
+        folder: Folder of the files.
+        name: Name of the files.
+        dtype: Type of the ids.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
+        self._ids = _GrowingFile(folder / f"{name}.ids.npy", dtype)
+        self._offsets = _GrowingFile(folder / f"{name}.offsets.npy", np.dtype(np.int64))
+        self._offsets.append(np.zeros(1, dtype=np.int64))
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences written."""
+        return self._offsets.length - 1
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens written."""
+        return self._ids.length
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ids.close()
+        self._offsets.close()
+
+    def write(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Append sequences."""
+        lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
+        ends = self.tokens + np.cumsum(lengths)
+        self._ids.append(np.fromiter(chain.from_iterable(sequences), self._ids.dtype, count=int(lengths.sum())))
+        self._offsets.append(ends)
+
+
+def open_ragged(folder: Path, name: str) -> Ragged:
+    """Return memory-mapped sequences from the files of a `RaggedWriter`.
+
+    Raises:
+        DataError: A file is missing, damaged or of another type.
+    """
+    try:
+        ids, offsets = (np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("ids", "offsets"))
+        if ids.dtype not in (np.uint16, np.uint32) or offsets.dtype != np.int64 or ids.ndim != 1:
+            raise DataError(f"{ids.dtype} [{ids.ndim} axes] with {offsets.dtype}; expected ids and int64 offsets")
+        # plain arrays over the same files: slices of a memmap cost several times as much
+        return Ragged(ids.view(np.ndarray), offsets.view(np.ndarray))
+    except (OSError, ValueError, EOFError, HeadwiseError) as error:
+        raise DataError(f"{folder / name}: the token arrays cannot be read ({error}); prepare them again.") from error
+
+
 def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the path of each name in `folder`, plain or with `.gz`.
 
@@ -87,7 +144,7 @@ def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     wanted = list(names)
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {state}; expected a folder with {_listing(wanted)}, plain or .gz.")
+        raise DataError(f"{folder} {state}; expected a folder with {_list_names(wanted)}, plain or .gz.")
     found: dict[str, Path] = {}
     for name in wanted:
         forms = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
@@ -97,9 +154,9 @@ def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
             found[name] = forms[0]
     missing = [name for name in wanted if name not in found]
     if missing:
-        below = sorted(child.name for child in folder.iterdir() if child.is_dir() and _holds(child, missing[0]))
+        below = sorted(child.name for child in folder.iterdir() if child.is_dir() and _has_file(child, missing[0]))
         advice = f" They seem to be in {folder / below[0]}: name that folder." if below else ""
-        raise DataError(f"{folder} lacks {_listing(missing)}; expected each, plain or .gz.{advice}")
+        raise DataError(f"{folder} lacks {_list_names(missing)}; expected each, plain or .gz.{advice}")
     return found
 
 
@@ -131,7 +188,7 @@ def stable_key(*parts: str) -> int:
 
 
 def digest(description: str, files: Iterable[Path] = ()) -> str:
-    """Return 16 hexadecimal digits of a description and the contents of files: the name of what follows from them.
+    """Return 16 hexadecimal digits that identify a description and the contents of files.
 
     Raises:
         DataError: A file cannot be read.
@@ -147,14 +204,14 @@ def digest(description: str, files: Iterable[Path] = ()) -> str:
 
 
 def cached_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, NDArray]]) -> Mapping[str, NDArray]:
-    """Return the arrays kept as `cache/name.npz`, or make them, keep them there and return them.
+    """Return the arrays of `cache/name.npz`, making and storing them first if needed.
 
-    The file appears by rename, so an interrupted or a second writer never leaves half of one. A file that cannot
-    be read is made anew.
+    The file appears by rename, so an interrupted or concurrent writer never leaves a partial one. Corrupt files are
+    rebuilt.
 
     Args:
-        cache: Folder, made when missing; None keeps nothing.
-        name: File name without suffix; it has to change with whatever the arrays depend on.
+        cache: Folder, created if missing; None stores nothing.
+        name: File name without suffix; it must change with whatever the arrays depend on.
         make: Makes the arrays.
 
     Raises:
@@ -190,9 +247,32 @@ def _write_atomically(path: Path, arrays: Mapping[str, NDArray]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _holds(folder: Path, name: str) -> bool:
+def _has_file(folder: Path, name: str) -> bool:
     return (folder / name).is_file() or (folder / f"{name}.gz").is_file()
 
 
-def _listing(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
+
+
+class _GrowingFile:
+    """An .npy file of one axis whose length is known only when it is closed."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.dtype, self.length = dtype, 0
+        self._stream = path.open("wb")
+        self._write_header()
+
+    def append(self, values: NDArray) -> None:
+        self._stream.write(values.tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        self._stream.seek(0)
+        # numpy leaves room in a header for the first axis to grow
+        self._write_header()
+        self._stream.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
+        npy.write_array_header_1_0(self._stream, header)

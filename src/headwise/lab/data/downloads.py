@@ -1,7 +1,6 @@
-"""Files fetched from the network by a pinned recipe: address, size and checksum are known before the first byte.
+"""Downloading files with pinned URL, size and checksum.
 
-Owns the transfer, the check and the unpacking. A file appears under its name only when it is whole and has the
-checksum of its recipe. Must not know what the files are for.
+A file appears under its name only when it is complete and has the expected checksum.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from headwise.errors import DataError, SettingError, require_integer
 
 CHUNK = 1 << 20
-SILENCE = 60.0  # seconds without a byte after which a transfer has failed
+SILENCE = 60.0  # timeout of a transfer in seconds without data
 
 
 @dataclass(frozen=True)
 class Download:
-    """A recipe for one file of the network.
+    """A file to download.
 
     Attributes:
-        url: Its address; http, https or ftp.
+        url: Its http, https or ftp URL.
         sha256: Its checksum, 64 hexadecimal digits.
-        size: Its length in bytes.
-        members: What to take out of it where it is a tar or zip archive: (name inside, file name to keep it under).
-            None means that the file is wanted as it is.
+        size: Its size in bytes.
+        members: Files to extract from a tar or zip archive, as (name inside, file name to save as). Empty for a file
+            that is used as it is.
 
     Raises:
-        SettingError: The checksum or the size cannot be one, or a file name to keep has a folder in it.
+        SettingError: The checksum or size is invalid, or a file name contains a folder.
 
     Example:
         >>> Download("https://example.org/corpora/train.tgz", "0" * 64, 12).name
@@ -63,24 +62,24 @@ class Download:
 
     @property
     def name(self) -> str:
-        """The file's own name."""
+        """Name of the file in the URL."""
         return PurePosixPath(urlsplit(self.url).path).name
 
 
 def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[Path, ...]:
-    """Return the files of a recipe in `folder`, fetched where they are not there yet.
+    """Return the files of a download in `folder`, fetching those that are missing.
 
-    An interrupted transfer goes on where it stopped. Someone without a network puts the file under its own name into
-    `folder`: it is checked and unpacked just the same. An archive fetched here is removed once it is unpacked.
+    An interrupted transfer resumes. Without a network, put the file into `folder` under its own name: it is checked
+    and unpacked just the same. An archive fetched here is removed once it is unpacked.
 
     Args:
-        download: What to fetch.
-        folder: Where to; made when missing.
-        progress: Whether to show a bar on stderr where that is a terminal.
+        download: The file to download.
+        folder: Destination, created if missing.
+        progress: Whether to show a bar on stderr if that is a terminal.
 
     Raises:
-        DataError: The network or the file cannot be reached, the transfer stopped, the checksum is another, the
-            archive is damaged or lacks a member, or `folder` cannot be written.
+        DataError: The file cannot be reached, the transfer stopped, the checksum differs, the archive is damaged or
+            lacks a member, or `folder` cannot be written.
     """
     archive = folder / download.name
     wanted = tuple(folder / kept for _, kept in download.members) or (archive,)
@@ -123,25 +122,25 @@ def _transfer(download: Download, place: Path, progress: bool) -> None:
 
 
 def _receive(download: Download, partial: Path, present: int, progress: bool) -> int:
-    """Append what is missing to `partial`, or begin anew where the server cannot go on; return its length then."""
+    """Append the missing bytes to `partial`, or restart if the server cannot resume; return its size."""
     # some servers refuse Python's own name
     headers = {"User-Agent": "headwise"} | ({"Range": f"bytes={present}-"} if present else {})
     request = urllib.request.Request(download.url, headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=SILENCE)
     except (OSError, HTTPException) as error:
-        raise _unreachable(download, partial.parent, error) from error
+        raise _explain_unreachable(download, partial.parent, error) from error
     with response:
-        goes_on = present > 0 and getattr(response, "status", None) == 206
-        received = present if goes_on else 0
-        with partial.open("ab" if goes_on else "wb") as stream, _bars(progress) as bars:
+        resumed = present > 0 and getattr(response, "status", None) == 206
+        received = present if resumed else 0
+        with partial.open("ab" if resumed else "wb") as stream, _show_bars(progress) as bars:
             task = bars.add_task(download.name, total=download.size, completed=received)
-            # more than the recipe's size is another file: the checksum will say so
+            # a larger file is a different one: the checksum will differ
             while received <= download.size:
                 try:
                     piece = response.read(CHUNK)
                 except (OSError, HTTPException) as error:
-                    raise _unreachable(download, partial.parent, error) from error
+                    raise _explain_unreachable(download, partial.parent, error) from error
                 if not piece:
                     break
                 received += stream.write(piece)
@@ -149,7 +148,7 @@ def _receive(download: Download, partial: Path, present: int, progress: bool) ->
     return received
 
 
-def _bars(progress: bool) -> Progress:
+def _show_bars(progress: bool) -> Progress:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -161,7 +160,7 @@ def _bars(progress: bool) -> Progress:
     return Progress(*columns, console=console, disable=not (progress and console.is_terminal))
 
 
-def _unreachable(download: Download, folder: Path, error: Exception) -> DataError:
+def _explain_unreachable(download: Download, folder: Path, error: Exception) -> DataError:
     reason = getattr(error, "reason", None) or error
     return DataError(
         f"{download.url} cannot be fetched ({reason}); run again where there is a network, or put the file as "
@@ -180,10 +179,12 @@ def _require_checksum(path: Path, download: Download, otherwise: str) -> None:
 
 
 def _unpack(archive: Path, members: Mapping[str, str]) -> None:
-    """Write the named members beside the archive, each under its own name and nothing else of the archive."""
+    """Extract the named members next to the archive, and nothing else."""
     missing = dict(members)
     try:
-        for name, stream in _zip_members(archive, members) if archive.suffix == ".zip" else _tar_members(archive):
+        for name, stream in (
+            _open_zip_members(archive, members) if archive.suffix == ".zip" else _open_tar_members(archive)
+        ):
             kept = missing.pop(name, None)
             if kept is not None:
                 partial = archive.with_name(f".{kept}.partial")
@@ -197,7 +198,7 @@ def _unpack(archive: Path, members: Mapping[str, str]) -> None:
     raise DataError(f"{archive} lacks {', '.join(missing)}; was it unpacked and packed anew?")
 
 
-def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+def _open_tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(archive) as packed:
         for member in packed:
             stream = packed.extractfile(member) if member.isreg() else None
@@ -205,7 +206,7 @@ def _tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 yield member.name.removeprefix("./"), stream
 
 
-def _zip_members(archive: Path, names: Container[str]) -> Iterator[tuple[str, IO[bytes]]]:
+def _open_zip_members(archive: Path, names: Container[str]) -> Iterator[tuple[str, IO[bytes]]]:
     with zipfile.ZipFile(archive) as packed:
         for name in packed.namelist():
             if name in names:

@@ -1,7 +1,4 @@
-"""Lines of a text as batches a trained model takes, with what role masks need to know of their tokens.
-
-Owns the reading of a text file, the batch, and which characters a token stands for. Must not know models or tasks.
-"""
+"""Lines of a text encoded and batched for a trained model, with what role masks need to know of their tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.batching import batch_by_length
 from headwise.roles.word_table import WordTable
 
 BATCH = 32
-# The first character of a token and the one after its last; None for a token that is added to the text.
+# Start and end of a token in characters; None for a special token.
 Span = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tokens of a text as `headwise.align` reads them; made by `pieces`."""
+    """The tokens of a text as `headwise.align` reads them; made by `make_pieces`."""
 
     offsets: Sequence[tuple[int, int]]
     sequence_ids: Sequence[int | None]
@@ -38,10 +35,10 @@ class Row:
 
     Attributes:
         ids: Its token ids.
-        tokens: Its tokens as they are to be read.
-        spans: The characters of the line each token stands for; None where they are not words of a language.
-        table: The words of the line, with their parse if there is one; None where its tokens are no words.
-        cut: Whether the line is longer than what was read of it.
+        tokens: Its tokens, as text.
+        spans: The characters of each token in the line; None if they are not words of a language.
+        table: The words of the line, with their parse if there is one; None if its tokens are not words.
+        cut: Whether the line was truncated.
     """
 
     ids: Sequence[int]
@@ -56,14 +53,14 @@ class Encoded:
     """A batch of lines.
 
     Attributes:
-        number: Its place among the batches.
-        places: The place of each line in the text.
+        number: Index of the batch.
+        places: Index of each line in the text.
         inputs: The model's arguments.
         keep: True where a token is real, [B, n].
-        tokens: The tokens of each line as they are to be read.
-        encoding: What `headwise.align` takes, for role masks; None where tokens are no words of a language.
-        tables: The words of each line, with their parse if there is one; None where tokens are no words.
-        cut: How many of the lines are longer than what was read of them.
+        tokens: The tokens of each line, as text.
+        encoding: Argument of `headwise.align`, for role masks; None if tokens are not words of a language.
+        tables: The words of each line, with their parse if there is one; None if tokens are not words.
+        cut: Number of truncated lines.
     """
 
     number: int
@@ -76,10 +73,10 @@ class Encoded:
     cut: int = 0
 
 
-def pieces(spans: Sequence[Span]) -> Pieces:
-    """Return tokens by the characters they stand for.
+def make_pieces(spans: Sequence[Span]) -> Pieces:
+    """Return tokens given by their characters.
 
-    >>> pieces([(0, 3), None]).special_tokens_mask
+    >>> make_pieces([(0, 3), None]).special_tokens_mask
     [0, 1]
     """
     return Pieces(
@@ -90,21 +87,21 @@ def pieces(spans: Sequence[Span]) -> Pieces:
     )
 
 
-def batched(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> Iterator[Encoded]:
-    """Yield rows in batches of like length: "input_ids" [B, n], padded at the end, and "attention_mask" [B, n].
+def collate_rows(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> Iterator[Encoded]:
+    """Yield rows in batches of similar length: "input_ids" [B, n], padded at the end, and "attention_mask" [B, n].
 
-    >>> batch = next(batched([Row([5, 6], ("a", "b")), Row([7], ("c",))], torch.device("cpu")))
+    >>> batch = next(collate_rows([Row([5, 6], ("a", "b")), Row([7], ("c",))], torch.device("cpu")))
     >>> batch.places, batch.inputs["input_ids"].tolist()
     ((1, 0), [[7, 0], [5, 6]])
     """
-    for number, chosen in enumerate(length_sorted([len(row.ids) for row in rows], BATCH)):
+    for number, chosen in enumerate(batch_by_length([len(row.ids) for row in rows], BATCH)):
         found = [rows[place] for place in chosen]
         width = max(len(row.ids) for row in found)
         ids = torch.tensor([[*row.ids, *[padding] * (width - len(row.ids))] for row in found], device=device)
         lengths = torch.tensor([len(row.ids) for row in found], device=device)
         keep = torch.arange(width, device=device) < lengths[:, None]
         spans = [row.spans for row in found]
-        encoding = None if None in spans else [pieces(span) for span in spans if span is not None]
+        encoding = None if None in spans else [make_pieces(span) for span in spans if span is not None]
         inputs = {"input_ids": ids, "attention_mask": keep}
         tables = tuple(row.table for row in found if row.table is not None)
         yield Encoded(
@@ -120,7 +117,7 @@ def batched(rows: Sequence[Row], device: torch.device, *, padding: int = 0) -> I
 
 
 def read_sentences(path: Path) -> list[str]:
-    """Return the sentences of a file, one a line; empty lines are left out.
+    """Return the nonempty lines of a file.
 
     Raises:
         DataError: The file is not UTF-8, or holds no text.
@@ -128,8 +125,8 @@ def read_sentences(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start}); expected text, a sentence a line.") from None
+        raise DataError(f"{path} is not UTF-8 (byte {error.start}); expected text, one sentence per line.") from None
     found = [line.strip() for line in lines if line.strip()]
     if not found:
-        raise DataError(f"{path} holds no text; expected a sentence a line.")
+        raise DataError(f"{path} holds no text; expected one sentence per line.")
     return found

@@ -1,8 +1,4 @@
-"""The reader of labelled texts: files of two columns, a label and a text, tab- or comma-separated.
-
-Owns the line format, the finding of columns and headers, the files of a folder, and the refusal of every line that does
-not fit. Must not know splits or token ids.
-"""
+"""Reading labeled texts: tab- or comma-separated files with a label and a text per line."""
 
 from __future__ import annotations
 
@@ -18,14 +14,14 @@ from headwise.lab.data.arrays import numbered_lines
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}
-# Beyond this share of different values a column holds texts and no labels.
+# A column with a larger share of different values holds texts, not labels.
 MOST_LABELS = 0.5
 QUOTE = '"'
 
 
 @dataclass(frozen=True)
-class LabelledText:
-    """One line of a file: its label and its text as they stand there, and the line's number."""
+class LabeledText:
+    """One line of a file: its label, its text and its number."""
 
     label: str
     text: str
@@ -37,7 +33,7 @@ class Layout:
     """Which files of a folder hold which split, by their names without suffix.
 
     Attributes:
-        train: The training file; the only one where there is neither dev nor test.
+        train: The training file, or the only one.
         dev: The dev file; None where dev is cut from the training file.
         test: The test file; None where test is cut from the training file.
     """
@@ -48,11 +44,11 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The files there have to be."""
+        """The required files."""
         return tuple(name for name in (self.train, self.dev, self.test) if name is not None)
 
 
-# The first that fits is taken: SST comes with its sentences beside the phrases it is trained on.
+# The first that fits is used: SST has both whole sentences and the phrases it is trained on.
 LAYOUTS = (
     Layout("all"),
     Layout("train_phrases", "dev", "test"),
@@ -65,14 +61,14 @@ def find_layout(place: Path) -> tuple[Layout, dict[str, Path]]:
     """Return the layout of a folder, or of one file, and the path of each of its names.
 
     Raises:
-        DataError: There is no such place, its files fit no layout, or a name is there in two forms.
+        DataError: There is no such place, its files fit no layout, or a file is present in two forms.
     """
     if place.is_file():
         return Layout("all"), {"all": place}
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected a file of labels and texts, or a folder of such files.")
     for layout in LAYOUTS:
-        found = {name: _forms(place, name) for name in layout.names}
+        found = {name: _find_forms(place, name) for name in layout.names}
         if all(found.values()):
             double = next((paths for paths in found.values() if len(paths) > 1), None)
             if double is not None:
@@ -85,13 +81,13 @@ def find_layout(place: Path) -> tuple[Layout, dict[str, Path]]:
     raise DataError(f"{place} holds no set of texts; expected files {wanted}, as .tsv or .csv, plain or .gz.{advice}")
 
 
-def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[LabelledText]]:
+def read_labeled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[LabeledText]]:
     """Return the lines of each file of a layout.
 
-    A first line that names both columns ("label" and "text", or a like word) is a header; other columns may then stand
-    beside the two. Without one there are two columns, and the labels stand in the one with fewer different values in
-    the training file. Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted where it begins and
-    ends with a quote and doubles each one inside. An empty text comes back as "": the published sets have some.
+    A first line that names both columns ("label" and "text", or a similar word) is a header; there may then be other
+    columns. Without a header there are two columns, and labels are in the one with fewer different values in the
+    training file. Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted if it begins and ends
+    with a quote and doubles each one inside. Empty texts are kept as "": the published sets have some.
 
     Args:
         layout: Which file is the training file.
@@ -103,18 +99,18 @@ def read_labelled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[L
     """
     files = {name: _File(path, list(read_rows(path))) for name, path in paths.items()}
     train = files[layout.train]
-    columns = train.header or _columns(train.path, [fields for _, fields in train.body])
+    columns = train.header or _find_columns(train.path, [fields for _, fields in train.body])
     if train.header is None:
         _require_no_header(train, columns[0])
     if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
         raise DataError(f"{train.path} has one label in {len(train.body)} lines; expected at least two different ones.")
-    return {name: file.labelled(file.header or columns) for name, file in files.items()}
+    return {name: file.read_labeled(file.header or columns) for name, file in files.items()}
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the texts of a file whose labels do not matter: a text a line, or one beside a label.
+    """Return the texts of a file, ignoring its labels if it has any.
 
-    Where no first line names the columns, texts are in the one with more different values. Empty texts are left out.
+    Without a header, texts are in the column with more different values. Empty texts are left out.
 
     Raises:
         DataError: A line has another number of fields, the columns cannot be told, or there is no text.
@@ -129,57 +125,57 @@ def read_texts(path: Path) -> list[str]:
 
 
 class _File:
-    """The rows of a file, checked to be of one width."""
+    """The rows of a file, all with the same number of fields."""
 
     def __init__(self, path: Path, rows: list[tuple[int, list[str]]], *, fewest: int = 2) -> None:
         if not rows:
             raise DataError(f"{path} has no lines; expected a label and a text in each.")
         self.path = path
-        self.header = _header(rows[0][1])
+        self.header = _find_header(rows[0][1])
         self.body = rows if self.header is None else rows[1:]
         width = len(rows[0][1])
         if self.header is None and not fewest <= width <= 2:
             raise DataError(
-                f"{path}, line {rows[0][0]}: {_fields(width)}; expected 2, a label and a text, or a header that names "
-                "them."
+                f"{path}, line {rows[0][0]}: {_count_fields(width)}; expected 2, a label and a text, or "
+                "a header that names them."
             )
         for number, fields in self.body:
             if len(fields) != width:
                 raise DataError(
-                    f"{path}, line {number}: {_fields(len(fields))}; expected {width} as in the first line."
+                    f"{path}, line {number}: {_count_fields(len(fields))}; expected {width} as in the first line."
                 )
         if not self.body:
             raise DataError(f"{path} has a header and no lines; expected a label and a text in each.")
 
-    def labelled(self, columns: tuple[int, int]) -> list[LabelledText]:
-        """Return the rows with their columns of labels and texts."""
+    def read_labeled(self, columns: tuple[int, int]) -> list[LabeledText]:
+        """Return the labels and texts of the rows."""
         label, text = columns
         empty = next((number for number, fields in self.body if not fields[label].strip()), None)
         if empty is not None:
             raise DataError(f"{self.path}, line {empty}: the label is empty; fill it in or drop the line.")
-        return [LabelledText(fields[label].strip(), " ".join(fields[text].split()), n) for n, fields in self.body]
+        return [LabeledText(fields[label].strip(), " ".join(fields[text].split()), n) for n, fields in self.body]
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number from 1, its fields) of a tab- or comma-separated file; empty lines are passed over.
+    """Yield (line number from 1, its fields) of a tab- or comma-separated file; empty lines are skipped.
 
     Raises:
-        DataError: The file cannot be read, or its name does not say what separates its columns.
+        DataError: The file cannot be read, or its suffix is not that of a table.
     """
     suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
     if suffix not in DELIMITERS:
         raise DataError(f"{path} is no {', '.join(DELIMITERS)}; rename it after what separates its columns.")
     if suffix == ".csv":
-        yield from _comma_separated(path)
+        yield from _read_csv(path)
         return
     for number, line in numbered_lines(path):
         # a byte-order mark, as spreadsheets write it
         fields = (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line).split("\t")
         if fields != [""]:
-            yield number, [_unquoted(field) for field in fields]
+            yield number, [_unquote(field) for field in fields]
 
 
-def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     lines = (
         (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line) + "\n"
         for number, line in numbered_lines(path)
@@ -195,7 +191,7 @@ def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}, line {first}: not comma-separated as quoting wants it ({error}).") from None
 
 
-def _unquoted(field: str) -> str:
+def _unquote(field: str) -> str:
     inside = field[1:-1]
     quoted = len(field) > 1 and field[0] == field[-1] == QUOTE
     if quoted and QUOTE * 2 in inside and QUOTE not in inside.replace(QUOTE * 2, ""):
@@ -203,8 +199,8 @@ def _unquoted(field: str) -> str:
     return field
 
 
-def _header(fields: Sequence[str]) -> tuple[int, int] | None:
-    """Return the columns of labels and texts where the fields are their names."""
+def _find_header(fields: Sequence[str]) -> tuple[int, int] | None:
+    """Return the columns of labels and texts if the fields are a header."""
     names = [field.strip().lower() for field in fields]
     label = next((i for i, name in enumerate(names) if name in LABEL_NAMES), None)
     text = next((i for i, name in enumerate(names) if name in TEXT_NAMES), None)
@@ -212,7 +208,7 @@ def _header(fields: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _require_no_header(file: _File, label: int) -> None:
-    """Refuse a first line whose label is no other line's, where every other label is one of several lines."""
+    """Refuse a first line that looks like a header: its label is the only one that occurs once."""
     counts = Counter(fields[label].strip() for _, fields in file.body)
     number, first = file.body[0]
     lone = [name for name, count in counts.items() if count == 1]
@@ -223,7 +219,7 @@ def _require_no_header(file: _File, label: int) -> None:
         )
 
 
-def _columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
+def _find_columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
     counts = [len({row[column] for row in rows}) for column in (0, 1)]
     label = 0 if counts[0] <= counts[1] else 1
     if counts[0] == counts[1] or min(counts) > max(2, MOST_LABELS * len(rows)):
@@ -234,14 +230,14 @@ def _columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
     return label, 1 - label
 
 
-def _forms(folder: Path, name: str) -> list[Path]:
+def _find_forms(folder: Path, name: str) -> list[Path]:
     forms = (f"{name}{suffix}{packed}" for suffix in DELIMITERS for packed in ("", ".gz"))
     return [folder / form for form in forms if (folder / form).is_file()]
 
 
 def _fits_some(folder: Path) -> bool:
-    return any(all(_forms(folder, name) for name in layout.names) for layout in LAYOUTS)
+    return any(all(_find_forms(folder, name) for name in layout.names) for layout in LAYOUTS)
 
 
-def _fields(count: int) -> str:
+def _count_fields(count: int) -> str:
     return f"{count} field{'s' * (count != 1)}"

@@ -1,8 +1,4 @@
-"""Lines in, lines out: a stream of text that is answered line by line, in memory that does not grow with it.
-
-Owns the reading of lines, the window inside which they are answered together, and the order and the count of what is
-written: one line out for each line in. Must not know what an answer is, nor where the streams come from.
-"""
+"""Answering a stream of text line by line in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,14 +9,14 @@ from typing import IO, NamedTuple, TypeVar
 
 from headwise.errors import DataError, require_integer
 
-# Bytes of a line that are looked at: far more than any sentence. A stream without ends of lines still fits in memory.
+# Maximum number of bytes read of a line, far more than any sentence: a stream without newlines still fits in memory.
 LONGEST_LINE = 1 << 16
 
 Read = TypeVar("Read")
 
 
 class TextLine(NamedTuple):
-    """A line of a stream: its number from 1, its text without its end, and whether more of it was left out."""
+    """A line of a stream: its number from 1, its text without the newline, and whether it was truncated."""
 
     number: int
     text: str
@@ -28,11 +24,11 @@ class TextLine(NamedTuple):
 
 
 def read_lines(stream: IO[bytes], name: str) -> Iterator[TextLine]:
-    r"""Yield the lines of a stream as they come, whether they end in LF or CRLF; the last may lack its end.
+    r"""Yield the lines of a stream as they arrive, ending in LF or CRLF; the last may lack its newline.
 
     Args:
         stream: UTF-8 text, with or without a byte order mark.
-        name: What messages call it.
+        name: Name of the stream in messages.
 
     Raises:
         DataError: A line is not UTF-8; the message names it.
@@ -42,7 +38,7 @@ def read_lines(stream: IO[bytes], name: str) -> Iterator[TextLine]:
         >>> [line.text for line in read_lines(io.BytesIO(b"a b\r\n\nc"), "standard input")]
         ['a b', '', 'c']
     """
-    for number, (raw, cut) in enumerate(_raw_lines(stream), start=1):
+    for number, (raw, cut) in enumerate(_read_raw(stream), start=1):
         try:
             # a line that was cut may end inside a character
             text, _ = codecs.utf_8_decode(raw, "strict", not cut)
@@ -59,16 +55,16 @@ def answer_lines(
     window: int,
     done: Callable[[int], None] = lambda _lines: None,
 ) -> None:
-    """Write one line for each line, in their order, flushed after each window.
+    """Write one output line per input line in order, flushed after each window.
 
     Lines before one that cannot be read are still answered.
 
     Args:
-        lines: What was read of each line.
-        answer: Given the lines of a window, returns a line for each.
-        output: Where to.
-        window: Lines read before the first of them is written.
-        done: Told after each window how many lines are written.
+        lines: The lines.
+        answer: Returns a line for each line of a window.
+        output: Stream to write to.
+        window: Number of lines answered together.
+        done: Called after each window with the number of lines written.
 
     Raises:
         SettingError: `window` is below 1.
@@ -94,8 +90,8 @@ def answer_lines(
         raise fault
 
 
-def _raw_lines(stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield each line without its end, and whether more of it was left out."""
+def _read_raw(stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Yield each line without its newline, and whether it was truncated."""
     while raw := stream.readline(LONGEST_LINE):
         piece, left_out = raw, 0
         while len(piece) == LONGEST_LINE and not piece.endswith(b"\n"):

@@ -1,7 +1,4 @@
-"""Where a pipeline of spaCy lies, so that what it parsed can be told from what another one did.
-
-Owns the finding of a pipeline's files. Must not load spaCy.
-"""
+"""Files and digest of a spaCy pipeline, found without loading spaCy."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import digest
 
 
-def pipeline_files(pipeline: Path) -> list[Path]:
-    """Return the files of a pipeline: a folder, or the name of an installed package.
+def list_pipeline_files(pipeline: Path) -> list[Path]:
+    """Return the files of a pipeline, given by its folder or the name of an installed package.
 
     Raises:
-        DataError: There is neither.
+        DataError: Neither exists.
     """
     folder = pipeline
     if not folder.is_dir():
@@ -31,10 +28,10 @@ def pipeline_files(pipeline: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
-def pipeline_digest(pipeline: Path) -> str:
-    """Return a digest of everything a pipeline's parses follow from.
+def hash_pipeline(pipeline: Path) -> str:
+    """Return a digest of everything a pipeline's parses depend on.
 
     Raises:
         DataError: There is no such pipeline.
     """
-    return digest("parsed", pipeline_files(pipeline))
+    return digest("parsed", list_pipeline_files(pipeline))

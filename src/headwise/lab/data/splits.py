@@ -1,7 +1,4 @@
-"""Which text belongs to training, dev and test: parts cut by a hash of the text, so that equal texts stay together.
-
-Owns the cut. Must not know files or token ids.
-"""
+"""Training, dev and test splits by a hash of the text, so that equal texts stay together."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from headwise.lab.data.arrays import stable_key
 TENTHS = 10
 
 
-def parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
-    """Return the part, 0 to count - 1, that each text is in; equal texts are in one part.
+def assign_parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
+    """Return the part of each text, from 0 to count - 1; equal texts are in the same part.
 
-    Different texts are ordered by a keyed hash and dealt out in that order, so that parts are as equal in size as equal
-    texts allow, and the part of a text follows from the texts alone and not from the order they stand in.
+    Different texts are ordered by a keyed hash and dealt out in that order. Parts are as equal in size as duplicates
+    allow, and do not depend on the order of the texts.
 
     Raises:
         DataError: There are fewer different texts than parts.
 
-    >>> parts(["a", "b", "a", "c"], 3).tolist()
+    >>> assign_parts(["a", "b", "a", "c"], 3).tolist()
     [0, 1, 0, 2]
     """
     members: dict[str, list[int]] = {}
@@ -36,7 +33,7 @@ def parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
     found = np.zeros(len(texts), dtype=np.int64)
     dealt = part = opened = 0
     for left, text in zip(range(len(members), 0, -1), sorted(members, key=_order), strict=True):
-        # the next part begins where this one is full, or where only as many texts are left as parts to begin
+        # start the next part when this one is full, or when every text left is needed to start one
         if opened and (dealt * count >= (part + 1) * len(texts) or left < count - part):
             part, opened = min(part + 1, count - 1), 0
         found[members[text]] = part
@@ -45,23 +42,23 @@ def parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
     return found
 
 
-def cut(texts: Sequence[str], *, count: int = TENTHS, fold: int = 0) -> dict[str, NDArray[np.int64]]:
-    """Return the places of train, dev and test: part `fold` is test, the next one dev, the others train.
+def split_by_hash(texts: Sequence[str], *, count: int = TENTHS, fold: int = 0) -> dict[str, NDArray[np.int64]]:
+    """Return the indices of train, dev and test: part `fold` is test, the next one dev, the others train.
 
     Args:
-        texts: What tells texts apart.
-        count: Parts.
+        texts: The texts.
+        count: Number of parts.
         fold: The part that is test.
     """
-    part = parts(texts, count)
+    part = assign_parts(texts, count)
     test, dev = part == fold, part == (fold + 1) % count
     return {"train": np.flatnonzero(~test & ~dev), "dev": np.flatnonzero(dev), "test": np.flatnonzero(test)}
 
 
-def without(splits: Mapping[str, Sequence[str]]) -> dict[str, NDArray[np.int64]]:
-    """Return the places of each split, train, dev and test, whose texts are in no split that comes after it.
+def drop_shared(splits: Mapping[str, Sequence[str]]) -> dict[str, NDArray[np.int64]]:
+    """Return the indices of the texts of each split (train, dev, test) that are in no later split.
 
-    >>> {name: places.tolist() for name, places in without({"train": ["a", "b"], "test": ["b", "b"]}).items()}
+    >>> {name: places.tolist() for name, places in drop_shared({"train": ["a", "b"], "test": ["b", "b"]}).items()}
     {'train': [0], 'test': [0, 1]}
     """
     found: dict[str, NDArray[np.int64]] = {}

@@ -1,8 +1,7 @@
-"""Subwords: one vocabulary for both languages, learned here or given as a `tokenizer.json`.
+"""Subwords with one vocabulary for both languages, learned or read from a `tokenizer.json`.
 
-Owns the ids of padding, start and end, and what happens to a text before and after. A learned vocabulary is byte-pair
-encoding (Sennrich et al. 2016) over the bytes of the text, so that no character is unknown and decoding gives back
-the text exactly, as it is in Unicode normalization form C.
+A learned vocabulary is byte-pair encoding (Sennrich et al. 2016) over the bytes of the text: no character is unknown,
+and decoding restores the text exactly, in Unicode normalization form C.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from headwise.errors import DataError, require_integer
 
-# the ids the models of the laboratory know
+# the ids that the models use
 PADDING, START, END = 0, 1, 2
 # merges never join letters with punctuation, so that no text can teach one of these
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -27,11 +26,11 @@ LEAST_OFTEN = 2
 
 @dataclass(frozen=True, eq=False)
 class Subwords:
-    """Turns text into ids and back; 0 is padding, 1 start and 2 end, whatever the tokenizer calls its own.
+    """Encodes and decodes text; id 0 is padding, 1 start and 2 end, whatever the tokenizer's own ids are.
 
     Attributes:
         tokenizer: The tokenizer that cuts the text.
-        shift: What is added to its ids: 0 where its first three ids are ours, else 3.
+        shift: Added to its ids: 0 if its first three ids are these, else 3.
 
     Example:
         >>> subwords = learn_subwords(["a cat and a hat"] * 2, vocabulary_size=262)
@@ -44,7 +43,7 @@ class Subwords:
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of ids, the three special ones included."""
+        """Number of ids, including the three special ones."""
         return self.shift + max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -64,7 +63,7 @@ class Subwords:
         return [[self.shift + id_ for id_ in encoding.ids] for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids up to the first end; special ids have no text."""
+        """Return the text of ids up to the first end, without special ids."""
         kept: list[int] = []
         for id_ in ids:
             if id_ == END:
@@ -82,12 +81,12 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
     """Return byte-pair encoding learned from lines of both languages; the same for the same lines.
 
     The vocabulary is the three special ids, the 256 bytes and the merges, most frequent pair first, within words and
-    the blank before them, of pairs that occur at least twice. A text too small for `vocabulary_size` gives fewer.
+    the blank before them, of pairs that occur at least twice. A small text gives fewer than `vocabulary_size`.
 
     Args:
         lines: Text of the training split.
         vocabulary_size: Number of ids, at least 259.
-        progress: Whether to show a bar on stderr where that is a terminal.
+        progress: Whether to show a bar on stderr if that is a terminal.
 
     Raises:
         SettingError: The vocabulary has no room for the bytes.
@@ -105,7 +104,7 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
         show_progress=progress and sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(lines, trainer)
-    return _ready(tokenizer, shift=0)
+    return _finish(tokenizer, shift=0)
 
 
 def read_subwords(path: Path) -> Subwords:
@@ -127,10 +126,10 @@ def read_subwords(path: Path) -> Subwords:
     if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
         raise DataError(f"{path} has an empty vocabulary; expected at least one token.")
     ours = tuple(tokenizer.id_to_token(id_) for id_ in (PADDING, START, END)) == SPECIAL
-    return _ready(tokenizer, shift=0 if ours else len(SPECIAL))
+    return _finish(tokenizer, shift=0 if ours else len(SPECIAL))
 
 
-def _ready(tokenizer: Tokenizer, shift: int) -> Subwords:
+def _finish(tokenizer: Tokenizer, shift: int) -> Subwords:
     # the file cannot keep this: a text that spells a special token is text
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -1,7 +1,4 @@
-"""Word vectors from a file, such as GloVe's: `word v1 ... vn` in each line, separated by single blanks.
-
-Owns the line format and the refusal of what does not have it. Must not know which words a task wants.
-"""
+"""Reading word vectors such as GloVe's: `word v1 ... vn` in each line, separated by single spaces."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from headwise.lab.data.arrays import numbered_lines
 
 
 def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
-    """Return the vectors of those of `words` that the file has, each float32 [width].
+    """Return the vectors of those of `words` that are in the file, each float32 [width].
 
-    Of a word that stands there twice the first counts. Some words of GloVe 840B hold a blank: the last `width` fields
-    are the vector. A first line of two numbers, as word2vec writes it, is passed over.
+    The first of duplicate words counts. Some words of GloVe 840B contain a space: the last `width` fields are the
+    vector. A first line of two numbers, as in word2vec files, is skipped.
 
     Args:
         path: The file, plain or `.gz`.
-        words: The words wanted.
-        width: Numbers of a vector.
+        words: The words to find.
+        width: Size of a vector.
 
     Raises:
-        DataError: The file cannot be read or is empty, a line has another width, or a number of it is none or is not
-            finite; the message names the line.
+        DataError: The file cannot be read or is empty, a line has another width, or a value is not a finite
+            number; the message names the line.
     """
     wanted, found = frozenset(words), {}
     number = 0

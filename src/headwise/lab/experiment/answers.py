@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.batching import batch_by_length
 
 # Evaluation batch size.
 BATCH = 256
@@ -49,4 +49,4 @@ def compute_cross_entropies(
 
 
 def _batches(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    return (np.asarray(batch, dtype=np.int64) for batch in length_sorted(lengths, BATCH))
+    return (np.asarray(batch, dtype=np.int64) for batch in batch_by_length(lengths, BATCH))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
-from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.batching import batch_by_length
 from headwise.lab.data.encoded import BATCH, Encoded
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen, name_run
@@ -146,7 +146,7 @@ def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str)
     options = {"truncation": True, "max_length": longest}
     whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
     lengths = np.minimum(whole, longest)
-    for number, chosen in enumerate(length_sorted(lengths, BATCH)):
+    for number, chosen in enumerate(batch_by_length(lengths, BATCH)):
         texts = [sentences[place] for place in chosen]
         encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
         keep = encoding["attention_mask"].bool()

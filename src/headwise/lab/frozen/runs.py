@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.lab.data.encoded import Encoded, Row, batched
+from headwise.lab.data.encoded import Encoded, Row, collate_rows
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.training.trained import read_arm
@@ -50,7 +50,7 @@ def list_files(folder: Path) -> tuple[Path, ...]:
 def batch_rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:
     """Return what turns lines into batches on the device of a model, given what turns one line into a row."""
     device = next(model.parameters()).device
-    return lambda lines: batched([row(line) for line in lines], device)
+    return lambda lines: collate_rows([row(line) for line in lines], device)
 
 
 def run_encoder(encoder: nn.Module) -> Callable[[Encoded], Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headwise.errors import DataError
-from headwise.lab.data.spacy_pipelines import pipeline_digest
+from headwise.lab.data.spacy_pipelines import hash_pipeline
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.roles.idf import IDF
@@ -40,7 +40,7 @@ def keep_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
     """
     rarity.save(folder / RARITY)
     place = None if pipeline is None else str(pipeline.resolve() if pipeline.is_dir() else pipeline)
-    parsed_by = None if pipeline is None else pipeline_digest(pipeline)
+    parsed_by = None if pipeline is None else hash_pipeline(pipeline)
     run_folder.write_json(folder / ROLES, {"pipeline": place, "digest": parsed_by})
 
 
@@ -74,7 +74,7 @@ def kept_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
         pipeline = None
     else:
         pipeline = pipeline or _remembered(folder / ROLES, record["pipeline"])
-        if pipeline_digest(pipeline) != record["digest"]:
+        if hash_pipeline(pipeline) != record["digest"]:
             raise DataError(
                 f"{pipeline} is not the pipeline that parsed the texts of {folder}, or it was changed since; name that "
                 "one (--pipeline DIR)."

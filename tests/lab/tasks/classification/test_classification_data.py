@@ -11,7 +11,7 @@ import pytest
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.splits import cut
+from headwise.lab.data.splits import split_by_hash
 from headwise.lab.tasks.classification.data import (
     PADDING,
     UNKNOWN,
@@ -32,7 +32,7 @@ needs_published_data = pytest.mark.skipif(
 CPU = CLASSIFICATION_SCALES["cpu"]
 SPLITS = ("train", "dev", "test")
 # One of the texts t0 to t39 that are test when they are all there is.
-TESTED = int(cut([str(stable_key("text", f"t{i}") >> 1) for i in range(40)])["test"][0])
+TESTED = int(split_by_hash([str(stable_key("text", f"t{i}") >> 1) for i in range(40)])["test"][0])
 
 
 def scale(**changes: object):

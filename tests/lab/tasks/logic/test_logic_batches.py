@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from headwise.errors import DataError, SettingError, ShapeError
 from headwise.lab.data.arrays import Ragged
-from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.data.batching import LengthBatches, batch_by_length
 
 LENGTHS = np.random.default_rng(3).integers(1, 60, size=1_003)
 
@@ -91,7 +91,7 @@ def test_two_processes_share_an_epoch_without_loss():
 
 
 def test_sorted_batches_cover_all_from_short_to_long():
-    batches = length_sorted(LENGTHS, 64)
+    batches = batch_by_length(LENGTHS, 64)
     flat = [index for batch in batches for index in batch]
     assert sorted(flat) == list(range(len(LENGTHS)))
     assert (np.diff(LENGTHS[flat]) >= 0).all()

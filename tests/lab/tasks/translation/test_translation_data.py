@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.ragged_files import RaggedWriter, open_ragged
+from headwise.lab.data.arrays import RaggedWriter, open_ragged
 from headwise.lab.data.subwords import END, learn_subwords
 from headwise.lab.tasks.translation import data as translation_data
 from headwise.lab.tasks.translation import prepare

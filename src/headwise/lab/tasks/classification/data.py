@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, stable_key
-from headwise.lab.data.splits import TENTHS, cut, without
+from headwise.lab.data.splits import TENTHS, drop_shared, split_by_hash
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import Texts, load_texts
 
@@ -237,12 +237,12 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
     train, test = numbers[layout.train], numbers[layout.test]
     if layout.dev is None:
         # dev is cut before what stands in test is dropped, so that it does not depend on test
-        places = cut(keys_of(train))
+        places = split_by_hash(keys_of(train))
         own = {"train": np.sort(train[np.concatenate([places["train"], places["test"]])]), "dev": train[places["dev"]]}
     else:
         own = {"train": train, "dev": numbers[layout.dev]}
     whole = {**own, "test": test}
-    kept = without({name: keys_of(chosen) for name, chosen in whole.items()})
+    kept = drop_shared({name: keys_of(chosen) for name, chosen in whole.items()})
     found = {name: chosen[kept[name]] for name, chosen in whole.items()}
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 
@@ -250,9 +250,9 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
 def _cut(numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale) -> dict[str, NDArray[np.int64]]:
     chosen = [keys[int(number)] for number in numbers]
     count = TENTHS if scale.folds is None else scale.folds
-    found = {name: numbers[places] for name, places in cut(chosen, count=count, fold=scale.fold or 0).items()}
+    found = {name: numbers[places] for name, places in split_by_hash(chosen, count=count, fold=scale.fold or 0).items()}
     if scale.folds is not None and scale.fold is None:
-        tests = [numbers[cut(chosen, count=count, fold=fold)["test"]] for fold in range(count)]
+        tests = [numbers[split_by_hash(chosen, count=count, fold=fold)["test"]] for fold in range(count)]
         found["test"] = np.concatenate(tests)
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.heads.find import find_heads
-from headwise.lab.data.encoded import Encoded, Row, Span, batched
+from headwise.lab.data.encoded import Encoded, Row, Span, collate_rows
 from headwise.lab.experiment.frozen import Frozen, name_run, read_states
 from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
@@ -62,7 +62,7 @@ def open_classifier(
             shown = tuple(vocabulary[number] for number in numbers)
             places = [None, *_find_spans(line, kept), None]
             rows.append(Row(numbers, shown, places, kept, cut=len(table) > len(kept)))
-        return batched(rows, next(encoder.parameters()).device)
+        return collate_rows(rows, next(encoder.parameters()).device)
 
     def states(batch: Encoded) -> Sequence[Tensor]:
         layers: Any = encoder.layers

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.data.batching import LengthBatches, batch_by_length
 from headwise.lab.data.labeled_texts import find_layout
 from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
 from headwise.lab.experiment.evaluation import spread_evenly
@@ -127,7 +127,7 @@ class ClassificationTask(Task):
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
         """Run the model on dev texts, a batch each time it is asked."""
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
             _logits(model, data.dev, chosen[batch])
             yield
 

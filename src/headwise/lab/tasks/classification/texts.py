@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
-from headwise.lab.data.labeled_texts import LabelledText, Layout, find_layout, read_labelled
-from headwise.lab.data.spacy_pipelines import pipeline_files
+from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
+from headwise.lab.data.spacy_pipelines import list_pipeline_files
 from headwise.lab.data.word_vectors import read_word_vectors
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
@@ -97,7 +97,7 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
         DataError: A file is missing or malformed, a file of its own lacks a text, or a class has no training text.
     """
     layout, paths = find_layout(place)
-    read = read_labelled(layout, paths)
+    read = read_labeled(layout, paths)
     if place.is_file():
         empty = next((one.line for one in read["all"] if not one.text), None)
         if empty is not None:
@@ -108,7 +108,7 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
 def texts_of(
     layout: Layout,
     paths: Mapping[str, Path],
-    read: Mapping[str, Sequence[LabelledText]],
+    read: Mapping[str, Sequence[LabeledText]],
     scale: ClassificationScale,
     cache: Path | None,
     *,
@@ -136,7 +136,7 @@ def texts_of(
     described = " ".join(filter(None, (ENCODING, form, str(layout), str(scale.max_words))))
     extra: list[Path] = []
     if scale.pipeline is not None:
-        described, extra = f"{described} parsed", pipeline_files(scale.pipeline)
+        described, extra = f"{described} parsed", list_pipeline_files(scale.pipeline)
     if scale.embeddings is not None:
         described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
     fingerprint = digest(described, [*dict.fromkeys(paths.values()), *extra])
@@ -179,7 +179,7 @@ def word_tables(
     return parse([one[: scale.max_words + 1] for one in words] if apart else list(texts))
 
 
-def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
+def _labels(layout: Layout, kept: Mapping[str, Sequence[LabeledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
     labels = tuple(sorted({one.label for one in kept[layout.train]}))
     for name, lines in kept.items():
         strange = next((one for one in lines if one.label not in labels), None)
@@ -192,7 +192,7 @@ def _labels(layout: Layout, kept: Mapping[str, Sequence[LabelledText]], paths: M
 
 
 def _encode(
-    kept: Mapping[str, Sequence[LabelledText]],
+    kept: Mapping[str, Sequence[LabeledText]],
     labels: Sequence[str],
     scale: ClassificationScale,
     cache: Path | None,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.data.batching import LengthBatches, batch_by_length
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
@@ -132,7 +132,7 @@ class GlueTask(Task):
     def probe(self, model: Any, data: GlueData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
             self._run(model, [data.dev[int(chosen[place])] for place in batch])
             yield
 
@@ -155,7 +155,7 @@ class GlueTask(Task):
         """Return the logits of each example of a split, [N, classes], or its number over 5, [N]."""
         found: NDArray[np.float32] | None = None
         with torch.no_grad():
-            for batch in length_sorted(split.lengths, BATCH):
+            for batch in batch_by_length(split.lengths, BATCH):
                 made = self._run(model, [split[int(place)] for place in batch])["logits"].float().cpu().numpy()
                 found = np.zeros((len(split), *made.shape[1:]), dtype=np.float32) if found is None else found
                 found[batch] = made

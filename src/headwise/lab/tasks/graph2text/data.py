@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest
-from headwise.lab.data.splits import cut, without
+from headwise.lab.data.splits import drop_shared, split_by_hash
 from headwise.lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, GraphCoder, learned_coder
 from headwise.lab.tasks.graph2text.files import Graph, read_graphs
 from headwise.lab.tasks.graph2text.scales import GraphScale
@@ -210,16 +210,16 @@ def _padded(rows: Sequence[Sequence[int]], value: int = PADDING) -> Tensor:
 def _splits(read: Mapping[str, Sequence[Graph]]) -> tuple[dict[str, list[Graph]], int]:
     """Return the graphs of train, dev and test, and how many were left out because a later split has them."""
     if "all" in read:
-        places = cut([graph.key for graph in read["all"]])
+        places = split_by_hash([graph.key for graph in read["all"]])
         return {name: [read["all"][place] for place in found] for name, found in places.items()}, 0
     splits = {name: list(graphs) for name, graphs in read.items()}
     if "dev" not in splits:
         # dev is cut before what stands in test is dropped, so that it does not depend on test
         whole = splits["train"]
-        places = cut([graph.key for graph in whole])
+        places = split_by_hash([graph.key for graph in whole])
         splits["train"] = [whole[place] for place in sorted([*places["train"], *places["test"]])]
         splits["dev"] = [whole[place] for place in places["dev"]]
     ordered = {name: splits[name] for name in ("train", "dev", "test")}
-    kept = without({name: [graph.key for graph in graphs] for name, graphs in ordered.items()})
+    kept = drop_shared({name: [graph.key for graph in graphs] for name, graphs in ordered.items()})
     found = {name: [ordered[name][place] for place in places] for name, places in kept.items()}
     return found, sum(map(len, ordered.values())) - sum(map(len, found.values()))

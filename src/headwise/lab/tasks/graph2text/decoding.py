@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.batching import batch_by_length
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise.lab.tasks.graph2text.data import collate
 
@@ -120,7 +120,7 @@ def search(
 
 def _batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
     """Yield graphs of like size, fewer at once where they are very large; a triple has two nodes."""
-    for batch in length_sorted(sizes, examples):
+    for batch in batch_by_length(sizes, examples):
         held: list[int] = []
         for index in batch:
             # the shortest come first

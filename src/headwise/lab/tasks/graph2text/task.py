@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.token_batches import TokenBatches, token_sorted
+from headwise.lab.data.batching import TokenBatches, batch_by_tokens
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
@@ -205,7 +205,7 @@ def _batches(
     device = next(model.parameters()).device
     places = np.arange(len(split)) if chosen is None else chosen
     lengths = split.lengths[places]
-    for batch in token_sorted(lengths, tokens=max(PROBED_TOKENS, int(lengths.max()))):
+    for batch in batch_by_tokens(lengths, tokens=max(PROBED_TOKENS, int(lengths.max()))):
         made = collate([split[int(index)] for index in places[batch]])
         yield places[batch], {name: one.to(device) for name, one in made.items()}
 

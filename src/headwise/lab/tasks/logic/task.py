@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.data.batching import LengthBatches, batch_by_length
 from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
 from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
@@ -83,7 +83,7 @@ class LogicTask(Task):
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
             _logits(model, data.dev, chosen[batch])
             yield
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from headwise.errors import DataError, require_integer
+from headwise.lab.data.batching import ResumableBatches
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.seeding import key
 from headwise.lab.tasks.pretraining.files import find_files
@@ -121,8 +122,8 @@ class Rows(Dataset[MaskedRow]):
         return {**self.__dict__, "_opened": {}}
 
 
-class StreamBatches(Sampler[list[int]]):
-    """A batch sampler over an endless stream of passes over the rows, cut into rounds of `steps` batches.
+class StreamBatches(ResumableBatches):
+    """A batch sampler over an endless stream of passes over the rows, cut into rounds of `steps` batches (its epochs).
 
     In each pass shards come in a new order, a few together, with their rows shuffled; a batch may begin in one pass
     and end in the next. Batch b of round e does not depend on what came before: a run resumed in the middle of a shard
@@ -140,21 +141,13 @@ class StreamBatches(Sampler[list[int]]):
         [0, 1, 2, 0, 2, 1]
     """
 
-    drop_last = False  # accelerate reads this of every batch sampler
-
     def __init__(self, sizes: Sequence[int], *, batch_size: int, steps: int, seed: int) -> None:
         require_integer("batch_size", batch_size, low=1)
         require_integer("steps", steps, low=1)
-        require_integer("seed", seed)
-        self.sizes, self.batch_size, self.steps, self.seed = np.asarray(sizes, np.int64), batch_size, steps, seed
+        super().__init__(seed)
+        self.sizes, self.batch_size, self.steps = np.asarray(sizes, np.int64), batch_size, steps
         self.starts: list[int] = [0, *np.cumsum(self.sizes).tolist()]
-        self.epoch = 0
         self.first_draw = key(seed, "masks")
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next round."""
-        require_integer("epoch", epoch)
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.steps

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.data.labeled_texts import LabelledText, Layout
+from headwise.lab.data.labeled_texts import LabeledText, Layout
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Distinct:
         contradicted: Lines left out because their text stands there with two labels.
     """
 
-    lines: Mapping[str, list[LabelledText]]
+    lines: Mapping[str, list[LabeledText]]
     repeated: int
     contradicted: int
 
@@ -81,7 +81,7 @@ def probing_file(place: Path) -> Path:
     return found[0]
 
 
-def read_probing(path: Path) -> dict[str, list[LabelledText]]:
+def read_probing(path: Path) -> dict[str, list[LabeledText]]:
     """Return the lines of each partition that a file has, "tr", "va" and "te" in this order.
 
     A line is `partition<TAB>label<TAB>...<TAB>sentence`: what stands between label and sentence is passed over.
@@ -90,7 +90,7 @@ def read_probing(path: Path) -> dict[str, list[LabelledText]]:
         DataError: A line has fewer than three fields, another partition, or an empty label or sentence, or there is one
             label alone. The message names the file and the line.
     """
-    found: dict[str, list[LabelledText]] = {name: [] for name in PARTITIONS}
+    found: dict[str, list[LabeledText]] = {name: [] for name in PARTITIONS}
     for number, line in numbered_lines(path):
         fields = line.split("\t")
         if fields == [""]:
@@ -106,7 +106,7 @@ def read_probing(path: Path) -> dict[str, list[LabelledText]]:
         for name, field in (("label", label), ("sentence", text)):
             if not field:
                 raise DataError(f"{path}, line {number}: the {name} is empty; fill it in or drop the line.")
-        found[partition].append(LabelledText(label, text, number))
+        found[partition].append(LabeledText(label, text, number))
     labels = {one.label for lines in found.values() for one in lines}
     if len(labels) < 2:
         raise DataError(f"{path} has {len(labels)} labels in its lines; expected at least two different ones.")
@@ -129,14 +129,14 @@ def layout_of(partitions: Sequence[str]) -> Layout:
     return Layout(TRAIN, DEV if DEV in partitions else None, TEST)
 
 
-def distinct(read: Mapping[str, Sequence[LabelledText]]) -> Distinct:
+def distinct(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
     """Return the lines without texts that stand there with two labels, and with every other text once.
 
     Texts are equal that differ in capitals alone. One that stands in several partitions is kept in the last of them, so
     that a test set stays as it was published but for repeats in itself.
 
-    >>> one, two = LabelledText("I", "a b", 1), LabelledText("I", "A b", 2)
-    >>> found = distinct({"tr": [one, LabelledText("O", "c", 3)], "te": [two, two]})
+    >>> one, two = LabeledText("I", "a b", 1), LabeledText("I", "A b", 2)
+    >>> found = distinct({"tr": [one, LabeledText("O", "c", 3)], "te": [two, two]})
     >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
     (['c'], 1, 2)
     """
@@ -144,7 +144,7 @@ def distinct(read: Mapping[str, Sequence[LabelledText]]) -> Distinct:
     for lines in read.values():
         for one in lines:
             labels.setdefault(one.text.lower(), set()).add(one.label)
-    kept: dict[str, list[LabelledText]] = {}
+    kept: dict[str, list[LabeledText]] = {}
     seen: set[str] = set()
     contradicted = 0
     for name, lines in reversed(list(read.items())):

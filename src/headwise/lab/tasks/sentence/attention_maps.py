@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import length_sorted
+from headwise.lab.data.batching import batch_by_length
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.sentence.data import SentenceData
@@ -42,7 +42,7 @@ def measure_attention(settings: RunSettings, folder: Path) -> dict[str, Any]:
     counted = spread_evenly(len(data.test), COUNTED)
     found = []
     with torch.no_grad():
-        for batch in length_sorted(data.test.lengths[counted], BATCH):
+        for batch in batch_by_length(data.test.lengths[counted], BATCH):
             found += [agreement(_weights(model, data, int(number))) for number in counted[batch].tolist()]
         maps = [_map(model, data, number) for number in chosen_texts(data)]
     shares, words = np.array(found, dtype=np.float64).mean(axis=0).tolist()

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, stable_key
-from headwise.lab.data.splits import cut, without
+from headwise.lab.data.splits import drop_shared, split_by_hash
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import Words, load_words
 
@@ -237,16 +237,16 @@ def _splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:
     """Return the numbers of the examples of each split, and how many were left out because a later split has them."""
     numbers = {name: np.arange(*ends) for name, ends in words.splits.items()}
     if "all" in numbers:
-        places = cut([str(group) for group in words.groups.tolist()])
+        places = split_by_hash([str(group) for group in words.groups.tolist()])
         return {name: numbers["all"][found] for name, found in places.items()}, 0
     if "dev" not in numbers:
         # dev is cut before what stands in test is dropped, so that it does not depend on test
         train = numbers["train"]
-        places = cut([str(group) for group in words.groups[train].tolist()])
+        places = split_by_hash([str(group) for group in words.groups[train].tolist()])
         numbers["train"] = np.sort(train[np.concatenate([places["train"], places["test"]])])
         numbers["dev"] = train[places["dev"]]
     whole = {name: numbers[name] for name in ("train", "dev", "test")}
-    kept = without({name: [str(key) for key in words.keys[found].tolist()] for name, found in whole.items()})
+    kept = drop_shared({name: [str(key) for key in words.keys[found].tolist()] for name, found in whole.items()})
     found = {name: numbers[kept[name]] for name, numbers in whole.items()}
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 

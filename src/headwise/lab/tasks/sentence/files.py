@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
-from headwise.lab.data.labeled_texts import LabelledText, Layout, find_layout, read_labelled, read_rows
+from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled, read_rows
 from headwise.lab.tasks.sentence.author_profiles import read_profiles, truth_of
 
 # The released code takes the first lines of Yelp's own file.
@@ -99,7 +99,7 @@ def _own_file(path: Path) -> SentenceSet:
 
 def _own_folder(place: Path) -> SentenceSet:
     layout, paths = find_layout(place)
-    read = read_labelled(layout, paths)
+    read = read_labeled(layout, paths)
     names = {layout.train: "train", layout.dev: "dev", layout.test: "test"}
     if layout.test is None:
         names[layout.train] = "all"
@@ -127,14 +127,14 @@ def _sick(place: Path) -> SentenceSet | None:
 
 def _texts(path: Path, *, keep_empty: bool = True) -> list[Example]:
     layout = Layout("all")
-    lines = read_labelled(layout, {"all": path})["all"]
+    lines = read_labeled(layout, {"all": path})["all"]
     empty = next((one.line for one in lines if not one.text), None)
     if empty is not None and not keep_empty:
         raise DataError(f"{path}, line {empty}: the text is empty; fill it in or drop the line.")
     return _examples(lines)
 
 
-def _examples(lines: Sequence[LabelledText]) -> list[Example]:
+def _examples(lines: Sequence[LabeledText]) -> list[Example]:
     return [Example(one.label, (one.text,), one.text.lower(), one.line) for one in lines]
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, length_sorted
+from headwise.lab.data.batching import LengthBatches, batch_by_length
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
@@ -110,7 +110,7 @@ class SentenceTask(Task):
     def probe(self, model: TextClassifier, data: SentenceData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in length_sorted(data.dev.lengths[chosen], BATCH):
+        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
             _logits(model, data.dev, chosen[batch])
             yield
 
@@ -138,7 +138,7 @@ class SentenceTask(Task):
 def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64]:
     """Return the probability of each class, [N, C], of each example of a split, in the split's order."""
     found = None
-    for batch in length_sorted(split.lengths, BATCH):
+    for batch in batch_by_length(split.lengths, BATCH):
         answered = torch.softmax(_logits(model, split, batch).double(), dim=-1).cpu().numpy()
         found = np.zeros((len(split), answered.shape[1])) if found is None else found
         found[batch] = answered

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError, require_choice, require_integer
-from headwise.lab.data.arrays import Ragged, numbered_lines
-from headwise.lab.data.ragged_files import open_ragged
+from headwise.lab.data.arrays import Ragged, numbered_lines, open_ragged
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.tasks.translation.cleaning import Cleaning

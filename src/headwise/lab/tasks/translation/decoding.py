@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from headwise.lab.data.arrays import Ragged
+from headwise.lab.data.batching import batch_by_tokens
 from headwise.lab.data.subwords import END, Subwords
-from headwise.lab.data.token_batches import token_sorted
 from headwise.lab.tasks.translation.data import collate
 from headwise.lab.tasks.translation.model import PADDING, START
 
@@ -61,7 +61,7 @@ def decoded(
     positions = getattr(model.config, "max_position_embeddings", LONGER * LONGEST + EXTRA)
     lengths = [min(len(sources[index]), longest) for index in range(len(sources))]
     found = [""] * len(sources)
-    for batch in token_sorted(lengths, tokens=max(*lengths, DECODED_TOKENS // beams), examples=examples):
+    for batch in batch_by_tokens(lengths, tokens=max(*lengths, DECODED_TOKENS // beams), examples=examples):
         rows = [{"source": _fitted(sources[index], longest), "target": [START]} for index in batch]
         ids = collate(rows)["input_ids"].to(device)  # pyright: ignore[reportArgumentType]
         limits = torch.tensor([min(LONGER * lengths[index] + EXTRA, positions) for index in batch], device=device)

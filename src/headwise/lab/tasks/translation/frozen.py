@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.heads.find import find_heads
-from headwise.lab.data.encoded import Encoded, Row, Span, batched
+from headwise.lab.data.encoded import Encoded, Row, Span, collate_rows
 from headwise.lab.data.subwords import END, SPECIAL
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen, name_run, read_states
@@ -29,7 +29,7 @@ def open_sources(folder: Path, pipeline: Path | None) -> Frozen:
         name_run(folder),
         encoder,
         find_heads(encoder),
-        lambda sentences: batched([_encode(translator, sentence) for sentence in sentences], device),
+        lambda sentences: collate_rows([_encode(translator, sentence) for sentence in sentences], device),
         lambda batch: encoder(**batch.inputs).last_hidden_state,
         lambda batch: _read_encoder(encoder, batch),
         (folder / run_folder.SETTINGS, *files),

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from headwise.lab.data.token_batches import token_sorted
+from headwise.lab.data.batching import batch_by_tokens
 from headwise.lab.tasks.translation.data import TranslationSplit, collate
 from headwise.lab.tasks.translation.model import IGNORED, PADDING
 
@@ -42,7 +42,7 @@ def pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float64]:
     """
     device = next(model.parameters()).device
     found = np.zeros((len(split), 2))
-    for batch in token_sorted(split.lengths, tokens=max(int(split.lengths.max()), TOKENS)):
+    for batch in batch_by_tokens(split.lengths, tokens=max(int(split.lengths.max()), TOKENS)):
         examples = collate([split[int(index)] for index in batch])
         tensors = {name: tensor.to(device) for name, tensor in examples.items()}
         labels = tensors["labels"]

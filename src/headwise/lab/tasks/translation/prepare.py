@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import digest, stable_key
-from headwise.lab.data.ragged_files import RaggedWriter
+from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
 from headwise.lab.data.subwords import END, Subwords, learn_subwords, read_subwords
 from headwise.lab.experiment.run_folder import as_record, write_json
 from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve

@@ -14,7 +14,7 @@ import torch
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, stable_key
-from headwise.lab.data.encoded import Pieces, pieces
+from headwise.lab.data.encoded import Pieces, make_pieces
 from headwise.lab.data.subwords import Subwords
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.seeding import key
@@ -85,7 +85,7 @@ class Sources:
                 )
             offsets = [*offsets[:same], *[(last, len(text))] * (len(ids) - same)]
         # END is in no word
-        return pieces([*offsets, None])
+        return make_pieces([*offsets, None])
 
     def forget(self) -> None:
         """Drop every source; its number stays the same."""

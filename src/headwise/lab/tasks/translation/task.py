@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.spacy_pipelines import pipeline_digest
-from headwise.lab.data.token_batches import TokenBatches, token_sorted
+from headwise.lab.data.batching import TokenBatches, batch_by_tokens
+from headwise.lab.data.spacy_pipelines import hash_pipeline
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
@@ -171,7 +171,7 @@ class TranslationTask(Task):
         """Run the model on dev pairs, a batch each time it is asked."""
         device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in token_sorted(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
+        for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
             examples = [data.dev[int(index)] for index in chosen[batch]]
             model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
             yield
@@ -206,7 +206,7 @@ class ScaledTranslation:
         """Digest of what the data follows from; the caps are part of the scale's record."""
         if self.scale.pipeline is None:
             return self.whole.fingerprint
-        return f"{self.whole.fingerprint}{PARSED_BY}{pipeline_digest(self.scale.pipeline)}"
+        return f"{self.whole.fingerprint}{PARSED_BY}{hash_pipeline(self.scale.pipeline)}"
 
     def summary(self) -> str:
         """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
