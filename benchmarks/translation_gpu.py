@@ -27,11 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.lab.data.batching import batch_by_tokens
 from headwise.lab.experiment.arm_text import parse_arms
+from headwise.lab.experiment.method import Aggregate
 from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
 from headwise.lab.tasks.translation.model import PADDING, START
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.methods import Methods
+from headwise.lab.training.attach import Methods
 from headwise.routing.settings import Chunks
 
 ARMS = (
@@ -93,9 +94,11 @@ def counted(step: Callable[[], object]) -> Work:
 
 def attached(arm: Any, model: Any) -> Methods:
     """The arm on the model, its tokens walked through as on a GPU."""
-    if arm.aggregation is not None:
+    routing = arm.find(Aggregate)
+    if routing is not None:
         tokens, routed = Chunks().sizes("cuda", SCALE.width * SCALE.heads)
-        arm = replace(arm, aggregation=replace(arm.aggregation, chunks=Chunks(tokens, routed)))
+        chunked = replace(routing.setting, chunks=Chunks(tokens, routed))
+        arm = replace(arm, methods=tuple(replace(m, setting=chunked) if m is routing else m for m in arm.methods))
     return Methods(arm, model, model, seed=0)
 
 

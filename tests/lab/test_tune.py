@@ -10,8 +10,9 @@ from rich.console import Console
 
 from headwise.errors import HeadwiseError, SettingError
 from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_text import parse_arm, settings_of
+from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure
+from headwise.lab.experiment.method import Repel
 from headwise.lab.jobs import pool
 from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
 from lab.tasks.logic.logic_toy import TOY
@@ -33,9 +34,9 @@ def test_the_first_draw_is_the_arm_as_given_and_a_given_setting_is_kept():
     assert drawn_arm(tuning("svgd"), 0) == parse_arm("svgd")
     for index in range(1, 6):
         arm = drawn_arm(tuning("svgd:step_size=0.5,learning_rate=0.01+em"), index)
-        assert arm.rule.step_size == 0.5
+        assert arm.find(Repel).rule.step_size == 0.5
         assert arm.learning_rate == 0.01
-        assert arm.rule.alpha != 0.01
+        assert arm.find(Repel).rule.alpha != 0.01
 
 
 def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlier_ones():
@@ -52,14 +53,14 @@ def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlie
 def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
     arms = [drawn_arm(tuning(name), index) for index in range(1, 25)]
     assert all(SMALL.learning_rate / 3.01 <= arm.learning_rate <= SMALL.learning_rate * 3.01 for arm in arms)
-    for setting, path in settings_of(named_arms()[name]).items():
+    for setting, path in list_settings(named_arms()[name]).items():
         if setting not in RANGES:
             continue
         values = []
         for arm in arms:
             value = arm
             for part in path:
-                value = getattr(value, part)
+                value = value[part] if isinstance(part, int) else getattr(value, part)
             values.append(value)
         assert len(set(values)) > 3
         where = RANGES[setting]
@@ -72,7 +73,7 @@ def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
 
 def test_the_controls_keep_what_makes_them_controls():
     for index in range(1, 6):
-        assert drawn_arm(tuning("smooth"), index).rule == named_arms()["smooth"].rule
+        assert drawn_arm(tuning("smooth"), index).methods == named_arms()["smooth"].methods
 
 
 def test_the_best_draw_on_dev_is_the_result_and_all_are_kept(tmp_path, inline):

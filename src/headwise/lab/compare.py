@@ -34,7 +34,7 @@ from headwise.lab.results.paired_tests import do_paired_tests
 from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
 from headwise.lab.results.table import Table, read_table
 from headwise.lab.results.table_json import write_record
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.baseline import BaselineSettings
 from headwise.lab.training.cross_validation import gather, part_jobs, run_of, scales_of
 
@@ -216,7 +216,7 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
         SettingError: It cannot; the message says why.
     """
     try:
-        model, methods = armed(task, arm, data, scale, seed=0)
+        model, methods = attach_arm(task, arm, data, scale, seed=0)
         methods.repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None

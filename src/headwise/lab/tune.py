@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, SettingError, require_integer
 from headwise.lab.compare import CACHE, require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm, named_arms
-from headwise.lab.experiment.arm_text import parse_arm, settings_of
+from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import Scale
@@ -179,7 +179,7 @@ def drawn_arm(tuning: Tuning, index: int) -> Arm:
     for number, part in enumerate(parse_arm(tuning.arm).name.split("+")):
         name, _, rest = part.partition(":")
         settings = dict(piece.split("=") for piece in rest.split(",") if piece)
-        for setting in settings_of(named_arms()[name]):
+        for setting in list_settings(named_arms()[name]):
             if setting in RANGES and setting not in settings:
                 settings[setting] = _draw(RANGES[setting], tuning.seed, index, f"{name} {setting}")
         if number == 0 and not given:

@@ -65,13 +65,13 @@ def test_a_step_is_a_training_step_of_the_arm(settings):
     made = []
 
     def kept(*arguments, **named):
-        model, methods = step_time_armed(*arguments, **named)
+        model, methods = attach(*arguments, **named)
         made.append((model, methods, [parameter.detach().clone() for parameter in model.parameters()]))
         return model, methods
 
-    step_time_armed = step_time.armed
+    attach = step_time.attach_arm
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time, "armed", kept)
+        patch.setattr(step_time, "attach_arm", kept)
         steps = [step_time._step(task, parse_arm(name), data, settings) for name in ("plain", "svgd:alpha=5", "output")]
     torch.manual_seed(0)
     for step in steps:

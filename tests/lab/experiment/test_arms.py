@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from headwise.disagreement.penalty import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.heads.find import find_heads
 from headwise.lab.experiment.arm import Arm, combine, named_arms
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms, settings_of
-from headwise.lab.experiment.guided import ROLES
+from headwise.lab.experiment.arm_record import record_arm, restore_arm
+from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
+from headwise.lab.experiment.guided import ROLES, Guided
+from headwise.lab.experiment.method import Aggregate, DropHeads, OtherModel, Penalize, Repel
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.training.drophead import DropHead
 from headwise.nn.multihead import MultiheadAttention
@@ -28,13 +31,13 @@ from headwise.routing.settings import Chunks, EMRouting, Trunk
 def test_the_named_arms_hold_the_papers_settings():
     arms = named_arms()
     assert arms["plain"] == Arm("plain", control=None)
-    assert arms["svgd"].rule == SVGD(alpha=0.01, step_size=0.1, kernel=RBF())
-    assert arms["smooth"].rule == SVGD(alpha=0.0, step_size=0.1, kernel=RBF())
-    assert arms["scaled"].rule == SVGD(alpha=0.0, step_size=0.1, smoothing=False)
-    assert isinstance(arms["svgd-relative"].rule.alpha, Relative)
-    assert arms["svgd-normalised"].rule.kernel == NormalizedRBF()
-    assert (arms["output"].term, arms["output"].penalty_weight) == (Output(), 1.0)
-    assert arms["em"].aggregation == EMRouting(iterations=3, capsules=None)
+    assert arms["svgd"].find(Repel).rule == SVGD(alpha=0.01, step_size=0.1, kernel=RBF())
+    assert arms["smooth"].find(Repel).rule == SVGD(alpha=0.0, step_size=0.1, kernel=RBF())
+    assert arms["scaled"].find(Repel).rule == SVGD(alpha=0.0, step_size=0.1, smoothing=False)
+    assert isinstance(arms["svgd-relative"].find(Repel).rule.alpha, Relative)
+    assert arms["svgd-normalised"].find(Repel).rule.kernel == NormalizedRBF()
+    assert arms["output"].methods == (Penalize(Output(), weight=1.0),)
+    assert arms["em"].methods == (Aggregate(EMRouting(iterations=3, capsules=None)),)
 
 
 def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
@@ -91,13 +94,13 @@ def test_roles_are_judged_against_random_masks_and_what_replaces_some_against_th
     }
     assert {name: parse_arm(name).control for name in controls} == controls
     assert [parse_arm(name).name for name in controls] == list(controls)
-    assert parse_arm("random-mask").guided.random == ROLES
-    assert parse_arm("shuffled-parse").guided.shuffled == ("dependency", "major")
-    assert parse_arm("output+guided").guided == named_arms()["guided"].guided
+    assert parse_arm("random-mask").find(Guided).random == ROLES
+    assert parse_arm("shuffled-parse").find(Guided).shuffled == ("dependency", "major")
+    assert parse_arm("output+guided").find(Guided) == named_arms()["guided"].find(Guided)
 
 
 def test_a_model_without_heads_combines_with_nothing():
-    assert parse_arm("bilstm:learning_rate=0.1").model == "bilstm"
+    assert parse_arm("bilstm:learning_rate=0.1").methods == (OtherModel("bilstm"),)
     with pytest.raises(SettingError, match="bilstm has no heads, so nothing combines with it"):
         parse_arm("svgd+bilstm")
     with pytest.raises(SettingError, match=r"guided\+random-mask: both set guided"):
@@ -109,16 +112,16 @@ def test_a_model_without_heads_combines_with_nothing():
 def test_combining_arms_does_what_each_does():
     arm = parse_arm("em:iterations=2,layers=0+svgd:alpha=0.5,layers=1+output:weight=0.25,layers=1")
     assert arm.name == "svgd:alpha=0.5,layers=1+output:weight=0.25,layers=1+em:iterations=2,layers=0"
-    assert arm.rule == SVGD(alpha=0.5)
-    assert arm.aggregation == EMRouting(iterations=2)
-    assert (arm.term, arm.penalty_weight) == (Output(), 0.25)
-    assert (arm.layers, arm.aggregation_layers) == ((1,), (0,))
+    assert arm.methods == (
+        Repel(SVGD(alpha=0.5), layers=(1,)),
+        Penalize(Output(), weight=0.25, layers=(1,)),
+        Aggregate(EMRouting(iterations=2), layers=(0,)),
+    )
 
 
 def test_penalties_of_combined_arms_are_added_with_their_weights():
     arm = parse_arm("output:weight=0.5+subspace:weight=2")
-    assert arm.term == Sum(((2.0, Subspace()), (0.5, Output())))
-    assert arm.penalty_weight == 1.0
+    assert arm.methods == (Penalize(Sum(((2.0, Subspace()), (0.5, Output()))), weight=1.0),)
 
 
 def test_arms_combine_in_python_as_on_the_command_line():
@@ -142,7 +145,7 @@ def test_arms_combine_in_python_as_on_the_command_line():
     ],
 )
 def test_a_setting_goes_into_its_field_with_its_type(text, field, value):
-    assert getattr(parse_arm(text).rule, field) == value
+    assert getattr(parse_arm(text).find(Repel).rule, field) == value
 
 
 @pytest.mark.parametrize(
@@ -154,13 +157,13 @@ def test_a_setting_goes_into_its_field_with_its_type(text, field, value):
     ],
 )
 def test_a_setting_of_routing_goes_into_its_field_with_its_type(text, changed):
-    assert parse_arm(text).aggregation == EMRouting(**changed)
+    assert parse_arm(text).methods == (Aggregate(EMRouting(**changed)),)
 
 
 def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
     assert parse_arm("svgd:alpha=0.01,step_size=0.1").name == "svgd"
     assert parse_arm("svgd:step_size=0.2,alpha=0.010").name == "svgd:step_size=0.2"
-    assert parse_arm("trunk:capsules=4").aggregation == Trunk(capsules=4)
+    assert parse_arm("trunk:capsules=4").methods == (Aggregate(Trunk(capsules=4)),)
     assert parse_arm("svgd:alpha=2").folder == "svgd@alpha=2.0"
     assert parse_arm("em:layers=0/1,kinds=self").folder == "em@layers=0_1,kinds=self"
 
@@ -194,7 +197,7 @@ VALUES = {
 def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
     name = data.draw(st.sampled_from(list(named_arms())))
     drawn = {}
-    for setting in settings_of(named_arms()[name]):
+    for setting in list_settings(named_arms()[name]):
         value = VALUES.get(setting, NUMBERS.map(repr))
         if setting == "inverse_temperature" and name == "em":
             value = st.just("0.5/2.5")
@@ -249,7 +252,7 @@ def test_an_arm_named_twice_is_refused():
 
 
 def test_spos_and_sgld_say_their_temperature():
-    assert isinstance(named_arms()["spos"].rule, SPOS)
+    assert isinstance(named_arms()["spos"].find(Repel).rule, SPOS)
     assert "inverse_temperature=" in repr(named_arms()["spos"])
 
 
@@ -297,7 +300,39 @@ def test_an_arm_is_a_frozen_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         arms_module.named_arms()["plain"].name = "other"
     with pytest.raises(SettingError, match="drophead is 1"):
-        Arm("x", drophead=1.0)
+        Arm("x", (DropHeads(1.0),))
+    with pytest.raises(SettingError, match=r"methods has \['DropHeads', 'DropHeads'\]; expected at most one"):
+        Arm("x", (DropHeads(0.1), DropHeads(0.2)))
+    with pytest.raises(SettingError, match=r"rule and term act on layers \(0,\) and None, kinds None and None"):
+        Arm("x", (Repel(SVGD(), layers=(0,)), Penalize(Output())))
+
+
+def test_a_rule_and_a_term_act_in_the_place_that_one_of_them_names():
+    arm = parse_arm("svgd:layers=0/1+output:kinds=self")
+    assert [(method.layers, method.kinds) for method in arm.methods] == [((0, 1), ("self",))] * 2
+
+
+# As written by revision 1e8b0fb.
+RECORD = """
+{"kind": "Arm", "name": "svgd-relative:layers=1+output:weight=0.5", "rule": {"kind": "SVGD", "alpha": {"kind":
+"Relative", "ratio": 0.1}, "step_size": 0.1, "kernel": {"kind": "RBF", "bandwidth": {"kind": "Median"}}, "smoothing":
+true, "prior_precision": 0.0, "data_size": 1.0, "inverse_temperature": 1.0}, "layers": [1],
+"kinds": null, "projections": null, "term": {"kind": "Output"}, "penalty_weight": 0.5,
+"kind_weights": null, "aggregation": null, "aggregation_layers": null, "aggregation_kinds": null, "drophead": 0.0,
+"guided": null, "model": null, "learning_rate": null, "control": "smooth:layers=1"}
+"""
+
+
+def test_the_record_of_an_arm_is_flat_and_has_all_keys_in_their_old_order():
+    arm = parse_arm("svgd-relative:layers=1+output:weight=0.5")
+    assert json.dumps(record_arm(arm)) == RECORD.replace("\n", " ").strip()
+    assert restore_arm(json.loads(RECORD)) == arm
+
+
+@pytest.mark.parametrize("text", [*named_arms(), "spos+position+em:layers=0/1+drophead:rate=0.3+guided:drop=rare"])
+def test_an_arm_is_restored_from_its_record(text):
+    arm = parse_arm(text)
+    assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
 
 
 def test_the_choice_of_kernel_is_no_part_of_an_arms_record():

@@ -20,7 +20,7 @@ from headwise.lab.papers.sizes import Size, arm_name, arm_names, base, big, size
 from headwise.lab.tasks.logic.task import LogicTask
 from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.training.methods import Methods
+from headwise.lab.training.attach import Methods
 
 EVERY = (*REPULSIVE, *DIVERSIFY)
 EVERY_SCALE = [(reproduction, scale) for reproduction in EVERY for scale in reproduction.scales]

@@ -19,8 +19,8 @@ from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise.lab.training import train
+from headwise.lab.training.attach import Methods
 from headwise.lab.training.callback import RunCallback
-from headwise.lab.training.methods import Methods
 from headwise.lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.heads.heads import Heads
+from headwise.lab.experiment.method import Repel
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.trained import load_trained
 from headwise.repulsion.gram import geometry
 from headwise.repulsion.mixing import blend
@@ -23,11 +24,12 @@ from headwise.repulsion.rules import Rule
 
 def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
     """Return the radial share of the repulsion on a run's heads as drawn, and as trained; nothing without repulsion."""
-    rule = settings.arm.rule
-    if rule is None:
+    method = settings.arm.find(Repel)
+    if method is None:
         return {"numbers": {}}
+    rule = method.rule
     trained = load_trained(settings, folder)
-    _, fresh = armed(trained.task, settings.arm, trained.data, settings.scale, seed=settings.seed)
+    _, fresh = attach_arm(trained.task, settings.arm, trained.data, settings.scale, seed=settings.seed)
     assert fresh.heads is not None  # a trained model with heads has them when it is new
     found = {"radial_share_at_start": _of_heads(rule, fresh.heads), "radial_share": _of_heads(rule, trained.heads)}
     return {"numbers": {name: value for name, value in found.items() if value is not None}}

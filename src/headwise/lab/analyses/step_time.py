@@ -23,7 +23,7 @@ from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.results.runs import STEP_RATIO
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import optimizer_of
 
 # Batches, and how often each is stepped on by each model after one step that is not counted.
@@ -60,7 +60,7 @@ def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
 
 def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[Batch], None]:
     """Return what does one training step of an arm on a batch."""
-    model, methods = armed(task, arm, data, settings.scale, seed=settings.seed)
+    model, methods = attach_arm(task, arm, data, settings.scale, seed=settings.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = settings.scale.recipe
     model.to(device).train()

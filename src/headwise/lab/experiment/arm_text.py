@@ -1,6 +1,6 @@
-"""Arms as text: `svgd:alpha=0.5,step_size=0.1+em`, typed into the fields of the frozen settings.
+"""Arms as text: `svgd:alpha=0.5,step_size=0.1+em`, parsed into the fields of the frozen settings.
 
-Owns the grammar. `+` combines arms, `:` starts the settings of one, `,` separates settings and arms: a piece that
+`+` combines arms, `:` starts the settings of one, `,` separates settings and arms: a piece that
 begins with `name=` is a setting of the arm before it. The canonical text of an arm leaves out what is default.
 """
 
@@ -11,11 +11,11 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
-from headwise.lab.experiment.arm import Arm, combine, control_of, named_arms
+from headwise.lab.experiment.arm import Arm, combine, find_control, named_arms
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
@@ -25,8 +25,8 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "bandwidth": {"median": Median(), "released": ReleasedMedian()},
     "votes": {"shared-trunk": SharedTrunk(), "per-head": PerHead(), "distinct-capsules": DistinctCapsules()},
 }
-# How an aggregator walks through its tokens changes no number of a run, so it is no setting of an arm.
-HIDDEN = {"chunks"}
+# What the name of an arm chooses; and how an aggregator walks through its tokens, which changes no number of a run.
+HIDDEN = {"name", "control", "term", "model", "chunks"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
 # Settings that replace some roles of an arm, which its control has all.
@@ -41,7 +41,7 @@ FIXED = {
     "shuffled-parse": REPLACED,
 }
 
-Path = tuple[str, ...]
+Path = tuple[str | int, ...]
 
 
 def parse_arms(text: str) -> list[Arm]:
@@ -78,30 +78,14 @@ def parse_arm(text: str) -> Arm:
     return combine(sorted(parts, key=lambda arm: order.index(arm.name.partition(":")[0])))
 
 
-def settings_of(arm: Arm) -> dict[str, Path]:
+def list_settings(arm: Arm) -> dict[str, Path]:
     """Return the settings that a named arm has, each with its place in the arm.
 
-    >>> list(settings_of(named_arms()["svgd-relative"]))[:3]
-    ['ratio', 'step_size', 'kernel']
+    >>> list_settings(named_arms()["svgd-relative"])["ratio"]
+    ('methods', 0, 'rule', 'alpha', 'ratio')
     """
-    found: dict[str, Path] = {}
-    for field in ("rule", "aggregation", "guided"):
-        value = getattr(arm, field)
-        if value is not None:
-            found |= _leaves(value, (field,))
-    if arm.term is not None:
-        found["weight"] = ("penalty_weight",)
-        found["kind_weights"] = ("kind_weights",)
-    if arm.drophead:
-        found["rate"] = ("drophead",)
-    if arm.rule is not None or arm.term is not None:
-        found["layers"], found["kinds"] = ("layers",), ("kinds",)
-    if arm.rule is not None:
-        found["projections"] = ("projections",)
-    if arm.aggregation is not None:
-        found["layers"], found["kinds"] = ("aggregation_layers",), ("aggregation_kinds",)
-    found["learning_rate"] = ("learning_rate",)
-    return {name: path for name, path in found.items() if name not in FIXED.get(arm.name, ())}
+    fixed = FIXED.get(arm.name, ())
+    return {name: path for name, path in _find_leaves(arm, ()).items() if name not in fixed}
 
 
 def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
@@ -117,40 +101,35 @@ def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
     >>> with_settings(named_arms()["svgd"], {"alpha": "0.5", "step_size": "0.2"}).control
     'smooth:step_size=0.2'
     """
-    plain_name, changed = arm.name, arm
-    # a kernel chosen here may bring settings of its own, so what is chosen by a word comes first
+    changed = arm
+    # a kernel chosen here may bring settings with it, so what is chosen by a word comes first
     order = [*WORDS, *(name for name in settings if name not in WORDS)]
     for name, text in sorted(settings.items(), key=lambda item: order.index(item[0])):
-        known = settings_of(dataclasses.replace(changed, name=plain_name))
+        known = list_settings(changed)
         if name not in known:
-            raise SettingError(f"arm {plain_name} has no setting {name!r}; it has {', '.join(known)}.")
-        path = known[name]
-        value = _typed(f"{plain_name}:{name}", text, name, _annotation(changed, path))
-        changed = _replaced(changed, path, value)
-    known = settings_of(dataclasses.replace(changed, name=plain_name))
-    differing = [
-        f"{name}={_written(name, _value(changed, path))}"
-        for name, path in known.items()
-        if not _has(arm, path) or _value(changed, path) != _value(arm, path)
-    ]
-    name = f"{plain_name}:{','.join(differing)}" if differing else plain_name
-    control = _control(dataclasses.replace(changed, name=plain_name), differing)
-    return dataclasses.replace(changed, name=name, control=control)
+            raise SettingError(f"arm {arm.name} has no setting {name!r}; it has {', '.join(known)}.")
+        value = _parse_value(f"{arm.name}:{name}", text, name, _find_types(changed, known[name]))
+        changed = _replace(changed, known[name], value)
+    differing = {
+        name: _write_value(name, _get(changed, path))
+        for name, path in list_settings(changed).items()
+        if not _has(arm, path) or _get(changed, path) != _get(arm, path)
+    }
+    written = ",".join(f"{name}={value}" for name, value in differing.items())
+    name = f"{arm.name}:{written}" if differing else arm.name
+    return dataclasses.replace(changed, name=name, control=_parse_control(changed, differing))
 
 
-def _control(arm: Arm, differing: Sequence[str]) -> str | None:
-    """The name of an arm's control, with those settings of the arm that the control has too.
+def _parse_control(arm: Arm, settings: Mapping[str, str]) -> str | None:
+    """Return the name of an arm's control, with those settings of the arm that the control has too.
 
     Otherwise a control would act elsewhere, or smooth otherwise, and the arm differ from it in more than one thing.
     """
-    control = control_of(arm)
+    control = find_control(arm.methods)
     if control is None:
         return None
-    shared = settings_of(named_arms()[control]).keys() - TUNED - REPLACED
-    return with_settings(
-        named_arms()[control],
-        {name: value for name, _, value in (piece.partition("=") for piece in differing) if name in shared},
-    ).name
+    shared = list_settings(named_arms()[control]).keys() - TUNED - REPLACED
+    return with_settings(named_arms()[control], {name: settings[name] for name in settings if name in shared}).name
 
 
 def _parse_part(text: str) -> Arm:
@@ -169,64 +148,71 @@ def _parse_part(text: str) -> Arm:
     return with_settings(known[name], settings)
 
 
-def _leaves(value: Any, path: Path) -> dict[str, Path]:
-    """The settings of a dataclass in the order of its fields, those of what it holds in their places."""
+def _find_leaves(value: Any, path: Path) -> dict[str, Path]:
+    """Return the settings of a dataclass in the order of its fields, those of what it holds in their places."""
     found: dict[str, Path] = {}
     for field in dataclasses.fields(value):
         held, place = getattr(value, field.name), (*path, field.name)
         if field.name in HIDDEN:
             continue
+        if field.name == "methods":
+            for index, method in enumerate(held):
+                found |= _find_leaves(method, (*place, index))
+            continue
         if field.name in WORDS or not dataclasses.is_dataclass(held):
             found[field.name] = place
         # a bandwidth is chosen whole, by a word or a number
         if dataclasses.is_dataclass(held) and field.name != "bandwidth":
-            found |= _leaves(held, place)
+            found |= _find_leaves(held, place)
     return found
 
 
-def _value(value: Any, path: Path) -> Any:
-    for name in path:
-        value = getattr(value, name)
+def _get(value: Any, path: Path) -> Any:
+    for step in path:
+        value = value[step] if isinstance(step, int) else getattr(value, step)
     return value
 
 
 def _has(value: Any, path: Path) -> bool:
-    for name in path:
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
+    try:
+        _get(value, path)
+    except AttributeError:
+        return False
     return True
 
 
-def _replaced(value: Any, path: Path, new: Any) -> Any:
-    name, *rest = path
-    inner = _replaced(getattr(value, name), tuple(rest), new) if rest else new
-    return dataclasses.replace(value, **{name: inner})
+def _replace(value: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    step, *rest = path
+    if isinstance(step, int):
+        return (*value[:step], _replace(value[step], tuple(rest), new), *value[step + 1 :])
+    return dataclasses.replace(value, **{step: _replace(getattr(value, step), tuple(rest), new)})
 
 
-def _annotation(arm: Arm, path: Path) -> tuple[Any, ...]:
-    """The types a field may hold, unions taken apart."""
-    owner = _value(arm, path[:-1])
-    hint = typing.get_type_hints(type(owner))[path[-1]]
+def _find_types(arm: Arm, path: Path) -> tuple[Any, ...]:
+    """Return the types a field may hold."""
+    owner = _get(arm, path[:-1])
+    hint = typing.get_type_hints(type(owner))[str(path[-1])]
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
-def _typed(place: str, text: str, name: str, allowed: tuple[Any, ...]) -> Any:
+def _parse_value(place: str, text: str, name: str, allowed: tuple[Any, ...]) -> Any:
     if name in WORDS:
-        return _word(place, text, name)
+        return _parse_word(place, text, name)
     if type(None) in allowed and text.lower() == ("all" if name in PLACES else "none"):
         return None
     kind = next(kind for kind in allowed if kind is not type(None))
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        return tuple(piece.strip() if item is str else _scalar(place, piece, item) for piece in text.split("/"))
+        return tuple(piece.strip() if item is str else _parse_scalar(place, piece, item) for piece in text.split("/"))
     if typing.get_origin(kind) is Literal:
         require_choice(place, text, typing.get_args(kind))
         return text
-    return _scalar(place, text, kind)
+    return _parse_scalar(place, text, kind)
 
 
-def _scalar(place: str, text: str, kind: type) -> Any:
+def _parse_scalar(place: str, text: str, kind: type) -> Any:
     expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
@@ -234,7 +220,7 @@ def _scalar(place: str, text: str, kind: type) -> Any:
         raise SettingError(f"{place} is {text!r}; expected {expected}.") from None
 
 
-def _word(place: str, text: str, name: str) -> Any:
+def _parse_word(place: str, text: str, name: str) -> Any:
     words = WORDS[name]
     if text.lower() in words:
         return words[text.lower()]
@@ -248,7 +234,7 @@ def _word(place: str, text: str, name: str) -> Any:
     raise SettingError(f"{place} is {text!r}; expected one of {expected}.")
 
 
-def _written(name: str, value: Any) -> str:
+def _write_value(name: str, value: Any) -> str:
     if name in WORDS:
         named = (word for word, meant in WORDS[name].items() if type(meant) is type(value))
         return next(named, None) or repr(getattr(value, "value", value))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.arm_record import record_arm
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.experiment.scale import Scale
 
@@ -60,7 +61,7 @@ class RunSettings:
             "data": self.fingerprint,
             "seed": self.seed,
             "test": self.test,
-            "arm": as_record(self.arm),
+            "arm": record_arm(self.arm),
             "scale": as_record(self.scale),
             "recipe": as_record(self.scale.recipe),
         }

@@ -12,6 +12,7 @@ from headwise.errors import DataError
 from headwise.lab.data.encoded import Encoded, Row, collate_rows
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.method import OtherModel
 from headwise.lab.training.trained import read_arm
 
 VOCABULARY = "vocabulary.json"
@@ -24,8 +25,9 @@ def read_attending_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
         DataError: Its model has none, or the record does not describe the arm.
     """
     arm = read_arm(folder, record)
-    if arm.model is not None:
-        raise DataError(f"{folder} cannot be read: its model {arm.model} has no attention that an arm acts on.")
+    other = arm.find(OtherModel)
+    if other is not None:
+        raise DataError(f"{folder} cannot be read: its model {other.model} has no attention that an arm acts on.")
     return arm
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import torch
 
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.results.drawing import styles
 from headwise.lab.results.evidence import Evidence
@@ -73,7 +73,7 @@ def head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> P
     seed = min(evidence.results.seeds)
     vectors = {}
     for row in table.arms:
-        path = analysis_file(folder / folder_of(row.arm) / f"seed-{seed}", analysis)
+        path = analysis_file(folder / escape_arm_name(row.arm) / f"seed-{seed}", analysis)
         if path.exists():
             vectors[row.arm] = read_json(path)["vectors"]
     if sum(len(found) for found in vectors.values()) < 3:

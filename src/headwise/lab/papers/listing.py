@@ -17,7 +17,7 @@ from rich.text import Text
 
 from headwise.lab.compare import run_folder
 from headwise.lab.experiment import run_folder as runs
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Reproduction
@@ -91,7 +91,7 @@ def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | 
             seconds
             for place in same
             for arm in arms
-            for folder in (place / folder_of(arm)).glob("seed-*")
+            for folder in (place / escape_arm_name(arm)).glob("seed-*")
             if (seconds := _train_seconds(folder)) is not None
         ]
         if not past:

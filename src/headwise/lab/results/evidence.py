@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import ANALYSIS, RESULT, read_json
 from headwise.lab.results.runs import COMPARISON, Results, Run, read_results
 
@@ -117,8 +117,8 @@ def by_shared_seed(asked: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]
 
 
 def _folder(out: Path, run: Run) -> Path:
-    return out / folder_of(run.arm) / f"seed-{run.seed}"
+    return out / escape_arm_name(run.arm) / f"seed-{run.seed}"
 
 
 def _result(out: Path, arm: str, seed: int) -> Path:
-    return out / folder_of(arm) / f"seed-{seed}" / RESULT
+    return out / escape_arm_name(arm) / f"seed-{seed}" / RESULT

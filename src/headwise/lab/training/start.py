@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.lab.data.arrays import digest
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import RESULT, read_json
 from headwise.lab.models.electra import decayed_apart
 from headwise.lab.models.normal_start import DEVIATION, draw_normal
@@ -66,7 +66,7 @@ class Start:
             return next(place for place in _single(self.place) if (place / CONFIG).is_file())
         # a second fine-tuning goes on from the first of the same seed
         number = seed if self.task == "glue" else seed % starts
-        run = self.place / folder_of(arm) / f"seed-{number}"
+        run = self.place / escape_arm_name(arm) / f"seed-{number}"
         found = run / (MODEL if self.task == "glue" else DISCRIMINATOR)
         if not (found / CONFIG).is_file():
             remedy = " with --set keep_model=true" if self.task == "glue" else ""

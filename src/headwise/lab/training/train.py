@@ -30,11 +30,10 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.experiment.versions import versions
 from headwise.lab.training import processes
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import Methods, attach_arm
 from headwise.lab.training.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.training.callback import RunCallback
 from headwise.lab.training.checkpoints import seal, verify
-from headwise.lab.training.methods import Methods
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.lab.training.own_batches import OwnBatches, counted
 
@@ -65,7 +64,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         return
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
-    model, methods = armed(task, settings.arm, data, scale, seed=settings.seed)
+    model, methods = attach_arm(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = processes.agreed(run_folder.latest_checkpoint(folder))
     if checkpoint is not None:

@@ -6,6 +6,7 @@ Owns the way back from a run's folder to a model. Must not know what is done wit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,16 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.heads.heads import Heads
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.arm_record import KEYS, restore_arm
 from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.method import Aggregate, OtherModel
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import MaskMaker, Task
-from headwise.lab.training.armed import bare
-from headwise.lab.training.methods import Methods
-from headwise.routing.save import restore
+from headwise.lab.training.attach import Methods, build_model, find_target
 
-# What of an arm a trained model still has; the rest acts on gradients, or while training alone.
-OUTLIVES = ("aggregation", "aggregation_layers", "aggregation_kinds", "guided", "model")
+# The methods that a trained model still has; the others act on gradients, or during training only.
+LASTING = (Aggregate, Guided, OtherModel)
 
 
 class Trained(NamedTuple):
@@ -53,7 +54,7 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
         raise DataError(f"{folder} holds no finished run; give the comparison's command again to go on with it.")
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
-    model, masks = bare(task, settings.arm, data, scale, seed=settings.seed)
+    model, masks = build_model(task, settings.arm, data, scale, seed=settings.seed)
     methods = revived(
         folder,
         task.remaining_arm(settings.arm, data),
@@ -94,9 +95,10 @@ def revived(
     Raises:
         DataError: The weights are damaged or of another model.
     """
-    left = Arm(arm.name, **{name: getattr(arm, name) for name in OUTLIVES})
-    target = None if arm.model is not None else task.target(model)
-    methods = Methods(left, model, target, seed=seed, compile_routing=compile_routing, masks=masks)
+    left = replace(arm, methods=tuple(method for method in arm.methods if isinstance(method, LASTING)))
+    methods = Methods(
+        left, model, find_target(task, arm, model), seed=seed, compile_routing=compile_routing, masks=masks
+    )
     path = folder / run_folder.WEIGHTS
     try:
         load_model(model, str(path))
@@ -121,17 +123,10 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
     """
     try:
         arm = record["arm"]
-        # an arm of a record from before there were roles has none
-        values = {name: arm[name] if name.startswith("aggregation") else arm.get(name) for name in OUTLIVES}
-        return Arm(arm["name"], **{name: restore(_named(value), (Guided,)) for name, value in values.items()})
+        lasting = {name: arm[name] for name in ("name", *KEYS[Aggregate].values())}
+        # the arm of a record from before there were roles or other models has neither
+        return restore_arm(lasting | {name: arm.get(name) for name in ("guided", "model")})
     except (KeyError, TypeError, AttributeError, HeadwiseError) as error:
         raise DataError(
             f"{folder / run_folder.SETTINGS} does not say what its arm is ({error}); was it made by another version?"
         ) from error
-
-
-def _named(value: Any) -> Any:
-    """Return a value of `runs.as_record` as `headwise.save` writes it."""
-    if isinstance(value, dict):
-        return {"setting" if name == "kind" else name: _named(inner) for name, inner in value.items()}
-    return [_named(inner) for inner in value] if isinstance(value, list) else value

@@ -14,7 +14,7 @@ from headwise.lab.tasks.classification import texts
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.classification.task import ClassificationTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"
@@ -57,7 +57,7 @@ def test_a_worker_reads_parses_that_were_made_and_needs_no_parser(reviews, tmp_p
     other = load_data(reviews, PARSED, tmp_path / "cache")
     assert [other.texts.table(n).parse() for n in range(20)] == [one.texts.table(n).parse() for n in range(20)]
     task = ClassificationTask()
-    model, _ = armed(task, parse_arm("guided"), other, PARSED, seed=2)
+    model, _ = attach_arm(task, parse_arm("guided"), other, PARSED, seed=2)
     batch = task.collate([other.train[place] for place in range(5)])
     assert model(**batch)["logits"].isfinite().all()
 

@@ -22,7 +22,7 @@ from headwise.lab.jobs.job import do_job
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.lab.tasks.classification.task import ClassificationTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.cross_validation import gather
 from headwise.lab.tune import Tuning, tune
 from lab.sentences import parse_without_spacy, write_sentences
@@ -97,7 +97,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, sentences, tm
 def test_the_masks_reach_the_heads_in_training_and_in_evaluation(sentences):
     scale = parsed_toy(sentences.parent)
     data = TASK.load(sentences, scale, None)
-    model, methods = armed(TASK, parse_arm("guided:roles=window"), data, scale, seed=1)
+    model, methods = attach_arm(TASK, parse_arm("guided:roles=window"), data, scale, seed=1)
     batch = TASK.collate([data.train[place] for place in range(4)])
     with methods.evaluating(model):
         before = model(**batch)["logits"]
@@ -107,7 +107,7 @@ def test_the_masks_reach_the_heads_in_training_and_in_evaluation(sentences):
         handle = states.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
         model(**batch)
         handle.remove()
-        plain, _ = armed(TASK, parse_arm("plain"), data, scale, seed=1)
+        plain, _ = attach_arm(TASK, parse_arm("plain"), data, scale, seed=1)
         # ... what plain attention with the same parameters sees
         after = plain.eval()(**batch)["logits"]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
@@ -217,7 +217,7 @@ def test_word_vectors_are_where_a_run_starts(sentences, tmp_path):
     (tmp_path / "vectors.txt").write_text("fine " + " ".join(["2.0"] * 12) + "\n")
     scale = dataclasses.replace(TOY, embeddings=tmp_path / "vectors.txt")
     data = TASK.load(sentences, scale, None)
-    model, _ = armed(TASK, parse_arm("plain"), data, scale, seed=0)
+    model, _ = attach_arm(TASK, parse_arm("plain"), data, scale, seed=0)
     place = data.vocabulary.index("fine")
     torch.testing.assert_close(model.encoder.embedding.weight[place], torch.full((12,), 2.0))
     assert data.fingerprint != TASK.load(sentences, TOY, None).fingerprint

@@ -42,7 +42,7 @@ from headwise.lab.models.pretrained import require_whole
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.glue.task import GlueTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.lab.training.start import Classifier, find_start, require_positions
 from headwise.lab.training.train import train_run
@@ -203,7 +203,7 @@ def test_a_second_fine_tuning_goes_on_from_the_first_of_the_same_seed(finetuned,
     scale = toy(first)
     data = TASK.load(glue / "CoLA", scale, None)
     assert data.start.folder("output", 3, starts=1) == first / "output" / "seed-3" / "model"
-    built, methods = armed(TASK, parse_arm("output"), data, scale, seed=3)
+    built, methods = attach_arm(TASK, parse_arm("output"), data, scale, seed=3)
     before = load_file(finetuned / "model" / "model.safetensors")
     own = built.network.state_dict()
     assert all(torch.equal(own[name], before[name]) for name in before if name.startswith("electra."))
@@ -221,11 +221,11 @@ def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, m
         begin("em", 0, 1)
     with pytest.raises(DataError, match="with arm em and seed 1 with --set keep_model=true first"):
         find_start(comparison(tmp_path / "fine", "glue", model, {"plain": 1})).folder("em", 1, 1)
-    _, methods = armed(TASK, parse_arm("svgd:alpha=0.1"), data, toy(made), seed=3)
+    _, methods = attach_arm(TASK, parse_arm("svgd:alpha=0.1"), data, toy(made), seed=3)
     methods.repel(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))
     assert methods.repulsion is None
     kept = TASK.remaining_arm(parse_arm("svgd:alpha=0.1,learning_rate=0.01"), data)
-    assert (kept.rule, kept.learning_rate, kept.control) == (None, 0.01, "smooth")
+    assert (kept.methods, kept.learning_rate, kept.control) == ((), 0.01, "smooth")
     whole = TASK.load(glue / "RTE", toy(model), None)
     assert TASK.remaining_arm(parse_arm("svgd"), whole) == parse_arm("svgd")
     found = run_folder.read_json(made / "comparison.json")
@@ -525,7 +525,7 @@ def test_minilm_can_be_begun_with():
     scale = toy(folder, train_examples=8, test_examples=4)
     data = TASK.load(PUBLISHED / "MRPC", scale, None)
     assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
-    built, methods = armed(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
+    built, methods = attach_arm(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
     methods.repel(optimizer_of(built, 1e-4, scale.recipe))
     loss = methods.penalized(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
     loss.backward()

@@ -22,7 +22,7 @@ from headwise.lab.tasks.graph2text.files import Graph
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
 from headwise.lab.tasks.graph2text.task import Graph2TextTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.lab.training.train import train_run
 from lab.stopping import assert_goes_on_to_the_same_bits
@@ -80,7 +80,7 @@ def test_the_regularisation_is_the_gradient_of_a_mean_cosine_in_the_six_blocks_a
     scale = dataclasses.replace(TOY, dropout=0.0)
 
     def gradients(arm: str | None) -> dict[str, torch.Tensor]:
-        model, methods = armed(TASK, parse_arm(arm or "plain"), data, scale, seed=1)
+        model, methods = attach_arm(TASK, parse_arm(arm or "plain"), data, scale, seed=1)
         methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
         loss = model(**batch)["loss"]
         if arm is None:

@@ -27,7 +27,7 @@ from headwise.lab.tasks.pretraining import prepare as preparing
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise.lab.tasks.pretraining.scores import compute_placements
 from headwise.lab.tasks.pretraining.task import PretrainingTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import optimizer_of
 from headwise.lab.training.train import never, train_run
 from lab.stopping import same_bits, stop_after
@@ -109,7 +109,7 @@ def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped
 def repelled(arm: str, text: Path, scale=TOY) -> set[str]:
     """The parameters whose gradients an arm's rule changes."""
     data = TASK.load(text, scale, None)
-    model, methods = armed(TASK, parse_arm(arm), data, scale, seed=3)
+    model, methods = attach_arm(TASK, parse_arm(arm), data, scale, seed=3)
     methods.repel(optimizer_of(model, 0.1, scale.recipe))
     batch = TASK.collate([data.train[index] for index in next(iter(TASK.batches(data, scale, 5)))])
     model(**batch)["loss"].backward()
@@ -131,7 +131,7 @@ def test_repulsion_acts_on_the_discriminators_first_layer_unless_told_otherwise(
 
 def test_arms_of_a_seed_see_the_same_text_masks_and_start(text):
     data = TASK.load(text, TOY, None)
-    (one, _), (other, _) = (armed(TASK, parse_arm(arm), data, TOY, seed=3) for arm in ("plain", "svgd"))
+    (one, _), (other, _) = (attach_arm(TASK, parse_arm(arm), data, TOY, seed=3) for arm in ("plain", "svgd"))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     batches = [list(islice(TASK.batches(data, TOY, 5), 3)) for _ in range(2)]
     assert batches[0] == batches[1]

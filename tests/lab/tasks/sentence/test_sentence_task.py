@@ -28,7 +28,7 @@ from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import scores
 from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
 from headwise.lab.tasks.sentence.uncertainty import measure_entropy, measure_reliability
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run
 from headwise.repulsion.rules import SVGD
 from lab.stopping import assert_goes_on_to_the_same_bits
@@ -128,7 +128,7 @@ def test_the_gate_is_lins_head_by_head():
 
 def test_both_texts_of_a_pair_reach_the_answer_and_the_penalty(pairs):
     data = TASK.load(pairs, TOY, None)
-    model, methods = armed(TASK, parse_arm("frobenius"), data, TOY, seed=1)
+    model, methods = attach_arm(TASK, parse_arm("frobenius"), data, TOY, seed=1)
     assert isinstance(model, SelfAttentive)
     batch = collate([data.train[number] for number in range(4)])
     changed = {**batch, "second": batch["second"].flip(0)}
@@ -152,7 +152,7 @@ def test_both_texts_of_a_pair_reach_the_answer_and_the_penalty(pairs):
 
 def test_repulsion_of_a_pair_acts_once_a_step(pairs):
     data = TASK.load(pairs, TOY, None)
-    model, methods = armed(TASK, parse_arm("svgd:alpha=0.5"), data, TOY, seed=1)
+    model, methods = attach_arm(TASK, parse_arm("svgd:alpha=0.5"), data, TOY, seed=1)
     methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
     model(**collate([data.train[number] for number in range(4)]))["loss"].backward()
     from headwise.repulsion.rules import update

@@ -102,7 +102,7 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
     own = open_translator(place / name)
     arm = read_arm(place / name, read_json(place / name / "settings.json"))
     model = translation_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
-    revived(place / name, dataclasses.replace(arm, guided=None), model, TranslationTask(), seed=3)
+    revived(place / name, arm, model, TranslationTask(), seed=3)
     free = Translator(model, own.subwords, own.decoding)
     assert free.translate(free.encode(sources(place))) != found
 

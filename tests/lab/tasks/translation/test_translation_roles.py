@@ -20,7 +20,7 @@ from headwise.lab.tasks.translation import task as translation_module
 from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learned_masks, parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.armed import armed
+from headwise.lab.training.attach import attach_arm
 from headwise.roles.align import words_of_tokens
 from headwise.roles.word_table import WordTable
 from lab.sentences import parsed
@@ -170,7 +170,7 @@ def test_a_source_that_was_cut_keeps_its_words_though_the_cut_is_inside_one():
 def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
     data = TASK.load(corpus, scale, cache)
-    network, methods = armed(TASK, parse_arm("guided:roles=separator/rare/window,drop=rare"), data, scale, seed=2)
+    network, methods = attach_arm(TASK, parse_arm("guided:roles=separator/rare/window,drop=rare"), data, scale, seed=2)
     sites, tokens, read = methods.heads.kind("self"), data.whole.tokenizer, []
     hook = network.get_encoder().register_forward_pre_hook(
         lambda _m, _given, named: read.append(named["input_ids"]), with_kwargs=True
@@ -200,7 +200,7 @@ def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
 def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
     data = TASK.load(corpus, scale, cache)
-    arms = {name: armed(TASK, parse_arm(name), data, scale, seed=2) for name in ("plain", "guided:roles=window")}
+    arms = {name: attach_arm(TASK, parse_arm(name), data, scale, seed=2) for name in ("plain", "guided:roles=window")}
     batch = TASK.collate([data.train[place] for place in range(5)])
     source = {name: batch[name] for name in ("input_ids", "attention_mask")}
     states = {}
@@ -238,7 +238,7 @@ def test_a_guided_translation_stopped_in_the_middle_goes_on_to_the_same_bits(arm
 def test_roles_that_do_not_fit_are_refused(corpus, cache):
     data = TASK.load(corpus, TOY, cache)
     with pytest.raises(DataError, match="the roles dependency, major need parses"):
-        armed(TASK, parse_arm("guided"), data, TOY, seed=0)
+        attach_arm(TASK, parse_arm("guided"), data, TOY, seed=0)
     parsed_toy = dataclasses.replace(TOY, pipeline=corpus)
     with pytest.raises(SettingError, match="5 roles and 4 heads; expected a head for each role"):
-        armed(TASK, parse_arm("guided"), TASK.load(corpus, parsed_toy, cache), parsed_toy, seed=0)
+        attach_arm(TASK, parse_arm("guided"), TASK.load(corpus, parsed_toy, cache), parsed_toy, seed=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.results.evidence import Evidence
@@ -64,7 +64,7 @@ class AttentionMaps:
         rows |= {f"all {len(weights)} heads together": total} if self.overall else {}
         top = words[max(range(len(total)), key=lambda word: total[word])]
         return Picture(
-            f"attention-{folder_of(arm)}-{place + 1}",
+            f"attention-{escape_arm_name(arm)}-{place + 1}",
             to_png(sentence_heatmap(words, rows)),
             f"Attention of {arm} over a test text of class {one['label']}, answered {one['predicted']}: the darker, "
             f"the more; shades compare within a row.{remark}",
@@ -122,7 +122,7 @@ def entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tupl
 def _analyses(folder: Path, arm: str, evidence: Evidence, name: str) -> list[dict[str, Any]]:
     """Return the records of an analysis of an arm's finished runs, in the order of the seeds."""
     seeds = sorted(run.seed for run in evidence.results.runs if run.arm == arm)
-    paths = [analysis_file(folder / folder_of(arm) / f"seed-{seed}", name) for seed in seeds]
+    paths = [analysis_file(folder / escape_arm_name(arm) / f"seed-{seed}", name) for seed in seeds]
     return [read_json(path) for path in paths if path.exists()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwise.lab.experiment.arm import folder_of
+from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.tasks.graph2text.rating import outputs_page, read_items, write_rating
@@ -36,7 +36,7 @@ class OutputPages:
         shared = sorted(seeds[one] & seeds[other])
         if data is None or not shared:
             return ()
-        first, second = (folder / folder_of(arm) / f"seed-{shared[0]}" for arm in (one, other))
+        first, second = (folder / escape_arm_name(arm) / f"seed-{shared[0]}" for arm in (one, other))
         items = read_items(first, second, data)
         pages = [place / OUTPUTS]
         outputs_page(items[:READ], (one, other), title=f"Texts of {one} and {other}").write(pages[0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.heads.find import find_heads
 from headwise.lab.data.encoded import Encoded, Row, Span, collate_rows
 from headwise.lab.experiment.frozen import Frozen, name_run, read_states
+from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
 from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
@@ -44,12 +45,13 @@ def open_classifier(
     vocabulary, labels = read_words(folder, "labels")
     words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
     model = kind(words, len(labels), scale)
-    revived(folder, replace(arm, guided=None), model, task, seed=seed)
+    revived(folder, arm, model, task, seed=seed)
     encoder = model.encoder
     heads, run, files, cut = find_heads(encoder), run_encoder(encoder), list_files(folder), scale
-    if arm.guided is not None:
-        rarity, parsed_by = kept_roles(folder, arm.guided, pipeline)
-        masks = LineMasks(arm.guided, rarity, num_heads=scale.heads, seed=seed)
+    guided = arm.find(Guided)
+    if guided is not None:
+        rarity, parsed_by = kept_roles(folder, guided, pipeline)
+        masks = LineMasks(guided, rarity, num_heads=scale.heads, seed=seed)
         run, files = _guide(run, guide(heads), masks), (*files, folder / RARITY, folder / ROLES)
         cut = replace(scale, pipeline=parsed_by)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}

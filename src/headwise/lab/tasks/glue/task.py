@@ -6,7 +6,7 @@ Owns what the laboratory asks of the task. The data is `glue_data`'s, what model
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,7 @@ class GlueTask(Task):
         """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
         if not data.start.of_arms:
             return arm
-        kept = {"name", "control", "learning_rate"}
-        return Arm(**{field.name: getattr(arm, field.name) for field in fields(arm) if field.name in kept})
+        return replace(arm, methods=())
 
     def initial_run(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
         """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""

@@ -15,6 +15,7 @@ from typing import IO, Any
 from headwise.errors import DataError
 from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.method import OtherModel
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
 from headwise.lab.tasks.graph2text.data import Graphs
@@ -78,7 +79,7 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
     scale = dataclasses.replace(scale, **{name: value for name, value in asked.items() if value is not None})
     kept_file(folder, run_folder.WEIGHTS)
     coder = _kept_coder(kept_file(folder, VOCABULARY))
-    model = graph_writer(coder, scale, blind=arm.model == BLIND)
+    model = graph_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
     revived(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
     return Writer(model, coder, scale)
 

@@ -14,6 +14,7 @@ from typing import Any
 from headwise.errors import require_integer, require_range
 from headwise.lab.data.subwords import END, Subwords, read_subwords
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.tasks.translation.decoding import decoded, longest_source
 from headwise.lab.tasks.translation.prepare import TOKENIZER
@@ -132,8 +133,9 @@ def open_translator(
         kept_file(folder, name)
     subwords = read_subwords(folder / TOKENIZER)
     seed, masks = int(record["seed"]), None
-    if arm.guided is not None:
-        masks = kept_masks(folder, arm.guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
+    guided = arm.find(Guided)
+    if guided is not None:
+        masks = kept_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
     model = translation_model(scale, subwords.vocabulary_size)
     revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)

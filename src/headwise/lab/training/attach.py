@@ -1,8 +1,4 @@
-"""An arm on a model: aggregators, penalty, repulsion, DropHead and role masks, attached in the order they need.
-
-Owns that order: aggregators before the parameters are drawn, the penalty after them, repulsion once there is an
-optimizer. Must not know tasks or training loops.
-"""
+"""An arm on a model, which is what a run trains: the model's start, and the arm's methods attached to it."""
 
 from __future__ import annotations
 
@@ -15,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from headwise.disagreement.penalty import Disagreement
+from headwise.errors import SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.lab.experiment.arm import KINDS, Arm
+from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.method import KINDS, Aggregate, DropHeads, OtherModel, Penalize, Repel
+from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import initialise, key
-from headwise.lab.experiment.task import MaskMaker
+from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
 from headwise.lab.training.drophead import DropHead
@@ -29,8 +29,63 @@ from headwise.routing.aggregate import aggregate
 from headwise.routing.modules import Residual, Routing
 
 
+def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
+    """Return a new model whose parameters are drawn, and the arm's methods on it.
+
+    Args:
+        task: The task.
+        arm: The arm.
+        data: The task's data.
+        scale: Its scale.
+        seed: Seed of the run.
+
+    Raises:
+        SettingError: As `build_model`, or the arm does not fit the model.
+        DataError: A role needs what the data does not have.
+    """
+    model, masks = build_model(task, arm, data, scale, seed=seed)
+    methods = Methods(
+        task.remaining_arm(arm, data),
+        model,
+        find_target(task, arm, model),
+        seed=seed,
+        compile_routing=scale.compile_routing,
+        masks=masks,
+        rule_layers=task.rule_layers(scale),
+    )
+    return model, methods
+
+
+def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
+    """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
+
+    Arguments as for `attach_arm`.
+
+    Raises:
+        SettingError: The task has no such model, or no words that roles could be made from.
+        DataError: A role needs what the data does not have.
+    """
+    other, guided = arm.find(OtherModel), arm.find(Guided)
+    if other is not None:
+        if other.model not in task.models:
+            raise SettingError(
+                f"task {task.name} has no model {other.model}; models besides its own: {task.models or 'none'}."
+            )
+        return task.other_model(other.model, data, scale), None
+    masks = None if guided is None else task.role_masks(guided, data, scale, seed)
+    return task.initial_model(arm, data, scale, seed), masks
+
+
+def find_target(task: Task, arm: Arm, model: nn.Module) -> nn.Module | None:
+    """Return the part of a model whose heads an arm acts on; None where it has no heads."""
+    return None if arm.find(OtherModel) is not None else task.target(model)
+
+
 class Methods:
     """The methods of one arm, attached to one model whose parameters they draw.
+
+    Aggregators are put in place before the parameters are drawn, the penalty after them, repulsion once there is an
+    optimizer.
 
     Args:
         arm: The arm.
@@ -53,9 +108,9 @@ class Methods:
         masks: MaskMaker | None = None,
         rule_layers: tuple[int, ...] | None = None,
     ) -> None:
-        self.arm, self.seed, self.masks = arm, seed, masks
-        self.rule_layers = rule_layers if arm.layers is None else arm.layers
+        self.arm, self.seed, self.masks, self.rule_layers = arm, seed, masks, rule_layers
         self.penalty: Disagreement | None = None
+        self.penalty_weight = 0.0
         self.drophead: DropHead | None = None
         self.repulsion: Repulsion | None = None
         self.heads: Heads | None = None
@@ -63,42 +118,37 @@ class Methods:
             initialise(model, seed)
             return
         self.heads = find_heads(part)
-        if arm.aggregation is not None:
-            setting = _compiled(arm.aggregation) if compile_routing else arm.aggregation
-            aggregate(_chosen(self.heads, arm.aggregation_layers, arm.aggregation_kinds), setting)
+        if (routing := arm.find(Aggregate)) is not None:
+            setting = _compile(routing.setting) if compile_routing else routing.setting
+            aggregate(_choose(self.heads, routing.layers, routing.kinds), setting)
         initialise(model, seed)
-        if arm.term is not None:
-            chosen = _chosen(self.heads, arm.layers, arm.kinds)
-            there = {site.kind for site in chosen}
-            weights = {
-                kind: weight for kind, weight in zip(KINDS, arm.kind_weights or (), strict=False) if kind in there
-            }
-            self.penalty = Disagreement(chosen, arm.term, weights=weights, across=processes.group())
-        if arm.drophead:
-            self.drophead = DropHead(self.heads, arm.drophead, seed=key(seed, "drophead"))
+        if (penalize := arm.find(Penalize)) is not None:
+            self.penalty, self.penalty_weight = _build_penalty(self.heads, penalize), penalize.weight
+        drop = arm.find(DropHeads)
+        if drop is not None and drop.rate:
+            self.drophead = DropHead(self.heads, drop.rate, seed=key(seed, "drophead"))
         if masks is not None:
             _guide(model, self.heads, masks)
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
-        if self.arm.rule is not None and self.heads is not None:
-            heads = _chosen(self.heads, self.rule_layers, self.arm.kinds)
-            if self.arm.projections is not None:
-                heads = heads.projection(*self.arm.projections)
-            noise_seed = key(self.seed, "noise")
-            self.repulsion = repel(optimizer, heads, self.arm.rule, when="manual", seed=noise_seed)
+        method = self.arm.find(Repel)
+        if method is not None and self.heads is not None:
+            layers = self.rule_layers if method.layers is None else method.layers
+            heads = _choose(self.heads, layers, method.kinds)
+            if method.projections is not None:
+                heads = heads.projection(*method.projections)
+            self.repulsion = repel(optimizer, heads, method.rule, when="manual", seed=key(self.seed, "noise"))
 
     def penalized(self, loss: Tensor) -> Tensor:
         """Return the loss with the arm's penalty added."""
-        if self.penalty is None:
-            return loss
-        return loss + self.arm.penalty_weight * self.penalty()
+        return loss if self.penalty is None else loss + self.penalty_weight * self.penalty()
 
     def apply_repulsion(self) -> Tensor | None:
         """Apply the rule to the gradients and return its force ratio; None without a rule.
 
-        The norm of all repulsion over the norm of all drive: a group that the loss hardly moves, as queries and keys
-        are at the start, would dominate a mean of the groups' ratios.
+        The norm of all repulsion over the norm of all driving terms: a group that the loss hardly moves, as queries and
+        keys are at the start, would dominate a mean of the groups' ratios.
         """
         if self.repulsion is None:
             return None
@@ -130,11 +180,18 @@ class Methods:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if self.drophead is not None:
             self.drophead.generator.set_state(state["drophead"])
         if self.repulsion is not None:
             self.repulsion.load_state_dict(state["repulsion"])
+
+
+def _build_penalty(heads: Heads, method: Penalize) -> Disagreement:
+    chosen = _choose(heads, method.layers, method.kinds)
+    there = {site.kind for site in chosen}
+    weights = {kind: weight for kind, weight in zip(KINDS, method.kind_weights or (), strict=False) if kind in there}
+    return Disagreement(chosen, method.term, weights=weights, across=processes.group())
 
 
 def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
@@ -146,17 +203,17 @@ def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
             sites=heads.kind("self"),
         )
         return
-    model.register_forward_pre_hook(_masked(masks, guide(heads)), with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(_make_hook(masks, guide(heads)), with_kwargs=True, prepend=True)
 
 
-def _masked(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _make_hook(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
         guidance(masks(batch))
 
     return before
 
 
-def _chosen(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...] | None) -> Heads:
+def _choose(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...] | None) -> Heads:
     if kinds is not None:
         heads = heads.kind(*kinds)
     if layers is None:
@@ -166,7 +223,7 @@ def _chosen(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...]
     return replace(heads, sites=tuple(site for kind in every for site in heads.kind(kind).layers(*layers)))
 
 
-def _compiled(setting: Routing | Residual) -> Routing | Residual:
+def _compile(setting: Routing | Residual) -> Routing | Residual:
     if isinstance(setting, Residual):
-        return replace(setting, routing=_compiled(setting.routing))
+        return replace(setting, routing=_compile(setting.routing))
     return replace(setting, chunks=replace(setting.chunks, compile=True))

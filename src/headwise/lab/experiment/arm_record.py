@@ -1,0 +1,91 @@
+"""The record of an arm: flat JSON with one key per field of a method, whether the method is on or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headwise.disagreement.penalty import Frobenius, Output, Position, PositionSquaredDifference, Subspace, Sum
+from headwise.lab.experiment.arm import Arm, sort_methods
+from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.method import Aggregate, DropHeads, Method, OtherModel, Penalize, Repel
+from headwise.lab.experiment.run_folder import as_record
+from headwise.repulsion.function_space import FunctionSVGD
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.mixing import Relative
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
+from headwise.routing.save import restore
+
+# What a record holds where no method is on.
+OFF: Mapping[str, Any] = {
+    "rule": None,
+    "layers": None,
+    "kinds": None,
+    "projections": None,
+    "term": None,
+    "penalty_weight": 1.0,
+    "kind_weights": None,
+    "aggregation": None,
+    "aggregation_layers": None,
+    "aggregation_kinds": None,
+    "drophead": 0.0,
+    "guided": None,
+    "model": None,
+}
+PLACE = {"layers": "layers", "kinds": "kinds"}
+# Where each field of a method goes; the first key of a method tells whether it is on.
+KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mapping[str, str]] = {
+    Repel: {"rule": "rule", **PLACE, "projections": "projections"},
+    Penalize: {"term": "term", "weight": "penalty_weight", "kind_weights": "kind_weights", **PLACE},
+    Aggregate: {"setting": "aggregation", "layers": "aggregation_layers", "kinds": "aggregation_kinds"},
+    DropHeads: {"rate": "drophead"},
+    OtherModel: {"model": "model"},
+}
+# The classes a record may name besides the settings of aggregators, which `restore` knows.
+CLASSES = (
+    *(SVGD, SPOS, SGLD, FunctionSVGD, CosinePenalty, CosineRepulsion, Relative),
+    *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),
+    *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, Guided),
+)
+
+
+def record_arm(arm: Arm) -> dict[str, Any]:
+    """Return the record of an arm.
+
+    >>> from headwise.lab.experiment.arm import named_arms
+    >>> {key: value for key, value in record_arm(named_arms()["drophead"]).items() if value}
+    {'kind': 'Arm', 'name': 'drophead', 'penalty_weight': 1.0, 'drophead': 0.1, 'control': 'plain'}
+    """
+    values = dict(OFF)
+    for method in arm.methods:
+        if isinstance(method, Guided):
+            values["guided"] = as_record(method)
+        else:
+            values |= {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
+    return {"kind": "Arm", "name": arm.name, **values, "learning_rate": arm.learning_rate, "control": arm.control}
+
+
+def restore_arm(record: Mapping[str, Any]) -> Arm:
+    """Return the arm of a record; a method whose keys it lacks is off.
+
+    Raises:
+        DataError: It names a class that is not headwise's.
+        SettingError: A value is out of range.
+        KeyError: It has no name.
+    """
+    values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in OFF.items()}
+    methods: list[Method] = []
+    for kind, keys in KEYS.items():
+        first = next(iter(keys.values()))
+        if values[first] != OFF[first]:
+            methods.append(kind(**{field: values[key] for field, key in keys.items()}))
+    if values["guided"] is not None:
+        methods.append(values["guided"])
+    return Arm(record["name"], sort_methods(methods), record.get("learning_rate"), record.get("control", "plain"))
+
+
+def _name_settings(value: Any) -> Any:
+    """Return a value of `as_record` as `restore` reads it."""
+    if isinstance(value, dict):
+        return {"setting" if name == "kind" else name: _name_settings(inner) for name, inner in value.items()}
+    return [_name_settings(inner) for inner in value] if isinstance(value, list) else value
