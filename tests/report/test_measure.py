@@ -388,7 +388,7 @@ def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
         for one, other in zip(fast.layers, slow.layers, strict=True):
             assert [drop.value for drop in one.drops] == pytest.approx([drop.value for drop in other.drops], abs=1e-6)
     # in a forward of one's own a silent site is a fault as before
-    with pytest.raises(NotFired, match="2 of 3 sites"), hw.guide(heads, batches[1]["role_mask"]):
+    with pytest.raises(NotFired, match="2 of 3 attentions"), hw.guide(heads, batches[1]["role_mask"]):
         model.encoder.layer[0](torch.randn(2, 5, 16))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.roles.fitting import longest_text
+from headwise.roles.fitting import find_max_length
 from roles.tokenizers_for_tests import fast_tokenizer
 
 TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]
@@ -139,11 +139,11 @@ def test_what_is_missing_is_said_with_the_way_out():
     ("examples", "message"),
     [
         ([], "given no example"),
-        ([{"text": "a", "label": "good"}], r"column 'label' makes no tensor \('good', ...\); expected numbers"),
-        ([{"text": "a", "id": "x7"}], r"column 'id' makes no tensor .* handed every column but the text"),
-        ([{"text": "a", "label": None}], "column 'label' makes no tensor"),
-        ([{"text": "a", "tags": [1]}, {"text": "b", "tags": [1, 2]}], "column 'tags' makes no tensor"),
-        ([{"text": "a", "label": 1}, {"text": "b"}], "example 1 has no 'label' and example 0 has"),
+        ([{"text": "a", "label": "good"}], r"column 'label' cannot become a tensor \('good', ...\); expected numbers"),
+        ([{"text": "a", "id": "x7"}], r"column 'id' cannot become a tensor .* receives every column except the text"),
+        ([{"text": "a", "label": None}], "column 'label' cannot become a tensor"),
+        ([{"text": "a", "tags": [1]}, {"text": "b", "tags": [1, 2]}], "column 'tags' cannot become a tensor"),
+        ([{"text": "a", "label": 1}, {"text": "b"}], "example 1 has no 'label' but example 0 does"),
     ],
 )
 def test_columns_that_make_no_tensor_are_named(examples: list[dict], message: str):
@@ -218,7 +218,7 @@ def test_a_text_longer_than_the_models_positions_is_refused_before_the_model_see
     model.bert.embeddings.position_embeddings = torch.nn.Embedding(20, 24)
     guidance = hw.guide(hw.find_heads(model))
     long = [{"text": "one", "label": 0}, {"text": "word " * 30, "label": 1}]
-    with pytest.raises(DataError, match=r"example 1 has \d+ tokens and the model takes 20; cut texts there"):
+    with pytest.raises(DataError, match=r"example 1 has \d+ tokens and the model takes 20; truncate texts"):
         guidance.collator(ROLES, tokenizer)(long)
     batch = guidance.collator(ROLES, tokenizer, max_length=20, heads=(2, 0), empty="self")(long)
     assert batch["input_ids"].shape[1] == 20
@@ -243,7 +243,7 @@ def test_models_take_as_many_tokens_as_their_tables_of_positions_have_rows(name:
     for key, value in {"max_position_embeddings": 64, "n_positions": 64, "num_layers": 1, "d_ff": 8, **bart}.items():
         setattr(config, key, value)
     model = getattr(transformers, f"{class_}Model")(config).eval()
-    assert longest_text(model) == room
+    assert find_max_length(model) == room
     if room is not None:
         named = {"decoder_input_ids": torch.full((1, 2), 5)} if name == "BART" else {}
         model(input_ids=torch.full((1, room), 5), **named)

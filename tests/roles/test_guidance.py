@@ -131,7 +131,7 @@ def test_one_mask_serves_one_forward():
     first, second = random_mask(2, 3, 5), random_mask(2, 3, 5, empty="self")
     guidance = hw.guide(heads, first)
     one = model(x)
-    with pytest.raises(hw.MaskError, match="belongs to the forward before this one"):
+    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
         model(x)
     other = guidance(second) and model(x)
     assert not torch.equal(one, other)
@@ -156,10 +156,10 @@ def test_a_part_that_is_called_alone_is_a_forward_too():
     guided = model.layers[1](model.layers[0](x))
     assert set(guidance.calls.values()) == {1}
     for again in (model.layers[0], model):
-        with pytest.raises(hw.MaskError, match="belongs to the forward before"):
+        with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
             again(x)
     assert torch.equal(guidance(mask) and model(x), guided)
-    with pytest.raises(hw.MaskError, match="belongs to the forward before"):
+    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
         model.layers[0](x)
     guidance.remove()
 
@@ -168,7 +168,10 @@ def test_what_did_not_fire_is_said():
     model = encoder().eval()
     heads = hw.find_heads(model)
     x, mask = torch.randn(2, 5, 12), random_mask(2, 3, 5)
-    with pytest.raises(hw.NotFired, match=r"guided no call of 2 of 2 sites: layers.0.self_attn"), hw.guide(heads, mask):
+    with (
+        pytest.raises(hw.NotFired, match=r"guided no call of 2 of 2 attentions: layers.0.self_attn"),
+        hw.guide(heads, mask),
+    ):
         pass
     with pytest.raises(hw.NotFired, match="no mask was given"), hw.guide(heads):
         pass
@@ -181,7 +184,7 @@ def test_what_did_not_fire_is_said():
     model(x)
     guidance(mask)
     model.layers[0](x)
-    with pytest.raises(hw.NotFired, match=r"1 of 2 sites: layers.1.self_attn"):
+    with pytest.raises(hw.NotFired, match=r"1 of 2 attentions: layers.1.self_attn"):
         guidance.verify()
     guidance.remove()
 
@@ -190,7 +193,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     model = encoder().eval()
     heads = hw.find_heads(model)
     x = torch.randn(2, 5, 12)
-    with pytest.raises(hw.MaskError, match=r"for 4 heads and layers.0.self_attn has 3; make it with num_heads=3"):
+    with pytest.raises(hw.MaskError, match=r"for 4 heads and layers.0.self_attn has 3; build it with num_heads=3"):
         hw.guide(heads, random_mask(2, 4, 5))
     with pytest.raises(hw.MaskError, match="the mask is a Tensor; expected a HeadMask"):
         hw.guide(heads, torch.ones(2, 3, 5, 5))
@@ -295,7 +298,7 @@ def test_a_compiled_model_is_guided_by_the_mask_of_each_batch():
     assert frames[0] > 0
     assert frames[1] <= frames[0] + 1
     assert frames[1:] == frames[1:2] * 4
-    with pytest.raises(hw.MaskError, match="belongs to the forward before"):
+    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
         compiled(x)
     guidance.remove()
 
@@ -314,9 +317,12 @@ def test_guided_heads_learn_and_mixed_precision_is_guided():
 def test_guidance_prints_what_it_guides():
     model = encoder()
     guidance = hw.guide(hw.find_heads(model))
-    assert repr(guidance) == "Guidance(2 sites, no mask yet)"
+    assert repr(guidance) == "Guidance(2 attentions, no mask yet)"
     guidance(random_mask(2, 3, 5))
-    assert repr(guidance).startswith("Guidance(2 sites, HeadMask(2 sentences, 10 tokens, 3 heads; allowed in role 0: ")
+    shown = "Guidance(2 attentions, HeadMask(2 sentences, 10 tokens, 3 heads; allowed in role 0: "
+    assert repr(guidance).startswith(shown)
+        "Guidance(2 attentions, HeadMask(2 sentences, 10 tokens, 3 heads; allowed in role 0: "
+    )
     guidance.remove()
 
 
@@ -348,7 +354,7 @@ def test_a_forward_that_ended_in_an_error_is_over():
             model(wrong, role_mask=given)
         # its mask is no later forward's, and the next one is not refused for it
         with pytest.raises(
-            (hw.NotFired, hw.MaskError), match=r"this forward has no mask|belongs to the forward before"
+            (hw.NotFired, hw.MaskError), match=r"this forward has no mask|belongs to the previous forward"
         ):
             model(x)
         assert torch.equal(model(x, role_mask=mask), expected)
@@ -384,7 +390,7 @@ def test_a_mask_that_is_refused_once_is_not_refused_for_ever():
     with hw.guide(hw.find_heads(model), masks[1]):
         expected = model(x)
     with hw.guide(hw.find_heads(model), masks[0]) as guidance:
-        with pytest.raises(hw.NotFired, match="2 of 2 sites"):
+        with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
             guidance(masks[1])
         assert torch.equal(model(x), expected)
 
@@ -404,7 +410,7 @@ def test_layers_that_training_leaves_out_by_chance_are_no_fault():
     # in evaluation every layer runs, and one that does not is a fault
     model.eval()(torch.randint(4, 60, (2, 5)), role_mask=mask)
     guidance(mask)
-    with pytest.raises(hw.NotFired, match="2 of 2 sites"):
+    with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
         guidance.verify()
     guidance.remove()
 

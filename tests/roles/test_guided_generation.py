@@ -84,7 +84,7 @@ def test_a_second_prompt_wants_a_mask_of_its_own():
     settings = {"max_new_tokens": 2, "do_sample": False}
     guidance = hw.guide(hw.find_heads(model), mask_for(inputs))
     model.generate(**inputs, **settings)
-    with pytest.raises(hw.MaskError, match="belongs to the forward before"):
+    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
         model.generate(**inputs, **settings)
     guidance(mask_for({"input_ids": inputs["input_ids"][:, :5]}))
     with pytest.raises(hw.MaskError, match="has 5 tokens and this call 7"):
@@ -184,7 +184,7 @@ def test_two_handles_let_generate_go_in_any_order():
 def test_generation_without_a_cache_is_told_the_way_out():
     model, inputs = generator("GPT-2"), prompt("GPT-2")
     with (
-        pytest.raises(hw.MaskError, match=r"generate\(\) keeps to the prompt's with use_cache=True"),
+        pytest.raises(hw.MaskError, match=r"In generate\(\), set use_cache=True"),
         hw.guide(hw.find_heads(model), mask_for(inputs)),
     ):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, use_cache=False)

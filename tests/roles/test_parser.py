@@ -169,10 +169,10 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path):
         with pytest.raises(hw.DataError, match=r"text 0 holds half a character .*errors='replace'"):
             parse([given_text])
     (tmp_path / "file").write_text("")
-    with pytest.raises(hw.DataError, match="cannot be made"):
+    with pytest.raises(hw.DataError, match="cannot be created"):
         Parser(pipeline(), tmp_path / "file")(["a"])
     parse.nlp.max_length = 3
-    with pytest.raises(hw.DataError, match=r"a text of 4 characters is longer than the pipeline takes \(3\)"):
+    with pytest.raises(hw.DataError, match=r"a text of 4 characters is longer than the pipeline allows \(3\)"):
         parse(["abcd"])
 
 

@@ -224,9 +224,9 @@ def test_the_roles_print_as_the_record_of_an_experiment():
 def test_bad_input_is_refused_in_a_sentence():
     with pytest.raises(hw.SettingError, match="given no role"):
         hw.Roles()
-    with pytest.raises(hw.SettingError, match="no role; expected"):
+    with pytest.raises(hw.SettingError, match="not a role; expected"):
         hw.Roles("window")
-    with pytest.raises(hw.SettingError, match="no role; expected"):
+    with pytest.raises(hw.SettingError, match="not a role; expected"):
         hw.Roles(hw.Window)
     with pytest.raises(hw.SettingError, match="idf is a dict"):
         hw.Roles(hw.Rare(), idf={})
@@ -244,7 +244,7 @@ def test_bad_input_is_refused_in_a_sentence():
     for nothing in (None, 3):
         with pytest.raises(hw.SettingError, match=rf"the role '<lambda>' found {nothing}; expected words, or pairs"):
             hw.Roles(lambda _, found=nothing: found)(table, num_heads=1)
-    with pytest.raises(hw.SettingError, match=r"give Roles\(..., idf="):
+    with pytest.raises(hw.SettingError, match=r"pass Roles\(..., idf="):
         hw.Roles(hw.Rare())(table, num_heads=1)
     with pytest.raises(hw.DataError, match="'a film' has no parse"):
         hw.Roles(hw.Dependency())(table, num_heads=1)

@@ -70,9 +70,9 @@ def test_a_shuffled_parse_has_the_same_tree_over_other_words():
         ({"words": ["a", ""]}, "word 1 is ''"),
         ({"words": ["a", "b"], "heads": [0]}, r"heads has 1 entries for 2 words \('a b'\)"),
         ({"words": ["a", "b"], "heads": [0, 2]}, r"head of word 1 \('b'\) is 2; expected 0 to 1"),
-        ({"words": ["b", "a"], "text": "a b"}, r"word 1 \('a'\) is not in the text behind character 3"),
+        ({"words": ["b", "a"], "text": "a b"}, r"word 1 \('a'\) is not in the text after character 3"),
         ({"words": ["a"], "text": "a", "spans": [(0, 2)]}, "characters 0 to 2 of a text of 1"),
-        ({"words": ["a", "b"], "text": "a b", "spans": [(2, 3), (0, 1)]}, "expected order"),
+        ({"words": ["a", "b"], "text": "a b", "spans": [(2, 3), (0, 1)]}, "expected spans in the order"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(arguments: dict, message: str):
@@ -124,10 +124,10 @@ def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: P
         ("5\tJohn", "7\tJohn", r"conllu:9: the identifier is '7'; expected the word 5"),
         ("5\tJohn", "five\tJohn", r"conllu:9: the identifier is 'five'"),
         ("\t5\tpunct", "\tfive\tpunct", r"conllu:7: the head is 'five'"),
-        ("\t5\tpunct", "\t9\tpunct", r"conllu:7: the head is 9 in a sentence of 6 words"),
+        ("\t5\tpunct", "\t9\tpunct", r"conllu:7: the head is 9; expected at most 6"),
         ("\t5\tpunct", "\t_\tpunct", r"conllu:7: the head is missing"),
         ("5\tJohn\t", "5\t\t", r"conllu:9: the form is empty"),
-        ("1-2\tdu", "1-9\tdu", r"conllu:15: a multiword token reaches word 9 of 3"),
+        ("1-2\tdu", "1-9\tdu", r"conllu:15: a multiword token ends at word 9; expected at most 3"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, old: str, new: str, message: str):
@@ -235,6 +235,6 @@ def test_a_gzipped_file_is_read_and_a_broken_one_named(tmp_path: Path):
     for content in (lines.encode(), gzip.compress(lines.encode())[:-9], b""):
         path.write_bytes(content)
         with pytest.raises(
-            hw.DataError, match=r"one.conllu.gz (cannot be read \(it is no whole gzip|holds no sentence)"
+            hw.DataError, match=r"one.conllu.gz (cannot be read \(it is not a complete gzip|holds no sentence)"
         ):
             hw.read_conllu(path)

@@ -1,4 +1,4 @@
-"""Roles that say where a head may attend: words, parses, masks, and guiding a model."""
+"""Roles that define where a head may attend: words, parses, masks, and guiding a model."""
 
 from headwise.roles.align import AlignedRow, Alignment, Sentence, align, tokens_as_words, words_of_tokens
 from headwise.roles.build import Roles

@@ -1,8 +1,7 @@
-"""From words to the tokens of a model, by the characters they share.
+"""Align the tokens of a model with words, by the characters they share.
 
-Owns `Alignment`: which units (words and special tokens, in their order) each token stands for. A token that shares
-characters with several words stands for all of them; one that shares none (white space) for the next word. Must not
-know roles or masks.
+A unit is a word or a special token, in the order of the text. A token that shares characters with several words
+represents all of them; one that shares none (white space) represents the next word.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from headwise.errors import DataError, SettingError, require_choice, require_integer
 from headwise.roles.word_table import WordTable
 
-# One table, or the two of a pair of texts.
+# One table, or two for a pair of texts.
 Sentence = WordTable | tuple[WordTable, ...]
 
 ABSENT = -1
@@ -22,15 +21,14 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class AlignedRow:
-    """One row of a batch: the units its tokens stand for.
+    """One row of a batch: the units that its tokens represent.
 
     Attributes:
-        first: For each token the first unit it stands for; -1 for padding. Where every word is one token, a range
-            without the padding.
-        last: For each token the last one, the same as the first unless it covers several words.
+        first: First unit of each token; -1 for padding. If every word is one token, a range without the padding.
+        last: Last unit of each token; equal to the first unless the token covers several words.
         units: Number of units: words that have a token, and special tokens, in the order of the text.
         special: Units that are special tokens.
-        places: For each table of the row, the unit of each of its words; -1 for a word that was cut off.
+        places: For each table of the row, the unit of each word; -1 for a word that was truncated.
     """
 
     first: Sequence[int]
@@ -63,19 +61,19 @@ def align(
     length: int | None = None,
     padding_side: str = "right",
 ) -> Alignment:
-    """Return which words the tokens of a batch stand for, by the characters they share.
+    """Align the tokens of a batch with words, by the characters they share.
 
     Args:
-        tables: One word table a text, or a pair of them for a pair of texts; their texts are those that were encoded.
-        encoding: What a fast tokenizer of Hugging Face returned for them, or a list of `tokenizers.Encoding`.
-            Truncated, padded and overflowing ones are taken as they are.
-        split_into_words: Whether the tokenizer was given the tables' words (is_split_into_words=True).
-        length: Tokens of the batch; the longest row when None.
-        padding_side: Where rows that are shorter are padded: "right" or "left".
+        tables: One word table per text, or a pair of them for a pair of texts, with the texts that were encoded.
+        encoding: The output of a fast Hugging Face tokenizer for these texts, or a list of `tokenizers.Encoding`;
+            may be truncated, padded or overflowing.
+        split_into_words: Whether the tokenizer was given the words of the tables (is_split_into_words=True).
+        length: Number of tokens in the batch. Default: that of the longest row.
+        padding_side: The side on which shorter rows are padded: "right" or "left".
 
     Raises:
-        DataError: The tokenizer has no offsets, the number of texts differs, a row is no word table, or a text is not
-            the table's.
+        DataError: The encoding has no offsets, the number of texts differs, a row is not a word table, or a text
+            differs from that of its table.
         SettingError: A row is longer than `length`.
 
     Example:
@@ -87,59 +85,59 @@ def align(
         [0, 1, 1, 1]
     """
     require_choice("padding_side", padding_side, ("right", "left"))
-    encodings, origins = _encodings(encoding)
+    encodings, origins = _read_encodings(encoding)
     if origins is None:
         origins = range(len(encodings))
         if len(encodings) != len(tables):
             raise DataError(
-                f"{len(encodings)} encoded texts were given for {len(tables)} word tables; expected as many."
+                f"{len(encodings)} encoded texts were given for {len(tables)} word tables; expected one table per text."
             )
-    grouped = [_grouped(row, table) for row, table in enumerate(tables)]
+    grouped = [_as_tuple(row, table) for row, table in enumerate(tables)]
     owners = [grouped[origin] for origin in origins]
     rows = [
-        _aligned(index, owner, one, split_into_words)
+        _align_row(index, owner, one, split_into_words)
         for index, (owner, one) in enumerate(zip(owners, encodings, strict=True))
     ]
-    return _batched(owners, rows, length, padding_side)
+    return _batch(owners, rows, length, padding_side)
 
 
 def tokens_as_words(
     tables: Sequence[Sentence], *, before: int = 0, after: int = 0, length: int | None = None
 ) -> Alignment:
-    """Return the alignment of models whose tokens are the words themselves.
+    """Return the alignment for models whose tokens are words.
 
     Args:
-        tables: One word table a row.
-        before: Special tokens before the words.
-        after: Special tokens after them.
-        length: Tokens of the batch; the longest row when None. Shorter rows are padded on the right.
+        tables: One word table per row.
+        before: Number of special tokens before the words.
+        after: Number of special tokens after the words.
+        length: Number of tokens in the batch. Default: that of the longest row. Shorter rows are padded on the right.
 
     Raises:
-        SettingError: A row is longer than `length`, or a number is no integer of at least 0.
-        DataError: A row is a pair of tables, or no word table.
+        SettingError: A row is longer than `length`, or a number is not an integer of at least 0.
+        DataError: A row is a pair of tables, or not a word table.
     """
     require_integer("before", before)
     require_integer("after", after)
     rows, owners = [], []
     for index, given in enumerate(tables):
-        table, *others = _grouped(index, given)
+        table, *others = _as_tuple(index, given)
         if others:
-            raise DataError(f"row {index} is a pair of texts; expected one word table, or give the encoding.")
+            raise DataError(f"row {index} is a pair of texts; expected one word table; for pairs, pass the encoding.")
         units = before + len(table) + after
         special = (*range(before), *range(units - after, units))
         rows.append(AlignedRow(range(units), range(units), units, special, (range(before, units - after),)))
         owners.append((table,))
-    return _batched(owners, rows, length, "right")
+    return _batch(owners, rows, length, "right")
 
 
 def words_of_tokens(spans: Sequence[tuple[int, int]], words: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first and the last word each token shares a character with.
+    """Return the first and the last word that each token shares a character with.
 
-    A token that shares none stands for the next word, and behind the last word for that; without any word for (-1, -1).
+    A token that shares none gets the next word, or the last word at the end of the text; (-1, -1) without words.
 
     Args:
-        spans: First character and the one after the last, of each token.
-        words: The same of each word; neither the beginnings nor the ends go back.
+        spans: First character of each token, and the one after its last.
+        words: The same for each word; starts and ends must not decrease.
 
     Example:
         >>> words_of_tokens([(0, 2), (2, 6), (6, 7), (7, 9)], [(0, 2), (2, 4), (4, 6), (7, 9)])
@@ -160,19 +158,19 @@ def words_of_tokens(spans: Sequence[tuple[int, int]], words: Sequence[tuple[int,
     return found
 
 
-def _grouped(index: int, tables: Sentence) -> tuple[WordTable, ...]:
+def _as_tuple(index: int, tables: Sentence) -> tuple[WordTable, ...]:
     """Return the word tables of a row as a tuple."""
     if isinstance(tables, WordTable):
         return (tables,)
     if not isinstance(tables, tuple | list) or not tables or not all(isinstance(one, WordTable) for one in tables):
         raise DataError(
-            f"row {index} is {tables!r:.60}; expected a word table or a pair of them, as WordTable.split(text) makes "
-            "of a text, and headwise.roles.spacy.Parser of several."
+            f"row {index} is {tables!r:.60}; expected a word table or a pair of them, made by WordTable.split(text) "
+            "or headwise.roles.spacy.Parser."
         )
     return tuple(tables)
 
 
-def _aligned(index: int, tables: tuple[WordTable, ...], encoding: Any, split_into_words: bool) -> AlignedRow:
+def _align_row(index: int, tables: tuple[WordTable, ...], encoding: Any, split_into_words: bool) -> AlignedRow:
     sequences = encoding.sequence_ids
     special_tokens, real = encoding.special_tokens_mask, encoding.attention_mask
     belongs = [
@@ -194,16 +192,16 @@ def _aligned(index: int, tables: tuple[WordTable, ...], encoding: Any, split_int
             covered[place] = one
     if any(sequence is not None and sequence >= len(tables) for sequence in belongs):
         raise DataError(f"row {index} is a pair of texts; expected a pair of word tables for it.")
-    return _placed(tables, belongs, covered, real)
+    return _number_units(tables, belongs, covered, real)
 
 
-def _placed(
+def _number_units(
     tables: tuple[WordTable, ...],
     belongs: Sequence[int | None],
     covered: Sequence[tuple[int, int]],
     real: Sequence[int],
 ) -> AlignedRow:
-    """Number the units in the order of the tokens: words without a token have none."""
+    """Number the units in the order of the tokens; a word without a token has no unit."""
     places = [[ABSENT] * len(table) for table in tables]
     first, last, special, units = [], [], [], 0
     for sequence, (low, high), kept in zip(belongs, covered, real, strict=True):
@@ -226,7 +224,7 @@ def _placed(
     return AlignedRow(first, last, units, tuple(special), tuple(places))
 
 
-def _batched(
+def _batch(
     tables: Sequence[tuple[WordTable, ...]], rows: Sequence[AlignedRow], length: int | None, side: str
 ) -> Alignment:
     longest = max((len(row.first) for row in rows), default=0)
@@ -237,10 +235,10 @@ def _batched(
             f"sentence {index} has {len(rows[index].first)} tokens; expected at most {tokens}: cut it with table[:n], "
             "or truncate when encoding."
         )
-    return Alignment(tuple(tables), tuple(_padded(row, tokens, side) for row in rows), tokens)
+    return Alignment(tuple(tables), tuple(_pad(row, tokens, side) for row in rows), tokens)
 
 
-def _padded(row: AlignedRow, tokens: int, side: str) -> AlignedRow:
+def _pad(row: AlignedRow, tokens: int, side: str) -> AlignedRow:
     if len(row.first) == tokens or isinstance(row.first, range):
         return row
     padding = [ABSENT] * (tokens - len(row.first))
@@ -248,13 +246,13 @@ def _padded(row: AlignedRow, tokens: int, side: str) -> AlignedRow:
     return AlignedRow(first, last, row.units, row.special, row.places)
 
 
-def _encodings(encoding: Any) -> tuple[list[Any], Sequence[int] | None]:
-    """Return the encoding of each row, and which text each row comes from where they overflow."""
+def _read_encodings(encoding: Any) -> tuple[list[Any], Sequence[int] | None]:
+    """Return the encoding of each row, and the index of its text if texts overflow into several rows."""
     encodings = list(encoding) if isinstance(encoding, list | tuple) else getattr(encoding, "encodings", None)
     if encodings is None or not all(hasattr(one, "offsets") for one in encodings):
         raise DataError(
-            f"the encoding is a {type(encoding).__name__} without character offsets; expected what a fast tokenizer of "
-            "Hugging Face returns for a batch of texts, or tokenizers.Encoding of each."
+            f"the encoding is a {type(encoding).__name__} without character offsets; expected the output of a fast "
+            "Hugging Face tokenizer for a batch of texts, or a list of tokenizers.Encoding."
         )
     mapped: Any = {} if isinstance(encoding, list | tuple) else encoding
     origins = mapped.get("overflow_to_sample_mapping")
@@ -273,4 +271,7 @@ def _require_same_text(index: int, table: WordTable, spans: Sequence[tuple[int, 
 def _require_words(index: int, table: WordTable, words: Sequence[tuple[int, int]]) -> None:
     most = max((last for _, last in words), default=ABSENT)
     if most >= len(table):
-        raise DataError(f"row {index}: its tokens belong to word {most} of a table of {len(table)} words.")
+        raise DataError(
+            f"row {index}: a token belongs to word {most} of a table of {len(table)} words; expected the table whose "
+            "words were encoded."
+        )

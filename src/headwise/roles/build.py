@@ -1,7 +1,6 @@
-"""Roles and sentences in, a mask for each head out.
+"""`Roles`: turn roles and sentences into a mask per head.
 
-Owns `Roles`. What a role allows is found word by word, once a sentence, and every token has the row and the column of
-its words. Must not know models.
+What a role allows is found between words, once per sentence; every token has the row and the column of its words.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from headwise.roles.word_table import WordTable
 
 @dataclass(frozen=True, init=False)
 class Roles:
-    """Roles for the heads of an attention, in order: called with sentences it gives their mask.
+    """Roles for the heads of an attention, in order; called with sentences, it returns their mask.
 
     Args:
         *roles: Roles, or functions from a word table to columns or pairs (see `Role`).
         idf: Inverse document frequencies of the training split, for `Rare` and for `table.rarities` in functions.
 
     Raises:
-        SettingError: There is no role, or something given is none.
+        SettingError: There is no role, or an argument is not a role.
 
     Example:
         >>> def previous(table):
@@ -51,23 +50,23 @@ class Roles:
         if not roles:
             raise SettingError("Roles was given no role; expected for example Rare(), Separator() or Window(3).")
         if idf is not None and not isinstance(idf, IDF):
-            raise SettingError(f"idf is a {type(idf).__name__}; expected what headwise.idf or IDF.load returns.")
+            raise SettingError(f"idf is a {type(idf).__name__}; expected the result of headwise.idf or IDF.load.")
         object.__setattr__(self, "roles", tuple(_as_role(role) for role in roles))
         object.__setattr__(self, "idf", idf)
 
     @staticmethod
     def paper(idf: IDF) -> Roles:
-        """Return the five roles as the paper states them, in its order (Wang et al. 2021, 3.2)."""
+        """Return the five roles as in the paper, in its order (Wang et al. 2021, 3.2)."""
         return Roles(Rare(), Separator(), Dependency(), Major(), Window(), idf=idf)
 
     @staticmethod
     def released(idf: IDF) -> Roles:
-        """Return the five roles as the paper's code has them."""
+        """Return the five roles as in the paper's code."""
         return Roles(Rare.released(), Separator.released(), Dependency(), Major.released(), Window.released(), idf=idf)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each role; the second of a kind is "window 2"."""
+        """A name for each role; the second window is "window 2"."""
         names: list[str] = []
         for role in self.roles:
             again = sum(name.partition(" ")[0] == role.name for name in names)
@@ -89,28 +88,29 @@ class Roles:
         """Return the mask of a batch of sentences.
 
         Args:
-            tables: A word table a sentence, or a pair of them for a pair of texts; one sentence is a batch of one.
-            num_heads: Heads H of the attention.
-            encoding: What a fast tokenizer of Hugging Face returned for the texts, `tokenizers.Encoding` of each, or
-                what `align` returned. Without it every word is one token.
-            before: Special tokens before the words, where every word is one token.
-            after: Special tokens after them, likewise.
-            length: Tokens n of the batch; the longest sentence when None.
-            heads: The head of each role; 0 to R - 1 when not given.
-            empty: What a query does whose role leaves it no key, as a sentence without a separator: "regular" or
-                "self".
+            tables: A word table per sentence, or a pair of them for a pair of texts; one table is a batch of one.
+            num_heads: Number H of heads of the attention.
+            encoding: The output of a fast Hugging Face tokenizer for the texts, a list of `tokenizers.Encoding`, or
+                the result of `align`. Default: every word is one token.
+            before: Number of special tokens before the words, if every word is one token.
+            after: Number of special tokens after the words, if every word is one token.
+            length: Number n of tokens in the batch. Default: that of the longest sentence.
+            heads: The head of each role. Default: 0 to R - 1.
+            empty: How a query attends if its role allows no key, for example in a sentence without a separator:
+                "regular" (like a head without a role) or "self".
 
         Raises:
-            DataError: A sentence has no token, or no parse where a role needs one; a text is not the encoded one.
-            SettingError: A sentence is longer than `length`, or a role found words that are not there.
+            DataError: A sentence has no token, or no parse although a role needs one, or a text is not the encoded
+                one.
+            SettingError: A sentence is longer than `length`, or a role found words that do not exist.
             MaskError: The heads do not fit.
         """
-        aligned = _aligned(tables, encoding, before, after, length)
-        units, windows = self._units(aligned)
+        aligned = _align_batch(tables, encoding, before, after, length)
+        units, windows = self._mask_units(aligned)
         for number, reach in windows.items():
             near = torch.arange(units.shape[-1])
             units[:, number] |= (near[:, None] - near[None, :]).abs() <= reach
-        roles, keep = _tokens(units, aligned)
+        roles, keep = _expand_to_tokens(units, aligned)
         return HeadMask(roles, keep, num_heads, tuple(heads), self.names, empty)
 
     def for_flex(
@@ -126,24 +126,24 @@ class Roles:
         empty: str = "regular",
         causal: bool = False,
     ) -> FlexMask:
-        """Return the mask of a batch for flex attention, without a mask of pairs of tokens for roles that need none.
+        """Return the mask of a batch for flex attention, with masks of n x n tokens only for the roles that need them.
 
         Windows, and roles that allow columns (separators, rare and major words), are tables of O(n) numbers; a role of
-        pairs, as the dependencies, has its boolean mask. What may attend to what is the same as in the `HeadMask`.
-        Arguments and refusals are those of the call, and `causal` is of the mask.
+        pairs, such as the dependencies, has a boolean mask. The mask allows the same as the `HeadMask`. Arguments and
+        errors are those of `Roles.__call__`; `causal` belongs to the mask.
 
         Example:
             >>> mask = Roles(Separator(), Window(3)).for_flex(WordTable.split("Good film."), num_heads=3)
             >>> block_mask = mask.block_mask()  # flex_attention(q, k, v, block_mask=block_mask)
         """
-        aligned = _aligned(tables, encoding, before, after, length)
-        columns, pairs, windows, most = self._cells(aligned)
+        aligned = _align_batch(tables, encoding, before, after, length)
+        columns, pairs, windows, most = self._find_cells(aligned)
         batch, count = len(aligned.rows), len(self.roles)
         places = tuple(heads) or tuple(range(count))
-        first, last, keep = _words(aligned)
+        first, last, keep = _locate_tokens(aligned)
         everywhere = torch.zeros(batch * count * most, dtype=torch.bool)
         everywhere[torch.tensor(columns, dtype=torch.long)] = True
-        # how many of the columns lie before a word: a token has one where the count grows over its words
+        # number of allowed columns before each word: a token has one if the count grows over its words
         below = F.pad(everywhere.view(batch, count, most).cumsum(-1), (1, 0))
         ends, starts = ((t[:, None] + add).expand(-1, count, -1) for t, add in ((last, 1), (first, 0)))
         table = (below.gather(2, ends) > below.gather(2, starts)) & keep[:, None]
@@ -151,7 +151,7 @@ class Roles:
         dense = {}
         if paired:
             within = Roles(*(self.roles[number] for number in paired), idf=self.idf)
-            dense = {places[number]: within._dense(aligned)[:, i] for i, number in enumerate(paired)}
+            dense = {places[number]: within._mask_tokens(aligned)[:, i] for i, number in enumerate(paired)}
         plain = [number for number in range(count) if number not in paired and number not in windows]
         return FlexMask.from_tables(
             keep,
@@ -165,12 +165,12 @@ class Roles:
             causal=causal,
         )
 
-    def _dense(self, aligned: Alignment) -> Tensor:
-        return _tokens(self._units(aligned)[0], aligned)[0]
+    def _mask_tokens(self, aligned: Alignment) -> Tensor:
+        return _expand_to_tokens(self._mask_units(aligned)[0], aligned)[0]
 
-    def _units(self, aligned: Alignment) -> tuple[Tensor, dict[int, int]]:
-        """Return what each role but the windows allows between units, [B, R, U, U], and the reach of each window."""
-        columns, pairs, windows, most = self._cells(aligned)
+    def _mask_units(self, aligned: Alignment) -> tuple[Tensor, dict[int, int]]:
+        """Return what each role except windows allows between units, [B, R, U, U], and the reach of each window."""
+        columns, pairs, windows, most = self._find_cells(aligned)
         batch, count = len(aligned.rows), len(self.roles)
         units = torch.zeros(batch * count * most * most, dtype=torch.bool)
         units[torch.tensor(pairs, dtype=torch.long)] = True
@@ -178,8 +178,8 @@ class Roles:
         everywhere[torch.tensor(columns, dtype=torch.long)] = True
         return units.view(batch, count, most, most) | everywhere.view(batch, count, 1, most), windows
 
-    def _cells(self, aligned: Alignment) -> tuple[list[int], list[int], dict[int, int], int]:
-        """Return columns and pairs of units that roles allow, by flat index, the reach of each window, and U."""
+    def _find_cells(self, aligned: Alignment) -> tuple[list[int], list[int], dict[int, int], int]:
+        """Return the allowed columns and pairs of units as flat indices, the reach of each window, and U."""
         count, most = len(self.roles), max(row.units for row in aligned.rows)
         windows = {number: role.reach for number, role in enumerate(self.roles) if isinstance(role, Window)}
         columns: list[int] = []
@@ -192,7 +192,7 @@ class Roles:
                 start = (index * count + number) * most
                 paired = False
                 for table, places in zip(rated, row.places, strict=True):
-                    found = _found(role, table)
+                    found = _find(role, table)
                     if found and isinstance(found[0], tuple):
                         paired = True
                         allowed = [(places[i], places[j]) for i, j in found]
@@ -206,7 +206,7 @@ class Roles:
         return columns, pairs, windows, most
 
 
-def _aligned(
+def _align_batch(
     tables: WordTable | Sequence[Sentence], encoding: Any, before: int, after: int, length: int | None
 ) -> Alignment:
     batch = [tables] if isinstance(tables, WordTable) else list(tables)
@@ -215,7 +215,9 @@ def _aligned(
     if isinstance(encoding, Alignment):
         aligned = encoding
         if len(aligned.tables) != len(batch):
-            raise DataError(f"{len(aligned.tables)} aligned rows were given for {len(batch)} word tables.")
+            raise DataError(
+                f"{len(aligned.tables)} aligned rows were given for {len(batch)} word tables; expected one per table."
+            )
     elif encoding is not None:
         aligned = align(batch, encoding, length=length)
     else:
@@ -226,8 +228,8 @@ def _aligned(
     return aligned
 
 
-def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
-    """Return what a role finds; of a role of the user's own, checked."""
+def _find(role: RoleSetting, table: WordTable) -> Sequence[Any]:
+    """Return what a role finds, checked if the role is user-defined."""
     assert not isinstance(role, Window)
     if not isinstance(role, Role):
         return role.find(table)
@@ -238,7 +240,7 @@ def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
     if not isinstance(given, Iterable):
         raise SettingError(f"the role {role.name!r} found {given!r}; {expected}, or an empty list.")
     found = list(given)
-    cells = [_cell(one) for one in found]
+    cells = [_as_indices(one) for one in found]
     if {len(cell) for cell in cells} not in (set(), {1}, {2}):
         raise SettingError(f"the role {role.name!r} found {found[:4]!r}; {expected}.")
     wrong = next((word for cell in cells for word in cell if not 0 <= word < len(table)), None)
@@ -247,8 +249,8 @@ def _found(role: RoleSetting, table: WordTable) -> Sequence[Any]:
     return [cell if len(cell) == 2 else cell[0] for cell in cells]
 
 
-def _cell(found: Any) -> tuple[int, ...]:
-    """Return a word or a pair as a tuple of indices; an empty one where it is neither."""
+def _as_indices(found: Any) -> tuple[int, ...]:
+    """Return a word or a pair as a tuple of indices; an empty tuple if it is neither."""
     words = found if isinstance(found, tuple | list) else (found,)
     if any(isinstance(word, bool) for word in words):
         return ()
@@ -258,8 +260,8 @@ def _cell(found: Any) -> tuple[int, ...]:
         return ()
 
 
-def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:
-    """Return masks between tokens [B, R, n, n] from those between units [B, R, U, U], and which tokens are real."""
+def _expand_to_tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:
+    """Return masks between tokens [B, R, n, n] from those between units [B, R, U, U], and a mask of real tokens."""
     size = aligned.tokens
     if all(isinstance(row.first, range) for row in aligned.rows):
         # every word is one token, in order
@@ -267,7 +269,7 @@ def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:
         extra = size - units.shape[-1]
         tokens = F.pad(units, (0, extra, 0, extra))
     else:
-        units, places = _with_wide_tokens(units, aligned.rows)
+        units, places = _add_wide_tokens(units, aligned.rows)
         keep = places >= 0
         index = places.clamp_min(0)
         rows = index[:, None, :, None].expand(-1, units.shape[1], -1, units.shape[-1])
@@ -276,8 +278,8 @@ def _tokens(units: Tensor, aligned: Alignment) -> tuple[Tensor, Tensor]:
     return tokens & (keep[:, None, None, :] & keep[:, None, :, None]), keep
 
 
-def _words(aligned: Alignment) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first and the last unit of each token, [B, n], and which tokens are real."""
+def _locate_tokens(aligned: Alignment) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first and the last unit of each token, [B, n], and a mask of real tokens."""
     size = aligned.tokens
     ends = []
     for row in aligned.rows:
@@ -290,8 +292,8 @@ def _words(aligned: Alignment) -> tuple[Tensor, Tensor, Tensor]:
     return first.clamp_min(0), last.clamp_min(0), keep
 
 
-def _with_wide_tokens(units: Tensor, rows: Sequence[AlignedRow]) -> tuple[Tensor, Tensor]:
-    """Return the masks with a unit more for each token that covers several words, and the unit of each token."""
+def _add_wide_tokens(units: Tensor, rows: Sequence[AlignedRow]) -> tuple[Tensor, Tensor]:
+    """Return the masks with an extra unit per token that covers several words, and the unit of each token."""
     places, wide = [], []
     for index, row in enumerate(rows):
         own = list(row.first)
@@ -316,4 +318,4 @@ def _as_role(role: Any) -> RoleSetting:
     if callable(role) and not isinstance(role, type):
         find: Any = role
         return Role(getattr(role, "__name__", type(role).__name__), find)
-    raise SettingError(f"{role!r} is no role; expected Rare(), Separator(), ..., a Role or a function.")
+    raise SettingError(f"{role!r} is not a role; expected Rare(), Separator(), ..., a Role or a function.")

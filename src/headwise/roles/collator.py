@@ -1,7 +1,4 @@
-"""Batches of text with their role masks, for loops that take a data collator, as Hugging Face's Trainer does.
-
-Owns `RoleCollator`. Must not know models.
-"""
+"""A data collator that adds role masks to batches of text, for example for Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -16,30 +13,30 @@ from headwise.roles.align import align
 from headwise.roles.build import Roles
 from headwise.roles.word_table import WordTable
 
-# The keyword of a forward under which a batch brings its mask.
+# The keyword argument of the forward that holds the mask.
 ROLE_MASK = "role_mask"
 
 
 class RoleCollator:
-    """Encodes the texts of a batch and adds their role mask under "role_mask"; `guide` takes it from there.
+    """Encode the texts of a batch and add their role mask as "role_mask", for models guided by `guide`.
 
     Args:
         roles: The roles.
-        tokenizer: A fast tokenizer of Hugging Face.
-        num_heads: Heads H of the model's attention.
-        parse: A function from texts to word tables, as `headwise.roles.spacy.Parser`; `WordTable.split` of each when
-            None, which has no parse.
-        text: The column of the text; or two columns, for pairs of texts.
-        collator: What collates the encoded examples, with the other columns; by default the tokenizer pads them and
+        tokenizer: A fast Hugging Face tokenizer.
+        num_heads: Number H of heads of the model's attention.
+        parse: A function from texts to word tables, such as `headwise.roles.spacy.Parser`. Default: `WordTable.split`
+            of each text, without a parse.
+        text: The column of the text, or two columns for pairs of texts.
+        collator: Collates the encoded examples, including the other columns. Default: the tokenizer pads them and
             the other columns become tensors.
-        max_length: Tokens at which a text is cut; none when None.
-        heads: The head of each role; 0 to R - 1 when not given.
-        empty: What a query does whose role leaves it no key: "regular" or "self".
-        longest: Most tokens the model takes; None where that is not known.
+        max_length: Number of tokens to which a text is truncated. Default: no truncation.
+        heads: The head of each role. Default: 0 to R - 1.
+        empty: How a query attends if its role allows no key: "regular" or "self".
+        longest: Largest number of tokens that the model takes; None if unknown.
 
     Raises:
         DataError: The tokenizer is not a fast one.
-        SettingError: `text`, `parse` or `max_length` is none of these.
+        SettingError: `text`, `parse` or `max_length` is invalid.
 
     Example:
         >>> # guidance = hw.guide(hw.find_heads(model))
@@ -62,32 +59,32 @@ class RoleCollator:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer, so it does not tell the characters of its "
-                "tokens; use the fast form of it, or make the masks with Roles and an Alignment of your own."
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it does not return the characters of its "
+                "tokens; use its fast version, or build the masks with Roles and an Alignment."
             )
         self.columns = (text,) if isinstance(text, str) else tuple(text)
         if len(self.columns) not in (1, 2):
             raise SettingError(f"text is {text!r}; expected the column of the text, or two columns for pairs.")
         if parse is not None and not callable(parse):
             raise SettingError(
-                f"parse is {parse!r}; expected a function from texts to word tables, as "
-                "headwise.roles.spacy.Parser(pipeline) is."
+                f"parse is {parse!r}; expected a function from texts to word tables, such as "
+                "headwise.roles.spacy.Parser(pipeline)."
             )
         if max_length is not None:
             require_integer("max_length", max_length, low=1)
         self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
-        self.parse = _split if parse is None else parse
+        self.parse = _split_texts if parse is None else parse
         self.collator, self.max_length = collator, max_length
         self.heads, self.empty, self.longest = heads, empty, longest
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of some examples, each a mapping with the text and what else the model takes.
+        """Collate examples, each a mapping with the text and the other inputs of the model.
 
         Raises:
-            DataError: There is no example, one has no text or lacks another one's column, one is longer than the model
-                takes, a column holds no numbers, `parse` did not give a word table for each text, or `collator` pads
+            DataError: There is no example, one has no text, lacks a column of the others or is longer than the model
+                allows, a column is not numeric, `parse` did not return a word table for each text, or `collator` pads
                 on another side than the tokenizer.
-            SettingError: `max_length` has no room for a text.
+            SettingError: `max_length` leaves no room for a text.
         """
         if not features:
             raise DataError("the collator was given no example; expected at least one.")
@@ -105,11 +102,11 @@ class RoleCollator:
         encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
         others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
         joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
-        batch = dict((self.collator or self._collated)(joined))
+        batch = dict((self.collator or self._collate)(joined))
         flat = [text for row in texts for text in row]
         parsed = self.parse(flat)
         if len(parsed) != len(flat):
-            raise DataError(f"parse gave {len(parsed)} word tables for {len(flat)} texts; expected one a text.")
+            raise DataError(f"parse gave {len(parsed)} word tables for {len(flat)} texts; expected one per text.")
         width = len(self.columns)
         tables = [tuple(parsed[i : i + width]) for i in range(0, len(parsed), width)]
         aligned = align(
@@ -129,36 +126,36 @@ class RoleCollator:
             return text
         found = f"its {column!r} is a {type(text).__name__}" if column in feature else f"has {', '.join(feature)}"
         raise DataError(
-            f"example {index} {found}; expected a text under {column!r}. The Trainer drops such columns unless "
+            f"example {index} {found}; expected a text under {column!r}. The Trainer drops such columns unless you set "
             "TrainingArguments(remove_unused_columns=False)."
         )
 
-    def _collated(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+    def _collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         names = self.tokenizer.model_input_names
         padded = self.tokenizer.pad([{n: f[n] for n in names if n in f} for f in features], return_tensors="pt")
         batch = dict(padded)
         for name in features[0]:
             if name not in batch and name != "overflow_to_sample_mapping":
-                batch["labels" if name in ("label", "label_ids") else name] = _column(name, features)
+                batch["labels" if name in ("label", "label_ids") else name] = _stack(name, features)
         return batch
 
     def _require_room(self, encoding: Any) -> None:
-        """Refuse a text that is longer than the model."""
+        """Raise `DataError` if a text is longer than the model allows."""
         lengths = [len(ids) for ids in encoding["input_ids"]]
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         if self.longest is not None and lengths[longest] > self.longest:
             raise DataError(
-                f"example {longest} has {lengths[longest]} tokens and the model takes {self.longest}; cut texts there "
+                f"example {longest} has {lengths[longest]} tokens and the model takes {self.longest}; truncate texts "
                 f"(max_length={self.longest}), or split them."
             )
 
     def _require_cut(self, encoding: Any) -> None:
-        """Refuse a length that special tokens alone exceed: the tokenizer cuts nothing then."""
+        """Raise `SettingError` if special tokens alone exceed `max_length`: the tokenizer truncates nothing then."""
         longest = max(map(len, encoding["input_ids"]))
         if longest > (self.max_length or longest):
             raise SettingError(
                 f"max_length is {self.max_length} and the tokenizer made {longest} tokens; expected room for more than "
-                "the special tokens, so that it can cut."
+                "the special tokens."
             )
 
 
@@ -168,7 +165,7 @@ def _require_same_padding(mask: HeadMask, given: Any, side: str) -> None:
     if given.shape != mask.keep.shape:
         raise DataError(
             f"the attention_mask is {tuple(given.shape)} and the input_ids are {tuple(mask.keep.shape)}; let collator= "
-            "give both one shape."
+            "give both the same shape."
         )
     if not torch.equal(given.bool(), mask.keep):
         row = int((given.bool() != mask.keep).any(-1).nonzero()[0])
@@ -178,19 +175,19 @@ def _require_same_padding(mask: HeadMask, given: Any, side: str) -> None:
         )
 
 
-def _column(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def _stack(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     without = next((index for index, feature in enumerate(features) if name not in feature), None)
     if without is not None:
-        raise DataError(f"example {without} has no {name!r} and example 0 has; expected the same columns in all.")
+        raise DataError(f"example {without} has no {name!r} but example 0 does; expected the same columns in all.")
     values = [feature[name] for feature in features]
     try:
         return torch.tensor(values)
     except (ValueError, TypeError, RuntimeError):
         raise DataError(
-            f"the column {name!r} makes no tensor ({values[0]!r:.40}, ...); expected numbers: drop the column from the "
-            "data, or give the collator collator=..., which is handed every column but the text."
+            f"the column {name!r} cannot become a tensor ({values[0]!r:.40}, ...); expected numbers: drop the column, "
+            "or pass collator=..., which receives every column except the text."
         ) from None
 
 
-def _split(texts: list[str]) -> list[WordTable]:
+def _split_texts(texts: list[str]) -> list[WordTable]:
     return [WordTable.split(text) for text in texts]

@@ -1,7 +1,4 @@
-"""Word tables from CoNLL-U, the format of Universal Dependencies treebanks and of many parsers.
-
-Owns `read_conllu`. Must not know roles.
-"""
+"""Read word tables from CoNLL-U, the format of Universal Dependencies treebanks and of many parsers."""
 
 from __future__ import annotations
 
@@ -25,16 +22,16 @@ class _Sentence:
     heads: list[int | None] = field(default_factory=list)
     relations: list[str] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    # surface tokens: first and last word, form, whether a space follows
+    # surface tokens: first word, last word, form, and whether a space follows
     tokens: list[tuple[int, int, str, bool]] = field(default_factory=list)
 
 
 def read_conllu(path: str | Path) -> list[WordTable]:
-    """Return the sentences of a CoNLL-U file.
+    """Read the sentences of a CoNLL-U file.
 
-    Words are the syntactic words with their heads and relations; a root is its own head. The text is put together from
-    the tokens and SpaceAfter=No. Words of a multiword token share its characters, unless they spell it out. A file
-    without heads ("_") gives tables without a parse.
+    Words are the syntactic words with their heads and relations; a root is its own head. The text is built from the
+    tokens and SpaceAfter=No. The words of a multiword token all get its characters, unless they concatenate to it. A
+    file without heads ("_") gives tables without a parse.
 
     Args:
         path: The file, UTF-8, plain or gzipped (.gz).
@@ -58,23 +55,25 @@ def read_conllu(path: str | Path) -> list[WordTable]:
     except UnicodeDecodeError:
         raise DataError(f"{path} cannot be read (it is not UTF-8); expected a CoNLL-U file.") from None
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or "it is no whole gzip file"
+        reason = getattr(error, "strerror", None) or "it is not a complete gzip file"
         raise DataError(f"{path} cannot be read ({reason}); expected a CoNLL-U file.") from None
-    tables = [_table(path, sentence) for sentence in _sentences(path, text)]
+    tables = [_build_table(path, sentence) for sentence in _read_sentences(path, text)]
     if not tables:
-        raise DataError(f"{path} holds no sentence; expected CoNLL-U: ten columns, an empty line after each sentence.")
+        raise DataError(
+            f"{path} holds no sentence; expected CoNLL-U: ten columns, and an empty line after each sentence."
+        )
     return tables
 
 
-def _sentences(path: Path, text: str) -> Iterator[_Sentence]:
+def _read_sentences(path: Path, text: str) -> Iterator[_Sentence]:
     sentence = _Sentence()
-    # only line feeds end lines: a form may hold other characters that str.splitlines takes for ends
+    # only line feeds end lines: a form may contain other characters at which str.splitlines splits
     for number, ended in enumerate(text.split("\n"), start=1):
         line = ended.rstrip("\r")
         if line.startswith("#"):
             continue
         if line.strip():
-            _add(path, number, line, sentence)
+            _add_line(path, number, line, sentence)
         elif sentence.words:
             yield sentence
             sentence = _Sentence()
@@ -82,7 +81,7 @@ def _sentences(path: Path, text: str) -> Iterator[_Sentence]:
         yield sentence
 
 
-def _add(path: Path, number: int, line: str, sentence: _Sentence) -> None:
+def _add_line(path: Path, number: int, line: str, sentence: _Sentence) -> None:
     columns = line.split("\t")
     if len(columns) != FIELDS:
         raise DataError(f"{path}:{number}: {len(columns)} columns separated by tabs; expected {FIELDS}.")
@@ -91,11 +90,13 @@ def _add(path: Path, number: int, line: str, sentence: _Sentence) -> None:
         raise DataError(f"{path}:{number}: the form is empty.")
     spaced = "SpaceAfter=No" not in space.split("|")
     if "." in identifier:
-        # an empty node stands for nothing in the text
+        # an empty node is not in the text
         return
     first, dash, last = identifier.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise DataError(f"{path}:{number}: the identifier is {identifier!r}; expected a number, or as 3-4 or 5.1.")
+        raise DataError(
+            f"{path}:{number}: the identifier is {identifier!r}; expected a number, such as 3, or 3-4 or 5.1."
+        )
     expected = len(sentence.words) + 1
     if int(first) != expected or (dash and int(last) < int(first)):
         raise DataError(f"{path}:{number}: the identifier is {identifier!r}; expected the word {expected}.")
@@ -103,7 +104,7 @@ def _add(path: Path, number: int, line: str, sentence: _Sentence) -> None:
         sentence.tokens.append((int(first) - 1, int(last) - 1, form, spaced))
         return
     if head != "_" and not head.isdecimal():
-        raise DataError(f"{path}:{number}: the head is {head!r}; expected the number of a word, 0 at the root.")
+        raise DataError(f"{path}:{number}: the head is {head!r}; expected the number of a word, or 0 at the root.")
     if not sentence.tokens or sentence.tokens[-1][1] < len(sentence.words):
         sentence.tokens.append((len(sentence.words), len(sentence.words), form, spaced))
     sentence.words.append(form)
@@ -112,29 +113,30 @@ def _add(path: Path, number: int, line: str, sentence: _Sentence) -> None:
     sentence.lines.append(number)
 
 
-def _table(path: Path, sentence: _Sentence) -> WordTable:
+def _build_table(path: Path, sentence: _Sentence) -> WordTable:
     count = len(sentence.words)
     heads = []
     for word, (head, number) in enumerate(zip(sentence.heads, sentence.lines, strict=True)):
         if head is not None and head > count:
-            raise DataError(f"{path}:{number}: the head is {head} in a sentence of {count} words.")
+            raise DataError(f"{path}:{number}: the head is {head}; expected at most {count}, the number of words.")
         heads.append(word if head == 0 else None if head is None else head - 1)
     if sentence.tokens[-1][1] >= count:
         raise DataError(
-            f"{path}:{sentence.lines[-1]}: a multiword token reaches word {sentence.tokens[-1][1] + 1} of {count}."
+            f"{path}:{sentence.lines[-1]}: a multiword token ends at word {sentence.tokens[-1][1] + 1}; expected at "
+            f"most {count}, the number of words."
         )
-    text, spans = _spelled(sentence)
+    text, spans = _join_tokens(sentence)
     without = [number for head, number in zip(heads, sentence.lines, strict=True) if head is None]
     if without and len(without) < count:
-        raise DataError(f"{path}:{without[0]}: the head is missing, and other words of the sentence have one.")
+        raise DataError(f"{path}:{without[0]}: the head is missing; expected one, as for other words of the sentence.")
     if without:
         return WordTable(sentence.words, text=text, spans=spans)
     known = [head for head in heads if head is not None]
     return WordTable(sentence.words, known, sentence.relations, text=text, spans=spans)
 
 
-def _spelled(sentence: _Sentence) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of the tokens and where each word stands in it."""
+def _join_tokens(sentence: _Sentence) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of the tokens and the span of each word in it."""
     text, spans = "", []
     for first, last, form, spaced in sentence.tokens:
         words = sentence.words[first : last + 1]

@@ -1,4 +1,4 @@
-"""How role masks fit a model: the calls of its attention, its table of positions, and its generate()."""
+"""How role masks fit a model: the calls of its attentions, its longest text, and its generate()."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ from headwise.heads.site import Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.scores import ScoreCall
 
-# What models call a table of positions.
+# Parts of the names that models give tables of positions.
 POSITIONS = ("position", "wpe")
-# What transformers calls the prompts.
+# Names of the prompts in transformers.
 PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
 
 
-def require_fitting(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, prompts: int | None) -> None:
-    """Raise `MaskError` unless the mask is of the sentences and the tokens of this call.
+def require_fit(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, prompts: int | None) -> None:
+    """Raise `MaskError` unless the mask has the sentences and tokens of a call.
 
     Args:
-        site: The site, to be named.
+        site: The attention, for the message.
         call: The call.
         mask: The mask.
-        generating: Whether the call is generate()'s, which may have several beams a prompt.
-        prompts: How many prompts generate() was given; None where that is not known.
+        generating: Whether generate() is running, which may have several beams per prompt.
+        prompts: Number of prompts given to generate(); None if unknown.
     """
     if prompts is not None and prompts != mask.batch:
         raise MaskError(
-            f"the mask has {mask.batch} sentences and generate() was given {prompts} prompts; make the mask of the "
+            f"the mask has {mask.batch} sentences and generate() was given {prompts} prompts; build the mask from the "
             "prompts."
         )
     beams = generating and call.batch % mask.batch == 0
     if call.batch != mask.batch and not beams:
         raise MaskError(
-            f"{name_of(site)}: the mask has {mask.batch} sentences and the batch {call.batch}; make the mask of the "
-            "batch that the model is given."
+            f"{name_site(site)}: the mask has {mask.batch} sentences and the batch {call.batch}; build the mask from "
+            "the batch that the model receives."
         )
-    # a cache may have room for more keys than there are yet
+    # a static cache has room for more keys than are filled
     keys = mask.tokens if not call.cached else max(mask.tokens, call.keys)
     if call.first != 0 or call.queries != mask.tokens or call.keys != keys:
-        hint = "" if call.cached else " (generate() with use_cache=True keeps to the prompt's)"
+        hint = "" if call.cached else " (in generate(), set use_cache=True)"
         raise MaskError(
-            f"{name_of(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and {call.keys} "
-            f"keys; make the mask of the tokens that the model is given, special tokens and padding included{hint}."
+            f"{name_site(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and "
+            f"{call.keys} keys; build the mask from all tokens of the model, with special tokens and padding{hint}."
         )
 
 
 def require_self_attention(heads: Heads) -> None:
-    """Raise `LayoutError` where sites are no self-attention, or of an encoder and a decoder at once."""
+    """Raise `LayoutError` for cross-attention, and for attention of both an encoder and a decoder."""
     kinds = {site.kind for site in heads.sites}
     if "cross" in kinds or {"self", "decoder"} <= kinds:
         raise LayoutError(
-            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and of one "
+            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and for one "
             "text: choose with heads.kind('self') or heads.kind('decoder')."
         )
 
 
-def own_keys(bias: Tensor, call: ScoreCall) -> Tensor:
-    """Return the columns of this call's keys; the model masks those there is only room for."""
+def select_keys(bias: Tensor, call: ScoreCall) -> Tensor:
+    """Return the columns of a bias for the keys of a call; the model masks unfilled places of a cache."""
     columns = bias[..., call.first_key : call.first_key + call.keys]
     return F.pad(columns, (0, call.keys - columns.shape[-1]))
 
 
-def name_of(site: Site) -> str:
-    """Return what a site is called in a sentence."""
+def name_site(site: Site) -> str:
+    """Return the name of an attention for a message."""
     return site.name or "the model"
 
 
-def longest_text(model: nn.Module) -> int | None:
-    """Return the tokens of the longest text that every table of positions of a model has room for; None without any.
+def find_max_length(model: nn.Module) -> int | None:
+    """Return the largest number of tokens that a model's tables of learned positions allow; None without such tables.
 
-    Rows that a table keeps for padding, and for what comes before the first position, do not count.
+    Rows for padding and rows before the first position do not count.
 
     Args:
         model: The model.
@@ -85,30 +85,30 @@ def longest_text(model: nn.Module) -> int | None:
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
-        >>> longest_text(BertModel(BertConfig(max_position_embeddings=40, **sizes))), longest_text(nn.Linear(2, 2))
-        (40, None)
+        >>> find_max_length(BertModel(BertConfig(max_position_embeddings=40, **sizes)))
+        40
     """
     rooms = []
     for name, module in model.named_modules():
         own = name.rpartition(".")[2].lower()
         if isinstance(module, nn.Embedding) and any(word in own for word in POSITIONS) and "relative" not in own:
-            # RoBERTa's begin after the row of padding, BART's after two rows of its own
+            # positions of RoBERTa start after the padding row, those of BART after two unused rows
             before = 0 if module.padding_idx is None else module.padding_idx + 1
             rooms.append(module.num_embeddings - max(before, int(getattr(module, "offset", 0))))
     return min(rooms, default=None)
 
 
 class MaskedGenerate:
-    """Stands in the place of a model's generate() until `remove()`: takes one argument out and calls the old one.
+    """Replaces a model's generate() until `remove()`: removes one argument and calls the original.
 
-    Transformers refuses arguments that its models do not know, and its trainers hand whole batches to generate(). A
-    copy or a pickle of the model has its own generate() again.
+    Transformers refuses arguments that its models do not know, and its trainers pass whole batches to generate(). A
+    copy or a pickle of the model has the original generate().
 
     Args:
-        model: The model; one without generate() stays as it is.
+        model: The model; without generate() it is unchanged.
         name: The name of the argument.
-        take: What is called with its value, before the model generates.
-        around: What the model generates inside of; it is given the number of prompts, None where that is not known.
+        take: Called with the value of the argument, before the model generates.
+        around: Makes the context in which the model generates, from the number of prompts, or None if unknown.
 
     Example:
         >>> import contextlib
@@ -133,41 +133,41 @@ class MaskedGenerate:
         self._before = vars(model).get("generate")
         original = getattr(model, "generate", None)
         if callable(original):
-            # the attributes of another one of these are not ours
+            # the original may be another MaskedGenerate, whose attributes must not be copied
             functools.update_wrapper(self, original, updated=())
             self.original = original
             vars(model)["generate"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model does."""
+        """Generate with the model."""
         if self.take is None:
             return self.original(*args, **kwargs)
         given = kwargs.pop(self.name, None)
-        with self.around(_prompts(args, kwargs)):
+        with self.around(_count_prompts(args, kwargs)):
             if given is not None:
                 self.take(given)
             return self.original(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the model its own generate() back."""
+        """Restore the model's generate()."""
         self.take = None
-        # what was put in this place later still calls this, which does nothing any more
+        # a later wrapper may still call this one, which then only calls the original
         if vars(self.model).get("generate") is self:
             del vars(self.model)["generate"]
             if self._before is not None:
                 vars(self.model)["generate"] = self._before
 
     def __reduce__(self) -> tuple:
-        # asked for by copy and by pickle: the generate() that the class of the copied model has
+        # used by copy and pickle: the generate() of the class of the copied model
         return getattr, (self.model, "generate")
 
 
-def _prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return how many prompts generate() was given.
+def _count_prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the number of prompts given to generate(), or None if unknown.
 
     >>> import torch
-    >>> _prompts((), {"input_ids": torch.ones(3, 5)}), _prompts((torch.ones(2, 4),), {}), _prompts((), {})
-    (3, 2, None)
+    >>> _count_prompts((), {"input_ids": torch.ones(3, 5)}), _count_prompts((torch.ones(2, 4),), {})
+    (3, 2)
     """
     given = [*args[:1], *(kwargs[name] for name in PROMPTS if name in kwargs)]
     return next((len(one) for one in given if isinstance(one, Tensor)), None)

@@ -1,8 +1,4 @@
-"""Role masks in a model as it is: which mask a forward has, and what each call of an attention gets of it.
-
-Owns `guide` and its handle. The adding is done where the scores are, by `head_bias` and what it stands on. Must not
-know words or roles.
-"""
+"""`guide`: add role masks to the attention scores of an unchanged model, with a handle that takes the masks."""
 
 from __future__ import annotations
 
@@ -27,11 +23,11 @@ from headwise.roles.build import Roles
 from headwise.roles.collator import ROLE_MASK, RoleCollator
 from headwise.roles.fitting import (
     MaskedGenerate,
-    longest_text,
-    name_of,
-    own_keys,
-    require_fitting,
+    find_max_length,
+    name_site,
+    require_fit,
     require_self_attention,
+    select_keys,
 )
 from headwise.roles.word_table import WordTable
 
@@ -42,23 +38,23 @@ class Guidance:
     """Heads guided by role masks until `remove()` or the end of a `with` block; made by `guide`.
 
     Attributes:
-        heads: The sites.
-        calls: Guided calls of each site, by its name; recomputations and tokens after a prompt are not counted.
+        heads: The guided heads.
+        calls: Number of guided calls of each attention by name, without recomputations and tokens after a prompt.
     """
 
     def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
         require_self_attention(heads)
-        earlier = _earlier(heads)
+        earlier = _find_earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self.calls = {site.name: 0 for site in heads.sites}
-        self._take(None)
+        self._set_mask(None)
         self._paused = False
-        # how many prompts a model generates from now
+        # number of prompts that the model generates from
         self._prompts: int | None = None
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
-        self._forwards = Forwards(heads, self._failed)
+        self._forwards = Forwards(heads, self._forget_failed)
         try:
             self._attach()
             if mask is not None:
@@ -68,34 +64,34 @@ class Guidance:
             raise
 
     def __call__(self, mask: HeadMask) -> Self:
-        """Give the next forward its mask.
+        """Set the mask of the next forward.
 
         Raises:
-            MaskError: It is no HeadMask, or is for another number of heads than a site has.
-            NotFired: The mask given before did not guide every site. This one is in its place.
+            MaskError: It is not a HeadMask, or an attention has a different number of heads.
+            NotFired: The previous mask did not guide every attention. The new mask is set nevertheless.
         """
         if not isinstance(mask, HeadMask):
-            raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, as Roles(...)(tables) gives.")
+            raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, made by Roles(...)(tables).")
         for site in self.heads.sites:
             if site.num_heads != mask.num_heads:
                 raise MaskError(
-                    f"the mask is for {mask.num_heads} heads and {name_of(site)} has {site.num_heads}; make it with "
+                    f"the mask is for {mask.num_heads} heads and {name_site(site)} has {site.num_heads}; build it with "
                     f"num_heads={site.num_heads}."
                 )
         try:
             self.verify()
         finally:
-            # what is refused once is not refused for ever
-            self._take(mask, excused=are_partial() or drops_layers(self.heads.model))
+            # set it even if `verify` raises: the error must not repeat forever
+            self._set_mask(mask, excused=are_partial() or drops_layers(self.heads.model))
         return self
 
     def verify(self) -> None:
-        """Raise `NotFired` unless the mask given last guided every site that its forward went through."""
-        silent = [name_of(site) for site in self.heads.sites if site.name not in self._fired]
+        """Raise `NotFired` unless the latest mask guided every attention in its forward."""
+        silent = [name_site(site) for site in self.heads.sites if site.name not in self._fired]
         if self._mask is not None and silent and not self._excused:
             raise NotFired(
-                f"the mask guided no call of {len(silent)} of {len(self.heads)} sites: {', '.join(silent[:6])}. Run a "
-                "forward pass after giving it; if you did, the call went around the module."
+                f"the mask guided no call of {len(silent)} of {len(self.heads)} attentions: {', '.join(silent[:6])}. "
+                "Run a forward pass after setting it; if you did, the call bypassed the module."
             )
 
     def collator(
@@ -110,7 +106,7 @@ class Guidance:
         heads: Sequence[int] = (),
         empty: str = "regular",
     ) -> RoleCollator:
-        """Return the collator of batches that bring their masks to these heads; see `RoleCollator`."""
+        """Return a collator that adds the masks for these heads to batches; see `RoleCollator`."""
         return RoleCollator(
             roles,
             tokenizer,
@@ -121,12 +117,12 @@ class Guidance:
             max_length=max_length,
             heads=heads,
             empty=empty,
-            longest=longest_text(self.heads.model),
+            longest=find_max_length(self.heads.model),
         )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Guide nothing inside the block: all heads are regular."""
+        """Suspend guidance inside the block: all heads are regular."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -134,7 +130,7 @@ class Guidance:
             self._paused = before
 
     def remove(self) -> None:
-        """Let the heads go; they are regular again."""
+        """Stop guiding; all heads are regular again."""
         for stop in self._stops:
             stop()
         self._stops = []
@@ -151,32 +147,32 @@ class Guidance:
         self.remove()
         if kind is None:
             if self._mask is None:
-                raise NotFired("no mask was given inside the block, so nothing was guided.")
+                raise NotFired("no mask was given inside the block, so nothing was guided; give each forward one.")
             self.verify()
 
     def __repr__(self) -> str:
-        return f"Guidance({len(self.heads)} sites, {'no mask yet' if self._mask is None else self._mask})"
+        return f"Guidance({len(self.heads)} attentions, {'no mask yet' if self._mask is None else self._mask})"
 
     def _attach(self) -> None:
         model = self.heads.model
         self._stops.append(self._forwards.remove)
-        taking = Hook(model, self._mask_taken)
+        taking = Hook(model, self._take_mask)
         self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
         self._stops.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
         self._stops.append(bias_heads(self.heads, self._bias).remove)
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
 
-    def _take(self, mask: HeadMask | None, *, excused: bool = False) -> None:
+    def _set_mask(self, mask: HeadMask | None, *, excused: bool = False) -> None:
         self._mask, self._excused = mask, excused
         self._biases: dict[tuple, Tensor] = {}
         self._fired: set[str] = set()
         self._bound: int | None = None
 
-    def _failed(self) -> None:
-        """Forget a forward that ended in an error: its mask is no later one's."""
+    def _forget_failed(self) -> None:
+        """Drop the mask of a forward that raised: it belongs to no later forward."""
         if any(site.name not in self._fired for site in self.heads.sites):
-            self._take(self._mask if self.every_forward else None, excused=True)
+            self._set_mask(self._mask if self.every_forward else None, excused=True)
 
     @contextmanager
     def _generating(self, prompts: int | None) -> Iterator[None]:
@@ -184,14 +180,14 @@ class Guidance:
         try:
             yield
         except BaseException:
-            self._failed()
+            self._forget_failed()
             raise
         finally:
             self._prompts = None
 
-    # which mask it is changes with every forward, which a compiled graph must not hold
+    # the mask changes with every forward, so a compiled graph must not contain it
     @outside_graphs
-    def _mask_taken(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
             return None
         if not recomputing():
@@ -205,69 +201,70 @@ class Guidance:
         mask = self._mask
         if mask is None:
             raise NotFired(
-                f"{name_of(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
-                "role_mask=mask in the batch), or use guidance.paused() or remove()."
+                f"{name_site(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
+                "role_mask=mask in the batch), or call guidance.paused() or remove()."
             )
         if call.cached and call.first >= mask.tokens:
             return None
-        self._require_own(site)
-        require_fitting(site, call, mask, self._forwards.generating, self._prompts)
+        self._require_new_mask(site)
+        require_fit(site, call, mask, self._forwards.generating, self._prompts)
         self._fired.add(site.name)
         self.calls[site.name] += 1
         own = getattr(site.module, "is_causal", False)
         causal = mask.causal or site.kind == "decoder" or bool(self._forwards.causal.get(site.module, own))
-        return own_keys(self._additive(mask, causal, call), call)
+        return select_keys(self._make_additive(mask, causal, call), call)
 
-    def _require_own(self, site: Site) -> None:
-        """Refuse a second forward with the mask of the first: its sentences are others."""
+    def _require_new_mask(self, site: Site) -> None:
+        """Raise `MaskError` for a second forward with the mask of the first, whose sentences differ."""
         forwards = self._forwards
         now = forwards.number if forwards.inside else None
-        # a part of the model that is called alone calls each of its sites once
+        # part of the model called on its own: each attention may be called once
         again = now is None and site.name in self._fired
         if (again or (self._fired and now != self._bound)) and not self.every_forward:
             raise MaskError(
-                f"{name_of(site)}: the mask given last belongs to the forward before this one; give every forward its "
-                "own (guidance(mask), or role_mask=mask in the batch), or say guide(..., every_forward=True). "
-                "generate() keeps to the prompt's with use_cache=True."
+                f"{name_site(site)}: the latest mask belongs to the previous forward; give each forward a mask "
+                "(guidance(mask), or role_mask=mask in the batch), or use guide(..., every_forward=True). In "
+                "generate(), set use_cache=True."
             )
         self._bound = now
 
-    def _additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
+    def _make_additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
         key = (causal, call.dtype, call.device)
         if key not in self._biases:
             bias = mask.to(call.device).additive(call.dtype, causal=causal)
-            # what holds for all heads, padding and causality, the model masks itself
+            # the model itself masks what holds for all heads: padding and causality
             bias[:, [head for head in range(mask.num_heads) if head not in mask.heads]] = 0.0
             self._biases[key] = bias
         return self._biases[key]
 
 
 def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = False) -> Guidance:
-    """Guide heads of a model by role masks; returns a handle that takes the next mask, and lets the heads go.
+    """Guide heads of a model by role masks; return a handle that sets the next mask and stops the guidance.
 
-    A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a role, M_h being 0 where the role allows and -inf
-    elsewhere (Wang et al. 2021, eq. 2 and 3). The other heads are as they were. What the model itself masks stays
-    masked; where it is causal, causality enters the masks before the policy for empty rows does. That is seen in the
-    kind of the attention and in `is_causal`; a causal `attn_mask` without it is not, so set `causal` in the mask then.
+    A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a role, where M_h is 0 where the role allows and
+    -inf elsewhere (Wang et al. 2021, eq. 2 and 3). The other heads are unchanged, and so is the model's own masking. In
+    causal attention, causality is applied to the masks before the policy for empty rows. Causality is detected from the
+    kind of the attention and from `is_causal`, not from a causal `attn_mask`: in that case set `causal` in the mask.
 
-    A mask belongs to one forward of the model, to what activation checkpointing computes again of it, and to the tokens
-    that are generated after it: those have no roles. So give every forward its own: `model(**batch, role_mask=mask)`,
-    which is taken out before the model sees it, `model.generate(**batch, role_mask=mask)` likewise, or `guidance(mask)`
-    before the call.
+    A mask belongs to one forward of the model, including what activation checkpointing recomputes of it. Tokens
+    generated after a prompt have no roles. Give each forward a mask: `model(**batch, role_mask=mask)`, where the
+    argument is removed before the model sees it, `model.generate(**batch, role_mask=mask)`, or `guidance(mask)` before
+    the call.
 
     Args:
-        heads: The sites; self-attention alone. Their scores must be reached, as for `bias_heads`.
-        mask: The mask of the next forward; None where every batch brings its own.
-        every_forward: Whether a mask stays until the next is given, as for measuring one batch again and again.
+        heads: Heads of self-attention only. Their scores must be reached, as for `bias_heads`.
+        mask: The mask of the next forward; None if each batch has one.
+        every_forward: Whether a mask is used until the next is set, for example to measure one batch repeatedly.
 
     Returns:
-        The handle, also a context manager, which raises `NotFired` at its end when nothing was guided. Sites that were
-        guided before are guided by the new handle alone.
+        The handle, also a context manager, which raises `NotFired` at its end if nothing was guided. It replaces
+        earlier handles of the same attentions.
 
     Raises:
-        MaskError: The mask has another number of heads; in a forward, of tokens or sentences, or it is the one
-            before's.
-        LayoutError: A site is cross-attention, or its scores are not reached. Nothing is attached then.
+        MaskError: The mask has another number of heads; in a forward, another number of tokens or sentences, or it
+            belongs to the previous forward.
+        LayoutError: An attention is cross-attention, or its scores are not reached. Nothing is attached then.
+        SettingError: A handle already guides some of these attentions together with others.
         NotFired: A forward has no mask.
 
     Example:
@@ -283,8 +280,8 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
     return Guidance(heads, mask, every_forward)
 
 
-def _earlier(heads: Heads) -> list[Guidance]:
-    """Return what guides these sites now, and refuse where it guides others too."""
+def _find_earlier(heads: Heads) -> list[Guidance]:
+    """Return the handles that guide these attentions; raise `SettingError` if one also guides others."""
     modules = {site.module for site in heads.sites}
     found: dict[int, Guidance] = {}
     for site in heads.sites:
@@ -293,8 +290,8 @@ def _earlier(heads: Heads) -> list[Guidance]:
             continue
         if any(other.module not in modules for other in guidance.heads.sites):
             raise SettingError(
-                f"{name_of(site)} is guided already, together with sites that were not given now; call remove() on "
-                "that handle first."
+                f"{name_site(site)} is guided already, together with attentions that are not in these heads; call "
+                "remove() on that handle first."
             )
         found[id(guidance)] = guidance
     return list(found.values())

@@ -1,7 +1,4 @@
-"""How rare a word is: its inverse document frequency, counted on training text and kept with the model.
-
-Owns `IDF`, its file, and `idf`, which counts. Must not know roles.
-"""
+"""Inverse document frequencies of words, counted on training text and saved with the model."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ FORMAT = 1
 class IDF:
     """Inverse document frequencies: idf(w) = ln((1 + n) / (1 + df(w))) + 1 over n documents.
 
-    df(w) counts the documents that hold w. A word none of them holds has df = 0 and so the greatest value there is.
-    Wang et al. 2021 follow Voita et al. 2019 in taking rare words by it; the smoothed form is their released code's.
+    df(w) is the number of documents that contain w. A word in none of them has df = 0, and so the greatest value.
+    Wang et al. 2021 follow Voita et al. 2019 in selecting rare words by it; the smoothing is from their released code.
 
     Args:
         documents: Number of documents n.
@@ -59,17 +56,17 @@ class IDF:
 
     @property
     def greatest(self) -> float:
-        """The value of a word no document holds, ln(1 + n) + 1."""
+        """The value of a word in no document, ln(1 + n) + 1."""
         return math.log(1 + self.documents) + 1
 
     def rate(self, table: WordTable) -> WordTable:
-        """Return the table with the value of each word as its rarity."""
+        """Return the table with the values of its words as rarities."""
         values, greatest = self._values, self.greatest
         words = map(str.lower, table.words) if self.lowercase else table.words
         return table.rated(tuple([values.get(word, greatest) for word in words]))
 
     def save(self, path: str | Path) -> None:
-        """Write the counts as JSON; a reader sees the old file or the new one.
+        """Write the counts as JSON, atomically.
 
         Raises:
             DataError: The file cannot be written.
@@ -84,10 +81,10 @@ class IDF:
 
     @staticmethod
     def load(path: str | Path) -> IDF:
-        """Return what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            DataError: The file is missing or holds something else.
+            DataError: The file is missing or has other contents.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -95,7 +92,7 @@ class IDF:
                 raise DataError(f"it has format {content['format']!r}; this version of headwise reads {FORMAT}")
             return IDF(content["documents"], content["frequencies"], content["lowercase"])
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); expected a file of IDF.save.") from None
+            raise DataError(f"{path} cannot be read ({error.strerror}); expected a file written by IDF.save.") from None
         except (ValueError, KeyError, TypeError, AttributeError, DataError) as error:
             raise DataError(f"{path} holds no inverse document frequencies: {error}.") from None
 
@@ -104,14 +101,14 @@ class IDF:
 
 
 def idf(documents: Iterable[WordTable | Sequence[str]], *, lowercase: bool = True) -> IDF:
-    """Return inverse document frequencies counted on documents: those of the training split, and no others.
+    """Count inverse document frequencies on documents; use those of the training split only.
 
     Args:
         documents: Word tables, or the words of each document.
         lowercase: Whether words are compared in lower case.
 
     Raises:
-        DataError: There is no document, one is a text that was not split into words, or holds something else.
+        DataError: There is no document, or one is not a sequence of words.
 
     Example:
         >>> idf([["a", "movie"], ["a", "plot"]])
@@ -122,12 +119,12 @@ def idf(documents: Iterable[WordTable | Sequence[str]], *, lowercase: bool = Tru
     for document in documents:
         if isinstance(document, str):
             raise DataError(
-                f"document {count} is the text {document[:40]!r}; expected words, as WordTable.split gives."
+                f"document {count} is the text {document[:40]!r}; expected words, for example WordTable.split(text)."
             )
         words = document.words if isinstance(document, WordTable) else tuple(document)
         wrong = next((word for word in words if not isinstance(word, str)), None)
         if wrong is not None:
-            raise DataError(f"document {count} holds {wrong!r}; expected words, which are texts.")
+            raise DataError(f"document {count} holds {wrong!r}; expected words, as strings.")
         frequencies.update({word.lower() if lowercase else word for word in words})
         count += 1
     if count == 0:

@@ -1,7 +1,6 @@
-"""The roles a head can be given: which words of a sentence each word may attend to.
+"""Roles of heads: which words of a sentence each word may attend to.
 
-Owns the five roles of Wang et al. 2021, as the paper states them and as its code has them, and the form of a user's
-own. Must not know tokens, masks or models.
+The five roles of Wang et al. 2021, as in the paper and as in its code, and user-defined roles.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from headwise.errors import SettingError, require_choice, require_integer, require_range
 from headwise.roles.word_table import WordTable
 
-# Words every word may attend to (columns), or pairs (word that attends, word attended to).
+# Columns (words that every word may attend to), or pairs (attending word, attended word).
 Found = Sequence[int] | Sequence[tuple[int, int]]
 
 MAJOR = ("nsubj", "dobj", "obj", "amod", "advmod")
@@ -27,9 +26,9 @@ class Rare:
 
     Args:
         share: Share of the words, in (0, 1].
-        least: The least number of words.
+        least: The minimum number of words.
         round_up: Whether share * n is rounded up rather than down.
-        skip: Whether words of one character and numbers are left out.
+        skip: Whether words of one character and numbers are excluded.
         ties: Which of equally rare words come first: "earlier" or "later".
 
     Example:
@@ -66,7 +65,7 @@ class Rare:
         rarities = table.rarities
         if rarities is None:
             raise SettingError(
-                "Rare needs to know how rare words are; give Roles(..., idf=headwise.idf(words of the training split))."
+                "Rare was given a table without rarities; pass Roles(..., idf=headwise.idf(training words))."
             )
         # 0.07 * 100 is a little more than 7 in binary, and 0.29 * 100 a little less than 29
         exact = self.share * len(table) - 1e-9 if self.round_up else self.share * len(table) + 1e-9
@@ -74,20 +73,20 @@ class Rare:
         chosen: Sequence[int] = range(len(table))
         if self.skip:
             chosen = [i for i in chosen if len(table.words[i]) > 1 and not table.words[i].replace(".", "").isdigit()]
-        # sorting is stable: of equal ones the first stays first
+        # sorting is stable: equal values keep their order
         order = chosen if self.ties == "earlier" else reversed(chosen)
         return sorted(sorted(order, key=lambda i: -rarities[i])[:count])
 
 
 @dataclass(frozen=True)
 class Separator:
-    """Attend to separators: comma, semicolon, dot, question and exclamation mark, and special tokens.
+    """Attend to separators: comma, semicolon, period, question mark, exclamation mark, and special tokens.
 
-    Columns of the words made of these marks alone (Wang et al. 2021, 3.2).
+    Columns of the words made of these marks only (Wang et al. 2021, 3.2).
 
     Args:
         marks: The marks.
-        repeated: Whether a word of several of them, as "...", is a separator too.
+        repeated: Whether a word of several marks, such as "...", is a separator too.
 
     Example:
         >>> Separator().find(WordTable.split("Well, why not?"))
@@ -106,7 +105,7 @@ class Separator:
 
     @staticmethod
     def released() -> Separator:
-        """Return the role of the paper's code: with the colon, without the exclamation mark, one mark a word."""
+        """Return the role of the paper's code: with the colon, without the exclamation mark, one mark per word."""
         return Separator(marks=";?,.:", repeated=False)
 
     def find(self, table: WordTable) -> list[int]:
@@ -121,12 +120,12 @@ class Separator:
 class Dependency:
     """Attend to the word itself, its head and its children in the dependency tree.
 
-    Pairs (i, i), (i, head of i) and (head of i, i) (Wang et al. 2021, 3.2; that a word sees itself is their code's).
-    A special token sees itself.
+    Pairs (i, i), (i, head of i) and (head of i, i) (Wang et al. 2021, 3.2; the pair (i, i) is from their code). A
+    special token attends to itself.
 
     Args:
-        head: Whether a word sees its head.
-        children: Whether it sees its children.
+        head: Whether a word attends to its head.
+        children: Whether a word attends to its children.
 
     Example:
         >>> Dependency().find(WordTable(["good", "film"], heads=[1, 1], relations=["amod", "ROOT"]))
@@ -162,9 +161,9 @@ class Major:
     Columns of the words with these relations and of their heads, and special tokens (Wang et al. 2021, 3.2).
 
     Args:
-        relations: Names of relations, compared as they are: "nsubj:pass" is not "nsubj". "dobj" and "obj" are one
+        relations: Names of relations, compared exactly: "nsubj:pass" is not "nsubj". "dobj" and "obj" are the same
             relation in two annotation schemes.
-        children: Whether the children of those words are involved too.
+        children: Whether the children of those words are included.
 
     Example:
         >>> Major().find(WordTable(["a", "good", "film"], heads=[2, 2, 2], relations=["det", "amod", "ROOT"]))
@@ -180,11 +179,11 @@ class Major:
     def __post_init__(self) -> None:
         named = isinstance(self.relations, tuple) and all(isinstance(name, str) for name in self.relations)
         if not named or not self.relations:
-            raise SettingError(f"relations is {self.relations!r}; expected a tuple of names, as {MAJOR}.")
+            raise SettingError(f"relations is {self.relations!r}; expected a tuple of names, such as {MAJOR}.")
 
     @staticmethod
     def released() -> Major:
-        """Return the role of the paper's code: the children of those words too."""
+        """Return the role of the paper's code, which includes the children of those words."""
         return Major(children=True)
 
     def find(self, table: WordTable) -> list[int]:
@@ -204,12 +203,12 @@ class Major:
 
 @dataclass(frozen=True)
 class Window:
-    """Attend to the neighbours: a window of a number of words around each word, itself in the middle.
+    """Attend to the neighbors: a window of words centered on each word.
 
     Pairs (i, j) with |i - j| <= (size - 1) / 2, special tokens counted as words (Wang et al. 2021, 3.2).
 
     Args:
-        size: Words in the window, odd.
+        size: Number of words in the window, odd.
     """
 
     size: int = 3
@@ -220,12 +219,12 @@ class Window:
         require_integer("size", self.size, low=1)
         if self.size % 2 == 0:
             raise SettingError(
-                f"size is {self.size}; expected an odd number, so that the word itself is in the middle."
+                f"size is {self.size}; expected an odd number, so that the window is centered on the word."
             )
 
     @property
     def reach(self) -> int:
-        """How many words to each side."""
+        """Number of words on each side."""
         return self.size // 2
 
     @staticmethod
@@ -236,15 +235,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Role:
-    """A role of your own: a function from the word table of a sentence to columns or pairs.
+    """A user-defined role: a function from the word table of a sentence to columns or pairs.
 
-    Columns are words every word may attend to; pairs (i, j) let word i attend to word j, and let special tokens see
-    themselves. A function given to `Roles` as it is becomes a role with its name.
+    Columns are words that every word may attend to. A pair (i, j) lets word i attend to word j; with pairs, special
+    tokens attend to themselves. A plain function given to `Roles` becomes a role named after it.
 
     Args:
-        name: Its name.
+        name: The name of the role.
         find: The function.
-        special_tokens: Whether all may attend to the special tokens too.
+        special_tokens: Whether every token may also attend to the special tokens.
 
     Example:
         >>> def root(table):

@@ -1,6 +1,6 @@
-"""Word tables from any pipeline of spaCy that parses, kept on disk.
+"""Word tables from any spaCy pipeline with a parser, cached on disk.
 
-Owns `Parser`. Imported by nobody: `from headwise.roles.spacy import Parser`. Needs the extra `spacy`.
+Not imported by `headwise`: use `from headwise.roles.spacy import Parser`. Needs the extra `spacy`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from headwise.errors import DataError
 from headwise.roles.spacy_cache import Parse, ParseCache, digest
 from headwise.roles.word_table import WordTable
 
-# A file of the cache is written after so many texts, so that an interrupted run keeps what it parsed.
+# Number of texts per cache file; an interrupted run keeps the files written so far.
 TEXTS_A_FILE = 20_000
 BATCH = 256
 
 
 class Parser:
-    """Parses texts with a pipeline of spaCy: called with texts it gives their word tables.
+    """Parse texts with a spaCy pipeline; called with texts, it returns their word tables.
 
-    White space that spaCy takes for tokens is left out. Parses are kept in memory, and in `cache` under the digest of
-    the pipeline and of each text: a text is parsed once, by anybody.
+    White space tokens of spaCy are dropped. Parses are cached in memory, and in the folder `cache` by the digests of
+    the pipeline and of each text, so that processes and runs share them.
 
     Args:
         pipeline: A folder, the name of an installed package, or a loaded pipeline.
-        cache: Folder of the parses; not kept on disk when None.
+        cache: Folder of the parses. Default: no cache on disk.
         one_sentence: Whether each text is one sentence; otherwise the pipeline finds sentences, each with a root.
-        progress: Whether a bar is shown while texts are parsed, on a terminal.
+        progress: Whether a progress bar is shown on a terminal.
 
     Raises:
-        DataError: There is no such pipeline, or it has no parser.
+        DataError: The pipeline does not exist or has no parser.
 
     Example:
         >>> # parse = Parser("en_core_web_sm", cache="parses")
@@ -52,7 +52,7 @@ class Parser:
         one_sentence: bool = True,
         progress: bool = True,
     ) -> None:
-        self.nlp, identity = _loaded(pipeline)
+        self.nlp, identity = _load(pipeline)
         if not ({"parser", "experimental_biaffine_parser"} & set(self.nlp.pipe_names)):
             raise DataError(
                 f"the pipeline {self.nlp.meta.get('name', '')!r} has "
@@ -67,24 +67,24 @@ class Parser:
         """Return the word table of each text, in order.
 
         Args:
-            texts: Texts, or lists of words, which stay the words.
+            texts: Texts, or lists of words to be used as they are.
 
         Raises:
-            DataError: Something given is neither, a word is empty, or a text is no whole Unicode.
+            DataError: An item is neither, a word is empty, or a text is not valid Unicode.
         """
         if isinstance(texts, str):
             raise DataError(f"the text {texts[:40]!r} was given; expected a list of texts.")
-        given = [_checked(index, text) for index, text in enumerate(texts)]
-        keys = [_key(text) for text in given]
-        missing = {key: text for key, text in zip(keys, given, strict=True) if self._known(key) is None}
+        given = [_check(index, text) for index, text in enumerate(texts)]
+        keys = [_make_key(text) for text in given]
+        missing = {key: text for key, text in zip(keys, given, strict=True) if self._look_up(key) is None}
         self._parse(missing)
-        return [_table(text, self._known(key)) for key, text in zip(keys, given, strict=True)]
+        return [_build_table(text, self._look_up(key)) for key, text in zip(keys, given, strict=True)]
 
     def forget(self) -> None:
-        """Drop the parses that are kept in memory; those on disk stay."""
+        """Clear the parses in memory; those on disk are kept."""
         self._kept.clear()
 
-    def _known(self, key: bytes) -> Parse | None:
+    def _look_up(self, key: bytes) -> Parse | None:
         return self._kept.get(key) if self.cache is None else self.cache.get(key)
 
     def _parse(self, texts: dict[bytes, str | tuple[str, ...]]) -> None:
@@ -95,19 +95,19 @@ class Parser:
             for start in range(0, len(todo), TEXTS_A_FILE):
                 part = todo[start : start + TEXTS_A_FILE]
                 parses = {}
-                docs = self.nlp.pipe((self._doc(text) for _, text in part), batch_size=BATCH)
+                docs = self.nlp.pipe((self._make_doc(text) for _, text in part), batch_size=BATCH)
                 for (key, _), doc in zip(part, docs, strict=True):
-                    parses[key] = _parse_of(doc)
+                    parses[key] = _read_parse(doc)
                     bar.update()
                 if self.cache is None:
                     self._kept.update(parses)
                 else:
                     self.cache.add(parses)
 
-    def _doc(self, text: str | tuple[str, ...]) -> Doc:
+    def _make_doc(self, text: str | tuple[str, ...]) -> Doc:
         if isinstance(text, str) and len(text) > self.nlp.max_length:
             raise DataError(
-                f"a text of {len(text):,} characters is longer than the pipeline takes ({self.nlp.max_length:,}): "
+                f"a text of {len(text):,} characters is longer than the pipeline allows ({self.nlp.max_length:,}): "
                 f"{text[:40]!r}; split it."
             )
         doc = self.nlp.make_doc(text) if isinstance(text, str) else Doc(self.nlp.vocab, words=list(text))
@@ -117,31 +117,31 @@ class Parser:
         return doc
 
 
-def _loaded(pipeline: str | Path | Language) -> tuple[Language, bytes]:
-    """Return a pipeline and what tells it from every other."""
+def _load(pipeline: str | Path | Language) -> tuple[Language, bytes]:
+    """Return a pipeline and bytes that identify it."""
     if isinstance(pipeline, Language):
-        # its strings grow with every text, and no parse follows from them
+        # its strings grow with every text and do not affect parses
         return pipeline, pipeline.to_bytes(exclude=["vocab"]) + pipeline.vocab.to_bytes(exclude=["strings"])
     try:
         nlp = spacy.load(pipeline)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f"no pipeline of spaCy could be loaded from {str(pipeline)!r} ({reason}); expected a folder or the name "
-            "of an installed package, as en_core_web_sm."
+            f"no spaCy pipeline could be loaded from {str(pipeline)!r} ({reason}); expected a folder or the name "
+            "of an installed package, such as en_core_web_sm."
         ) from None
-    # what was loaded stands in a folder
-    return nlp, digest(*_contents(Path(str(nlp.path))))
+    # a loaded pipeline has a folder
+    return nlp, digest(*_read_contents(Path(str(nlp.path))))
 
 
-def _contents(folder: Path) -> Iterator[str | bytes]:
+def _read_contents(folder: Path) -> Iterator[str | bytes]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             yield path.relative_to(folder).as_posix()
             yield path.read_bytes()
 
 
-def _checked(index: int, text: Any) -> str | tuple[str, ...]:
+def _check(index: int, text: Any) -> str | tuple[str, ...]:
     if isinstance(text, str):
         _require_unicode(index, text)
         return text
@@ -150,7 +150,9 @@ def _checked(index: int, text: Any) -> str | tuple[str, ...]:
         if all(isinstance(word, str) and word.strip() for word in words):
             _require_unicode(index, " ".join(words))
             return words
-        raise DataError(f"text {index} has a word that is empty or no text; expected words of at least one character.")
+        raise DataError(
+            f"text {index} has a word that is empty or not a string; expected words of at least one character."
+        )
     raise DataError(f"text {index} is a {type(text).__name__}; expected a text or its words.")
 
 
@@ -159,17 +161,17 @@ def _require_unicode(index: int, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"text {index} holds half a character ({text[error.start]!r} at {error.start}), which spaCy does not take; "
+            f"text {index} holds half a character ({text[error.start]!r} at {error.start}), which spaCy refuses; "
             "decode it with errors='replace'."
         ) from None
 
 
-def _key(text: str | tuple[str, ...]) -> bytes:
+def _make_key(text: str | tuple[str, ...]) -> bytes:
     return digest("text", text) if isinstance(text, str) else digest("words", *text)
 
 
-def _parse_of(doc: Doc) -> Parse:
-    """Return the parse without tokens of white space; what hangs on one hangs on that one's head."""
+def _read_parse(doc: Doc) -> Parse:
+    """Return the parse without white space tokens; a child of such a token becomes a child of its head."""
     kept = [token for token in doc if not token.is_space]
     number = {token.i: index for index, token in enumerate(kept)}
     heads = []
@@ -186,7 +188,7 @@ def _parse_of(doc: Doc) -> Parse:
     )
 
 
-def _table(text: str | tuple[str, ...], parse: Parse | None) -> WordTable:
+def _build_table(text: str | tuple[str, ...], parse: Parse | None) -> WordTable:
     assert parse is not None
     joined = text if isinstance(text, str) else " ".join(text)
     spans = tuple(zip(parse.starts, parse.ends, strict=True))

@@ -1,7 +1,6 @@
-"""Parses on disk: small integer arrays, under the digest of what parsed and of what was parsed.
+"""An on-disk cache of parses: small integer arrays, keyed by digests of the pipeline and of the text.
 
-Owns the files. Must not know spaCy. Files are written whole and never changed; what two processes parsed at the same
-time is there twice and read once.
+Files are written atomically and never changed. Texts that two processes parse at the same time are stored twice.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Parse:
 
     Attributes:
         starts: First character of each word.
-        ends: The character behind its last.
-        heads: Its head, itself at the root.
-        relations: Its relation to the head.
+        ends: Last character of each word plus one.
+        heads: Head of each word; the word itself at the root.
+        relations: Relation of each word to its head.
     """
 
     starts: tuple[int, ...]
@@ -41,7 +40,7 @@ class Parse:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return 16 bytes that stand for some texts, in order."""
+    """Return a digest of 16 bytes of some texts, in order."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         content = part.encode("utf-8", errors="surrogatepass") if isinstance(part, str) else part
@@ -51,14 +50,14 @@ def digest(*parts: str | bytes) -> bytes:
 
 
 class ParseCache:
-    """The parses one pipeline made, in a folder of its own inside `folder`.
+    """The cached parses of one pipeline, in a subfolder of `folder`.
 
     Args:
-        folder: Where parses of all pipelines are kept; made when the first is written.
+        folder: Folder of the parses of all pipelines; created when the first is written.
         pipeline: Digest of the pipeline.
 
     Raises:
-        DataError: A file there is not one of ours.
+        DataError: A file there is not a cache file.
     """
 
     def __init__(self, folder: str | Path, pipeline: bytes) -> None:
@@ -71,11 +70,11 @@ class ParseCache:
         return len(self._parses)
 
     def get(self, key: bytes) -> Parse | None:
-        """Return the parse under a key, None where there is none."""
+        """Return the parse under a key, or None."""
         return self._parses.get(key)
 
     def add(self, parses: Mapping[bytes, Parse]) -> None:
-        """Keep parses, in a file of their own.
+        """Store parses in a new file.
 
         Raises:
             DataError: The file cannot be written.
@@ -86,32 +85,32 @@ class ParseCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"{self.folder} cannot be made ({error.strerror}); choose another folder.") from None
+            raise DataError(f"{self.folder} cannot be created ({error.strerror}); choose another folder.") from None
         content = io.BytesIO()
-        np.savez_compressed(content, allow_pickle=False, **_arrays(new))
+        np.savez_compressed(content, allow_pickle=False, **_pack(new))
         write_whole(self.folder / f"{secrets.token_hex(8)}.npz", content.getvalue())
         self._parses.update(new)
 
 
-def _arrays(parses: Mapping[bytes, Parse]) -> dict[str, np.ndarray]:
+def _pack(parses: Mapping[bytes, Parse]) -> dict[str, np.ndarray]:
     labels = sorted({relation for parse in parses.values() for relation in parse.relations})
     number = {label: index for index, label in enumerate(labels)}
     every = list(parses.values())
     return {
         "format": np.array(FORMAT),
         "keys": np.frombuffer(b"".join(parses), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-        "counts": _small([len(parse.heads) for parse in every]),
-        # distances are small where characters and words are not
-        "starts": _small(_steps(parse.starts) for parse in every),
-        "lengths": _small(e - s for parse in every for s, e in zip(parse.starts, parse.ends, strict=True)),
-        "heads": _small(head - word for parse in every for word, head in enumerate(parse.heads)),
-        "relations": _small(number[relation] for parse in every for relation in parse.relations),
+        "counts": _shrink([len(parse.heads) for parse in every]),
+        # differences are small numbers, positions are not
+        "starts": _shrink(_subtract_previous(parse.starts) for parse in every),
+        "lengths": _shrink(e - s for parse in every for s, e in zip(parse.starts, parse.ends, strict=True)),
+        "heads": _shrink(head - word for parse in every for word, head in enumerate(parse.heads)),
+        "relations": _shrink(number[relation] for parse in every for relation in parse.relations),
         "labels": np.array(labels, dtype=np.str_),
     }
 
 
-def _small(numbers: Iterable[int] | Iterable[list[int]]) -> np.ndarray:
-    """Return integers in the smallest type that holds them."""
+def _shrink(numbers: Iterable[int] | Iterable[list[int]]) -> np.ndarray:
+    """Return integers as an array of the smallest type that holds them."""
     flat = [n for item in numbers for n in (item if isinstance(item, list) else [item])]
     low, high = min(flat, default=0), max(flat, default=0)
     for kind in (np.int8, np.int16, np.int32):
@@ -120,7 +119,7 @@ def _small(numbers: Iterable[int] | Iterable[list[int]]) -> np.ndarray:
     return np.array(flat, dtype=np.int64)
 
 
-def _steps(starts: Iterable[int]) -> list[int]:
+def _subtract_previous(starts: Iterable[int]) -> list[int]:
     before, steps = 0, []
     for start in starts:
         steps.append(start - before)
@@ -134,12 +133,12 @@ def _read(path: Path) -> dict[bytes, Parse]:
             content = {name: file[name] for name in file.files}
         if int(content["format"]) != FORMAT:
             raise DataError(f"{path} has format {int(content['format'])}; this version of headwise reads {FORMAT}.")
-        return _parses(content)
+        return _unpack(content)
     except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a file of parses ({error}); delete it to parse again.") from None
 
 
-def _parses(content: Mapping[str, np.ndarray]) -> dict[bytes, Parse]:
+def _unpack(content: Mapping[str, np.ndarray]) -> dict[bytes, Parse]:
     labels = content["labels"].tolist()
     relations = [labels[index] for index in content["relations"].tolist()]
     steps, lengths, heads = (content[name].tolist() for name in ("starts", "lengths", "heads"))

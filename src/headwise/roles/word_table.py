@@ -1,7 +1,4 @@
-"""A sentence as a table of words: where they stand in its text, and its dependency parse where there is one.
-
-Owns `WordTable`. Must not know tokens, roles or parsers.
-"""
+"""A sentence as a table of words, with their spans in the text and, optionally, a dependency parse."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from headwise.errors import DataError, SettingError
 
 @dataclass(frozen=True)
 class WordTable:
-    """The words of a sentence, one a row.
+    """The words of a sentence, one per row.
 
     Args:
         words: The words.
-        heads: For each word the index of its head in the dependency tree, its own index at the root; None without a
+        heads: For each word the index of its head in the dependency tree, the same index at the root; None without a
             parse.
-        relations: For each word its relation to its head, as "nsubj"; None without a parse.
-        text: The text the words stand in; the words joined by single spaces when None.
-        spans: For each word its first character in the text and the one after its last; found in the text when None.
-        rarities: For each word how rare it is; `Roles` puts the inverse document frequencies there.
+        relations: For each word its relation to its head, such as "nsubj"; None without a parse.
+        text: The text that contains the words. Default: the words joined by single spaces.
+        spans: For each word its first character in the text and the one after its last. Default: found in the text.
+        rarities: For each word a number that is larger for rarer words; `Roles` sets inverse document frequencies.
 
     Raises:
-        DataError: A word is empty, a column has another length than the words, a head is not a word, or a word is not
+        DataError: A word is empty, a column differs in length from the words, a head is not a word, or a word is not
             in the text.
 
     Example:
@@ -51,42 +48,45 @@ class WordTable:
         words = tuple(self.words)
         if not all(isinstance(word, str) and word for word in words):
             wrong = next(i for i, word in enumerate(words) if not (isinstance(word, str) and word))
-            raise DataError(f"word {wrong} is {words[wrong]!r}; expected a text of at least one character.")
+            raise DataError(f"word {wrong} is {words[wrong]!r}; expected a string of at least one character.")
         object.__setattr__(self, "words", words)
         for name in ("heads", "relations", "rarities", "spans"):
             column = getattr(self, name)
             if column is None:
                 continue
             if len(column) != len(words):
-                raise DataError(f"{name} has {len(column)} entries for {len(words)} words ({self._shown()}).")
+                raise DataError(
+                    f"{name} has {len(column)} entries for {len(words)} words ({self._preview()}); expected "
+                    "one per word."
+                )
             object.__setattr__(self, name, tuple(column))
         if self.heads is not None:
-            object.__setattr__(self, "heads", _as_heads(self.heads, words))
+            object.__setattr__(self, "heads", _check_heads(self.heads, words))
         if self.text is None:
             object.__setattr__(self, "text", " ".join(words))
         if self.spans is None:
-            object.__setattr__(self, "spans", _found(words, self._text))
+            object.__setattr__(self, "spans", _find_spans(words, self._text))
         else:
             _require_spans(self._spans, self._text)
 
     @staticmethod
     def split(text: str) -> WordTable:
-        """Return the words of a text without a parse: marks and symbols one by one, and what stands between them.
+        """Split a text at white space and around each punctuation mark and symbol; the table has no parse.
 
         >>> WordTable.split("Well, it isn't 3.5 stars").words
         ('Well', ',', 'it', 'isn', "'", 't', '3', '.', '5', 'stars')
         """
-        spans = list(_split(text))
+        spans = list(_split_text(text))
         return WordTable([text[start:end] for start, end in spans], text=text, spans=spans)
 
     def __len__(self) -> int:
         return len(self.words)
 
     def __getitem__(self, part: slice) -> WordTable:
-        """Return some of the words that follow one another; a head that is not among them becomes the word itself."""
+        """Return a contiguous part; a word whose head is outside becomes its own head."""
         start, stop, step = part.indices(len(self))
         if step != 1:
-            raise SettingError(f"a word table was asked for words {start} to {stop} by {step}; expected a step of 1.")
+            raise SettingError(f"a word table was sliced from {start} to {stop} by {step}; expected a step of 1.")
         heads = None
         if self.heads is not None:
             heads = [h - start if start <= h < stop else w - start for w, h in enumerate(self.heads)][start:stop]
@@ -100,14 +100,14 @@ class WordTable:
         )
 
     def rated(self, rarities: Sequence[float]) -> WordTable:
-        """Return the table with how rare each word is."""
-        # nothing else changes, so nothing is checked again: this runs once a sentence and role
+        """Return the table with these rarities."""
+        # nothing else changes, so skip the checks: this runs once per sentence and role
         rated = object.__new__(WordTable)
         rated.__dict__.update(self.__dict__, rarities=rarities)
         return rated
 
     def shuffled_parse(self, seed: int) -> WordTable:
-        """Return the same words under the same tree and relations, drawn anew into its places: a control (ours).
+        """Return the table with its words randomly reassigned to the nodes of the tree: a control (ours).
 
         Raises:
             DataError: There is no parse.
@@ -128,7 +128,7 @@ class WordTable:
         """
         if self.heads is None or self.relations is None:
             raise DataError(
-                f"the sentence {self._shown()} has no parse; parse it with headwise.roles.spacy.Parser, or give "
+                f"the sentence {self._preview()} has no parse; parse it with headwise.roles.spacy.Parser, or pass "
                 "heads and relations."
             )
         return self.heads, self.relations
@@ -141,12 +141,12 @@ class WordTable:
     def _spans(self) -> Sequence[tuple[int, int]]:
         return self.spans or ()
 
-    def _shown(self) -> str:
+    def _preview(self) -> str:
         shown = " ".join(self.words[:8])
         return repr(shown if len(self.words) <= 8 else f"{shown} ...")
 
 
-def _as_heads(heads: Sequence[int], words: Sequence[str]) -> tuple[int, ...]:
+def _check_heads(heads: Sequence[int], words: Sequence[str]) -> tuple[int, ...]:
     try:
         found = tuple(map(operator.index, heads))
     except TypeError:
@@ -160,13 +160,13 @@ def _as_heads(heads: Sequence[int], words: Sequence[str]) -> tuple[int, ...]:
     return found
 
 
-def _found(words: Sequence[str], text: str) -> tuple[tuple[int, int], ...]:
-    """Return where the words stand in the text, each looked for behind the one before it."""
+def _find_spans(words: Sequence[str], text: str) -> tuple[tuple[int, int], ...]:
+    """Return the span of each word, searched for after the previous word."""
     spans, place = [], 0
     for index, word in enumerate(words):
         start = text.find(word, place)
         if start < 0:
-            raise DataError(f"word {index} ({word!r}) is not in the text behind character {place}: {text[:60]!r}.")
+            raise DataError(f"word {index} ({word!r}) is not in the text after character {place}: {text[:60]!r}.")
         place = start + len(word)
         spans.append((start, place))
     return tuple(spans)
@@ -175,15 +175,18 @@ def _found(words: Sequence[str], text: str) -> tuple[tuple[int, int], ...]:
 def _require_spans(spans: Sequence[tuple[int, int]], text: str) -> None:
     for index, (start, end) in enumerate(spans):
         if not 0 <= start < end <= len(text):
-            raise DataError(f"word {index} spans characters {start} to {end} of a text of {len(text)}.")
+            raise DataError(
+                f"word {index} spans characters {start} to {end} of a text of {len(text)}; expected 0 <= start < end."
+            )
     for index, (one, other) in enumerate(pairwise(spans)):
         if other[0] < one[0] or other[1] < one[1]:
             raise DataError(
-                f"word {index + 1} spans {tuple(other)} and the word before it {tuple(one)}; expected order."
+                f"word {index + 1} spans {tuple(other)} and the word before it {tuple(one)}; expected "
+                "spans in the order of the text."
             )
 
 
-def _split(text: str) -> Iterator[tuple[int, int]]:
+def _split_text(text: str) -> Iterator[tuple[int, int]]:
     start = None
     for place, letter in enumerate(text):
         space = letter.isspace()
