@@ -321,8 +321,6 @@ def test_guidance_prints_what_it_guides():
     guidance(random_mask(2, 3, 5))
     shown = "Guidance(2 attentions, HeadMask(2 sentences, 10 tokens, 3 heads; allowed in role 0: "
     assert repr(guidance).startswith(shown)
-        "Guidance(2 attentions, HeadMask(2 sentences, 10 tokens, 3 heads; allowed in role 0: "
-    )
     guidance.remove()
 
 
