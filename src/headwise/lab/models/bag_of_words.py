@@ -1,7 +1,4 @@
-"""What a model of sentences has to beat: a linear model of which words and pairs of words occur.
-
-Owns the baseline `counts` of classification, and what stands for it where there are too many classes.
-"""
+"""Baselines of text classification: linear models of which words, and pairs of words, occur."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from threadpoolctl import threadpool_limits
 
-# Stands in no word, since words hold no white space.
+# Words hold no white space, so it is in none.
 BETWEEN = "\n"
 
 
 def counts(
     train: Sequence[Sequence[str]], test: Sequence[Sequence[str]], labels: NDArray[np.int64], *, seed: int
 ) -> NDArray[np.int64]:
-    """Return the class that logistic regression predicts from words and pairs of neighbours, [N].
+    """Return the class that logistic regression predicts from words and pairs of neighbors, [N].
 
-    Words are weighted by tf-idf, the frequencies those of the training texts; the rest is scikit-learn's own settings.
+    Words are weighted by tf-idf with the frequencies of the training texts; other settings are scikit-learn's defaults.
 
     Args:
         train: Words of the training texts.
@@ -45,7 +42,7 @@ def counts(
 def naive_bayes(
     train: Sequence[Sequence[str]], test: Sequence[Sequence[str]], labels: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the class that naive Bayes predicts from the words alone, [N], with scikit-learn's own settings.
+    """Return the class that naive Bayes predicts from the words alone, [N], with scikit-learn's defaults.
 
     Args:
         train: Words of the training texts.

@@ -1,8 +1,4 @@
-"""ELECTRA (Clark et al. 2020) on Hugging Face's modules: a generator that fills gaps, a discriminator that finds them.
-
-Owns how the two share their embeddings, the sampling of replacements and the loss. Which positions are masked is the
-data's.
-"""
+"""ELECTRA (Clark et al. 2020) on Hugging Face's modules: a generator fills gaps, a discriminator finds them."""
 
 from __future__ import annotations
 
@@ -20,8 +16,9 @@ from typing_extensions import override
 
 from headwise.errors import SettingError, require_integer, require_positive, require_range
 from headwise.lab.models.encoder import sinusoids
-from headwise.lab.models.normal_start import DEVIATION, clear_bias, draw_normal
 
+# BERT's standard deviation of initial weights, and the default of most of transformers.
+DEVIATION = 0.02
 # Fine-tuning takes texts longer than those of pre-training.
 LONGEST = 512
 
@@ -43,8 +40,8 @@ class ElectraSizes:
         discriminator_weight: Weight of the discriminator's loss.
         deviation: Standard deviation that weights are drawn with. BERT's suits its width; in a narrow model attention
             then adds next to nothing to a state, and learns nothing for thousands of steps.
-        sinusoids: Whether the vectors of positions begin as sinusoids of that deviation, where what is learned of one
-            distance holds at all positions, and are not drawn one by one. They are trained all the same.
+        sinusoids: Whether position vectors are initialized as sinusoids of that deviation, so that what
+            is learned of one distance holds at all positions. They are trained in either case.
 
     Raises:
         SettingError: A value is outside its range, a width cannot be divided among the heads, or embeddings have an odd
@@ -213,6 +210,29 @@ def decayed_apart(parameters: Any, weight_decay: float) -> list[dict[str, Any]]:
         kept[parameter.dim() < 2].append(parameter)
     decays: Sequence[float] = (weight_decay, 0.0)
     return [{"params": params, "weight_decay": decay} for params, decay in zip(kept, decays, strict=True) if params]
+
+
+@torch.no_grad()
+def draw_normal(module: nn.Linear | nn.Embedding, deviation: float = DEVIATION) -> None:
+    """Draw a module's weights from a normal distribution of that standard deviation; clear its bias or padding.
+
+    >>> table = nn.Embedding(3, 4, padding_idx=0)
+    >>> draw_normal(table, 0.5)
+    >>> bool(table.weight[0].any()), bool(table.weight[1].any())
+    (False, True)
+    """
+    nn.init.normal_(module.weight, std=deviation)
+    if isinstance(module, nn.Linear):
+        clear_bias(module)
+    elif module.padding_idx is not None:
+        module.weight[module.padding_idx] = 0.0
+
+
+@torch.no_grad()
+def clear_bias(module: nn.Linear) -> None:
+    """Set a module's bias to zero, where it has one."""
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def _full(logits: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""The transformer encoder of logical inference (Tran et al. 2018) and of classification, pre- or post-norm.
-
-Owns `Encoder` and its layers. Their attention is `headwise.nn.MultiheadAttention`, so that every method of the
-library reaches it. Must not know the task.
-"""
+"""The Transformer encoder of logical inference (Tran et al. 2018) and of classification, pre- or post-norm."""
 
 from __future__ import annotations
 
@@ -12,9 +8,42 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import SettingError, require_integer, require_range
-from headwise.lab.models.sized_attention import SizedAttention
+from headwise.nn.multihead import MultiheadAttention
 
 MAX_TIMESCALE = 1000.0
+
+
+class SizedAttention(MultiheadAttention):
+    """`headwise.nn.MultiheadAttention`, batch first and without biases, with H heads of e numbers each.
+
+    W_Q, W_K, W_V are [He, d] and W_O is [d, He]. With He = d it is that module with its parameters in one matrix; else
+    queries, keys and values have a matrix each.
+
+    Args:
+        width: Model width d.
+        num_heads: Number of heads H.
+        head_size: Width e of a head; None for d / H.
+
+    Raises:
+        SettingError: A size is below 1.
+
+    Example:
+        >>> attention = SizedAttention(10, 3, head_size=4)
+        >>> states = torch.randn(2, 5, 10)
+        >>> attention(states, states, states, need_weights=False)[0].shape, attention.q_proj_weight.shape
+        (torch.Size([2, 5, 10]), torch.Size([12, 10]))
+    """
+
+    def __init__(self, width: int, num_heads: int, head_size: int | None = None) -> None:
+        inner = width if head_size is None else num_heads * head_size
+        require_integer("num_heads times head_size", inner, low=1)
+        super().__init__(inner, num_heads, bias=False, batch_first=True, kdim=width, vdim=width)
+        if inner != width:
+            # torch ties the width of queries and of the output to that of the heads
+            self.embed_dim = width
+            self.q_proj_weight = nn.Parameter(torch.empty(inner, width))
+            self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(inner, width, bias=False)
+            self._reset_parameters()
 
 
 class EncoderLayer(nn.Module):
@@ -26,7 +55,7 @@ class EncoderLayer(nn.Module):
 
     Args:
         width: Model width d.
-        heads: Number of attention heads H; must divide `width` where no size of a head is given.
+        heads: Number of attention heads H; must divide `width` unless `head_size` is given.
         norm_first: Whether the layer is pre-norm.
         dropout: Probability of dropping an output of the FFN while training, in [0, 1).
         head_size: Width e of a head; None for d / H.
@@ -85,12 +114,12 @@ class Encoder(nn.Module):
         vocabulary_size: Number of token ids; id 0 is padding.
         width: Model width d, even.
         layers: Number of layers.
-        heads: Number of attention heads H of a layer; must divide `width` where no size of a head is given.
+        heads: Number of attention heads H of a layer; must divide `width` unless `head_size` is given.
         norm_first: Whether the layers are pre-norm.
         dropout: As in `EncoderLayer`.
         head_size: Likewise.
         hidden: Likewise.
-        embedding: Gives the vectors of token ids, [.., d]; None for a table of this module's own.
+        embedding: Module that returns the vectors of token ids, [.., d]; None for a new table.
 
     Raises:
         SettingError: A size is below 1, the width odd or not a multiple of `heads`, or dropout outside [0, 1).

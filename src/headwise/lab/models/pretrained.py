@@ -1,12 +1,13 @@
-"""Whether a model that transformers loaded is the one that its folder holds.
+"""Checks of models and tokenizers that transformers loaded from a folder.
 
-Owns the refusal of a backbone that was filled with drawn numbers: transformers only remarks on it, and what is trained
-or looked at then is another model.
+Where a folder lacks parameters, transformers draws them at random and only warns, and another model is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,21 @@ from torch import Tensor
 
 from headwise.errors import DataError
 
-# A pooler that the head in use does not read lacks in many folders.
+# Many folders lack the pooler, which the head in use may not read.
 UNREAD = "pooler"
 
 
 def require_whole(
     folder: Path, model: Any, said: Mapping[str, Any], *, backbone: str = "", unread: tuple[str, ...] = ()
 ) -> None:
-    """Refuse a model whose backbone lacks parameters, or holds some of another shape or that are no numbers.
+    """Refuse a model whose backbone has missing, mismatched or non-finite parameters.
 
     Args:
         folder: Where it was loaded from.
         model: The model.
-        said: What `from_pretrained(output_loading_info=True)` returned beside it.
-        backbone: What the names of the backbone's parameters begin with.
-        unread: What names of parameters begin with that are not looked at.
+        said: The loading info that `from_pretrained(output_loading_info=True)` returned with it.
+        backbone: Prefix of the names of the backbone's parameters.
+        unread: Prefixes of names of parameters that are not checked.
 
     Raises:
         DataError: As above; the message names the first parameter.
@@ -43,7 +44,7 @@ def require_whole(
             raise DataError(f"{folder} {fault} {found!r}, which its config.json asks for: {remedy}")
     wrong = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), None)
     if wrong is not None:
-        raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model that is.")
+        raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model with finite ones.")
 
 
 def _computed(model: Any, name: str) -> bool:
@@ -52,18 +53,34 @@ def _computed(model: Any, name: str) -> bool:
 
 
 def _finite(parameter: Tensor) -> bool:
-    # floating numbers of one byte cannot be asked
+    # isfinite does not support one-byte floats
     return bool((parameter.float() if parameter.dtype.itemsize == 1 else parameter).isfinite().all())
 
 
 def require_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer without words: transformers makes one up where a folder holds none.
+    """Refuse a tokenizer without words: transformers makes up an empty one where a folder has none.
 
     Raises:
         DataError: As above.
     """
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise DataError(
-            f"{folder} holds no tokenizer with a vocabulary; save it beside the model, "
+            f"{folder} holds no tokenizer with a vocabulary; save it with the model, "
             f"tokenizer.save_pretrained({str(folder)!r})."
         )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Turn off the warnings and progress bars of transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,8 +1,6 @@
-"""Classifiers of sentences: a Transformer encoder, and the two models without attention it is compared with.
+"""Classifiers of sentences: a Transformer encoder, and the LSTM and CNN it is compared with.
 
-Owns `TextClassifier`, what every classifier of texts does with a batch, `SentenceTransformer`, `SentenceLSTM`,
-`SentenceCNN` and the word vectors they share. These three differ in what stands between the words' vectors and the
-vector of the sentence. Must not know the task's data.
+They differ in how they make the vector of a sentence from the word vectors.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ DRAWN = 0.2
 class WordVectors(nn.Embedding):
     """Trainable vectors of token ids with dropout; those that are known start as given, the others are drawn.
 
-    They are drawn from N(0, s^2), with s the root mean square of the known ones' numbers, or `drawn` where none is
-    known: a word that occurs a few times moves little in a few epochs, and from N(0, 1) hardly at all. Id 0 is padding:
-    its vector is zero and stays so.
+    They are drawn from N(0, s^2), with s the root mean square of the known vectors' entries, or `drawn` where none is
+    known: a rare word moves little in a few epochs, and from N(0, 1) hardly at all. Id 0 is padding: its vector is
+    always zero.
 
     Args:
         size: Number of token ids.
@@ -68,22 +66,8 @@ class WordVectors(nn.Embedding):
         return F.dropout(super().forward(input), self.dropout, self.training)
 
 
-class Sized(Protocol):
-    """The sizes that every classifier of this file needs."""
-
-    @property
-    def width(self) -> int:
-        """Width of a word's vector."""
-        ...
-
-    @property
-    def dropout(self) -> float:
-        """Dropout of words' vectors and of the pooled vector."""
-        ...
-
-
-class EncoderSized(Sized, Protocol):
-    """The sizes that a Transformer encoder needs besides."""
+class EncoderSizes(Protocol):
+    """The sizes of a Transformer encoder that the word vectors do not determine."""
 
     @property
     def layers(self) -> int:
@@ -112,7 +96,7 @@ class EncoderSized(Sized, Protocol):
 
 
 class TextClassifier(nn.Module, ABC):
-    """Returns the logits of the class of a text or of two texts; subclasses own what makes them of the tokens."""
+    """Returns the logits of the class of a text or of two texts; subclasses compute them from the tokens."""
 
     # How many texts an example has.
     texts: int = 1
@@ -154,25 +138,24 @@ class TextClassifier(nn.Module, ABC):
 class SentenceClassifier(TextClassifier):
     """Returns the logits of a sentence's class: a vector of the sentence, dropout, one linear layer.
 
-    Of two texts the classifier reads the vectors u, v, |u - v| and u * v (Mou et al. 2016). Subclasses own what makes
-    the vector of the tokens.
+    For pairs of texts the classifier reads u, v, |u - v| and u * v (Mou et al. 2016). Subclasses make the vector of the
+    tokens.
 
     Args:
         words: Vectors of the tokens.
         num_labels: Number of classes.
-        scale: Sizes of the model.
         texts: 1, or 2 for pairs.
     """
 
     # Width of the sentence's vector, as a multiple of the model's.
     vectors: int = 1
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:  # noqa: ARG002  the words are a subclass's
+    def __init__(self, words: WordVectors, num_labels: int, *, texts: int = 1) -> None:
         super().__init__()
         require_integer("num_labels", num_labels, low=2)
         self.texts = texts
-        self.dropout = nn.Dropout(scale.dropout)
-        self.classifier = nn.Linear((1 if texts == 1 else 4) * self.vectors * scale.width, num_labels)
+        self.dropout = nn.Dropout(words.dropout)
+        self.classifier = nn.Linear((1 if texts == 1 else 4) * self.vectors * words.embedding_dim, num_labels)
 
     @abstractmethod
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
@@ -193,17 +176,17 @@ class SentenceTransformer(SentenceClassifier):
     `model.encoder.layers.*.attention` are the attention sites.
     """
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: EncoderSized) -> None:
-        super().__init__(words, num_labels, scale)
+    def __init__(self, words: WordVectors, num_labels: int, sizes: EncoderSizes) -> None:
+        super().__init__(words, num_labels)
         self.encoder = Encoder(
             words.num_embeddings,
-            width=scale.width,
-            layers=scale.layers,
-            heads=scale.heads,
-            norm_first=scale.norm_first,
-            dropout=scale.dropout,
-            head_size=scale.head_size,
-            hidden=scale.hidden,
+            width=words.embedding_dim,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            norm_first=sizes.norm_first,
+            dropout=words.dropout,
+            head_size=sizes.head_size,
+            hidden=sizes.hidden,
             embedding=words,
         )
 
@@ -217,10 +200,10 @@ class SentenceLSTM(SentenceClassifier):
 
     vectors = 2
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:
-        super().__init__(words, num_labels, scale, texts=texts)
+    def __init__(self, words: WordVectors, num_labels: int, *, texts: int = 1) -> None:
+        super().__init__(words, num_labels, texts=texts)
         self.words = words
-        self.recurrent = nn.LSTM(scale.width, scale.width, batch_first=True, bidirectional=True)
+        self.recurrent = nn.LSTM(words.embedding_dim, words.embedding_dim, batch_first=True, bidirectional=True)
 
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """Return the mean state of each sentence; padding is not read in either direction."""
@@ -237,11 +220,11 @@ class SentenceCNN(SentenceClassifier):
 
     vectors = len(FILTER_WIDTHS)
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: Sized, *, texts: int = 1) -> None:
-        super().__init__(words, num_labels, scale, texts=texts)
+    def __init__(self, words: WordVectors, num_labels: int, *, texts: int = 1) -> None:
+        super().__init__(words, num_labels, texts=texts)
         self.words = words
         self.filters = nn.ModuleList(
-            nn.Conv1d(scale.width, scale.width, size, padding=size // 2) for size in FILTER_WIDTHS
+            nn.Conv1d(words.embedding_dim, words.embedding_dim, size, padding=size // 2) for size in FILTER_WIDTHS
         )
 
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:

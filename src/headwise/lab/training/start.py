@@ -21,10 +21,8 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import RESULT, read_json
-from headwise.lab.models.electra import decayed_apart
-from headwise.lab.models.normal_start import DEVIATION, draw_normal
-from headwise.lab.models.pretrained import require_vocabulary, require_whole
-from headwise.lab.models.quiet import quietly
+from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
+from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
 from headwise.routing.save import RECORD, load
 
 FORMS = (

@@ -457,7 +457,7 @@ def test_a_model_of_unknown_kind_is_refused_in_a_sentence(model, tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_refused(model, glue, tmp_path):
     shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    said = "holds no tokenizer with a vocabulary; save it beside the model"
+    said = "holds no tokenizer with a vocabulary; save it with the model"
     with pytest.raises(DataError, match=said):
         TASK.load(glue / "RTE", toy(tmp_path / "bare"), None)
     with pytest.raises(DataError, match=said):

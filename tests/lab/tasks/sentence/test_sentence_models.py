@@ -11,8 +11,7 @@ import torch
 import headwise as hw
 from headwise.errors import SettingError, ShapeError
 from headwise.lab.experiment.seeding import initialise
-from headwise.lab.models.encoder import Encoder, EncoderLayer
-from headwise.lab.models.sized_attention import SizedAttention
+from headwise.lab.models.encoder import Encoder, EncoderLayer, SizedAttention
 from headwise.lab.models.text_classifiers import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.nn.multihead import MultiheadAttention
@@ -27,7 +26,7 @@ def vectors(known: int = 0) -> WordVectors:
 
 
 def model(kind, seed: int = 3):
-    made = kind(vectors(), 3, SCALE)
+    made = kind(vectors(), 3, *([SCALE] if kind is SentenceTransformer else []))
     initialise(made, seed)
     return made
 
@@ -111,7 +110,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match=r"tokens has shape \(3,\); expected \(B, L\)"):
         model(SentenceTransformer)(torch.tensor([2, 5, 3]))
     with pytest.raises(SettingError, match="num_labels is 1"):
-        SentenceLSTM(vectors(), 1, SCALE)
+        SentenceLSTM(vectors(), 1)
     with pytest.raises(SettingError, match="width is 10 with 3 heads"):
         Encoder(9, width=10, layers=1, heads=3, norm_first=True, dropout=0.0)
     with pytest.raises(SettingError, match="width is 11; expected an even number"):

@@ -87,7 +87,7 @@ class ClassificationTask(Task):
 
     def other_model(self, name: str, data: ClassificationData, scale: ClassificationScale) -> SentenceClassifier:
         """Return a bidirectional LSTM or a multi-scale CNN."""
-        return MODELS[name](word_vectors(data, scale), len(data.labels), scale)
+        return MODELS[name](word_vectors(data, scale), len(data.labels))
 
     def role_masks(self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int) -> MaskMaker:
         """Return what makes the role masks of a batch; the words' rarity is that of the training split."""

@@ -24,7 +24,7 @@ from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.frozen.open import open_export
-from headwise.lab.models.quiet import quietly
+from headwise.lab.models.pretrained import quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission
 from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale

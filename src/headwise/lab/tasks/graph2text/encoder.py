@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
-from headwise.lab.models.sized_attention import SizedAttention
+from headwise.lab.models.encoder import SizedAttention
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
 from headwise.lab.experiment.scale import Count, Natural, NonNegative, Positive, Scale, Share, presets
-from headwise.lab.models.electra import ElectraSizes
-from headwise.lab.models.normal_start import DEVIATION
+from headwise.lab.models.electra import DEVIATION, ElectraSizes
 from headwise.lab.tasks.pretraining.prepare import TextPreparation
 
 

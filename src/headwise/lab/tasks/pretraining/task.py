@@ -22,7 +22,7 @@ from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.frozen.open import open_export
 from headwise.lab.models.electra import ElectraPretraining
-from headwise.lab.models.quiet import quietly
+from headwise.lab.models.pretrained import quietly
 from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
 from headwise.lab.tasks.pretraining.files import FORMS, find_files
 from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, compute_fingerprint, prepare_text

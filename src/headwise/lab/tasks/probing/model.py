@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from headwise.lab.models.text_classifiers import EncoderSized, SentenceTransformer, WordVectors
+from headwise.lab.models.text_classifiers import EncoderSizes, SentenceTransformer, WordVectors
 
 
 class ProbedTransformer(SentenceTransformer):
@@ -19,7 +19,7 @@ class ProbedTransformer(SentenceTransformer):
     Args:
         words: Vectors of the tokens.
         num_labels: Number of classes.
-        scale: Sizes of the model.
+        sizes: Sizes of the encoder.
 
     Example:
         >>> import torch
@@ -30,11 +30,11 @@ class ProbedTransformer(SentenceTransformer):
         torch.Size([2, 6])
     """
 
-    def __init__(self, words: WordVectors, num_labels: int, scale: EncoderSized) -> None:
-        super().__init__(words, num_labels, scale)
+    def __init__(self, words: WordVectors, num_labels: int, sizes: EncoderSizes) -> None:
+        super().__init__(words, num_labels, sizes)
         self.classifier = nn.Sequential(
-            nn.Linear(scale.width, scale.width),
+            nn.Linear(words.embedding_dim, words.embedding_dim),
             nn.ReLU(),
-            nn.Dropout(scale.dropout),
-            nn.Linear(scale.width, num_labels),
+            nn.Dropout(words.dropout),
+            nn.Linear(words.embedding_dim, num_labels),
         )

@@ -79,7 +79,7 @@ class SentenceTask(Task):
 
     def other_model(self, name: str, data: SentenceData, scale: SentenceScale) -> SentenceClassifier:
         """Return a temporal CNN, or a bidirectional LSTM with the mean of its states."""
-        return MODELS[name](_word_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
+        return MODELS[name](_word_vectors(data, scale), len(data.labels), texts=1 + data.pairs)
 
     def batches(self, data: SentenceData, scale: SentenceScale, seed: int) -> LengthBatches:
         """Return batches of examples of like length."""

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from typing_extensions import override
 
-from headwise.lab.models.normal_start import draw_normal
+from headwise.lab.models.electra import draw_normal
 from headwise.lab.tasks.translation.model import END, IGNORED, PADDING, START, Seq2SeqConfig
 
 LONGEST = 512
