@@ -1,27 +1,27 @@
-# Needs make and a Python of at least 3.11; everything else goes into .venv.
+# Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
 #   make demo        install, then train and compare five arms on a small task
 #   make test        install with the development tools, then run the tests
-#   make test-slow   the tests that take minutes
-#   make lint        ruff and pyright
-#   make translation-gpu DATA=FOLDER  eight arms of the translation task on one GPU; FOLDER from headwise prepare
-#   make bench       overhead of every method against plain torch (on a GPU: ARGS="--device cuda")
-#   make bench-minilm  cost of taps, penalties and biases in a pretrained model
-#   make bench-roles   cost of role masks: making them, and a guided step
-#   make bench-measure  cost of measure with every head removed against separate evaluations
-#   make bench-memory  peak memory of preparing and batching a corpus of millions of pairs
-#   make bench-graphs DATA=FOLDER  a batch of graphs encoded at once against one after another; FOLDER is AGENDA's
-#   make api         write docs/api.md from the docstrings, the tables of docs/any-model.md from the tests
+#   make test-slow   run the tests that take minutes
+#   make lint        run ruff and pyright
+#   make translation-gpu DATA=FOLDER  compare eight arms of the translation task on one GPU; FOLDER is from headwise prepare
+#   make bench       time every method against plain torch (on a GPU: ARGS="--device cuda")
+#   make bench-minilm  time taps, penalties and biases in a pretrained model
+#   make bench-roles   time role masks: making them, and a guided step
+#   make bench-measure  time measure, which removes every head, against separate evaluations
+#   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
+#   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
+#   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
 #   make picture     draw docs/heads.png by running the first example of the README
-#   make clean       remove .venv and what the tools cached
+#   make clean       remove .venv and the tools' caches
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# Several processes on few cores only slow each other down when each starts threads of its own.
+# With few cores, processes that each start several threads slow one another down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
-# A file of tests stays with one process, which trains its toys once.
+# Each test file stays in one process, which trains its toy models once.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
@@ -34,12 +34,12 @@ help:
 demo: $(VENV)/.lab
 	$(BIN)/headwise compare logic $(ARGS)
 
-# Nothing is installed: a machine with a GPU has a torch of its own, which PYTHON names. Run it again to go on.
+# Installs nothing: a GPU machine has its own torch, whose Python is PYTHON. Run it again to resume.
 GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
 SEEDS ?= 5
 OUT ?= runs/translation-gpu
 translation-gpu:
-	@test -n "$(DATA)" || { echo "name the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
+	@test -n "$(DATA)" || { echo "DATA is not set; give the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
 	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \
 		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
@@ -67,7 +67,7 @@ bench-minilm: $(VENV)/.dev
 bench-roles: $(VENV)/.dev
 	$(BIN)/python benchmarks/roles.py $(ARGS)
 
-# glibc then gives no memory back, which would cost one side or the other page faults by chance
+# keeps glibc from returning memory to the system, which would cost page faults at random
 bench-measure: KEPT := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000
 bench-measure: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(KEPT) $(BIN)/python benchmarks/measure.py $(ARGS)
@@ -76,7 +76,7 @@ bench-memory: $(VENV)/.dev
 	$(BIN)/python benchmarks/translation_memory.py $(ARGS)
 
 bench-graphs: $(VENV)/.dev
-	@test -n "$(DATA)" || { echo "name AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }
+	@test -n "$(DATA)" || { echo "DATA is not set; give AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }
 	$(BIN)/python benchmarks/graph_encoder.py --data "$(DATA)" $(ARGS)
 
 api: $(VENV)/.dev
@@ -89,22 +89,22 @@ picture: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
 
-# The stamps are younger than what was installed: nothing is installed twice.
+# The stamps are newer than what was installed: nothing is installed twice.
 $(VENV)/.made:
 	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-			echo "making $(VENV) with $$($$python --version)"; \
+			echo "creating $(VENV) with $$($$python --version)"; \
 			$$python -m venv $(VENV) && touch $@; exit; \
 		fi; \
 	done; \
-	echo "no Python of at least 3.11 was found; name one: make demo PYTHON=/path/to/python3.11" >&2; exit 1
+	echo "Python 3.11 or newer was not found; give its path: make demo PYTHON=/path/to/python3.11" >&2; exit 1
 
 $(VENV)/.lab: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing headwise and its laboratory into $(VENV) (torch is large: the first time takes minutes)"
+	@echo "installing headwise and its laboratory into $(VENV) (torch is large, so the first time takes minutes)"
 	$(INSTALL) -e '.[lab]'
 	@touch $@
 
-# MiniLM is what the examples fine-tune in the tests. Its own requirements, for a loader nobody calls here, are left out.
+# The tests fine-tune MiniLM. Its requirements are for a loader that is not used here, so --no-deps.
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing headwise, its laboratory and the development tools into $(VENV)"
 	$(INSTALL) -e '.[dev]'

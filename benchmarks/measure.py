@@ -1,8 +1,8 @@
-"""What `measure` with every head of MiniLM removed costs, against as many separate evaluations without a head.
+"""Compare the cost of `measure`, which removes every head of MiniLM, with separate evaluations without each head.
 
-Both run on the same sentences in turn, round after round; the median of the ratios within a round is compared. The
-other side only runs the model and the score once for each head removed: it reads nothing of the heads. Run by
-`make bench-measure`, which has the allocator keep its memory on both sides.
+Both run alternately on the same sentences; the result is the median over rounds of the ratio within a round. The
+separate evaluations only run the model and the score once per removed head and read nothing from the heads. Run by
+`make bench-measure`, which makes the allocator keep its memory in both cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sentences", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args()
     device = default_device()
     model = pretrained().to(device).eval()
@@ -65,7 +65,7 @@ def main() -> None:
     ]
     report = hw.measure(model, heads, batches[:1], score=fidelity({}))
     if not report.replayed:
-        raise SystemExit(f"every forward was whole: {report.notes}")
+        raise SystemExit(f"measure reused no computation: {report.notes}")
     sides = {
         MEASURE: lambda: hw.measure(model, heads, batches, score=fidelity({})),
         SEPARATE: lambda: separate(model, heads, batches),
@@ -73,7 +73,7 @@ def main() -> None:
     record = new_record("measure", device)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.rounds):
-        # each side comes first as often as the other
+        # the two sides take turns going first
         for name in list(sides)[:: 1 if number % 2 else -1]:
             seconds[name].append(timed(device, sides[name]))
         console.print(f"round {number + 1}: {seconds[MEASURE][-1]:.1f} s against {seconds[SEPARATE][-1]:.1f} s")

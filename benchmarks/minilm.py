@@ -1,7 +1,7 @@
-"""What reading and steering heads costs in a training step of a pretrained MiniLM, against the model as it is.
+"""Cost of taps, penalties and biases in a training step of a pretrained MiniLM, relative to the unmodified model.
 
-All variants run interleaved in one process, round after round; medians of the ratios within a round are compared, and
-the model as it is stands twice so that the A/A ratio shows the machine's noise. Run by `make bench-minilm`.
+All variants run interleaved in one process; the result is the median over rounds of the ratio within a round. The
+unmodified model runs twice per round, so that the A/A ratio shows the noise of the machine. Run by `make bench-minilm`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Callable[[], Tensor | float]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
     device = default_device()
@@ -96,7 +96,7 @@ def main() -> None:
     ratios = {name: ratio(seconds, name, PLAIN) for name in runs if name != PLAIN}
     record |= {"batch": BATCH, "length": LENGTH, "rounds": arguments.rounds, "ratio": ratios, "seconds": seconds}
     console.print(
-        f"MiniLM, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds; time of a step over the model as it is"
+        f"MiniLM, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds; step time relative to the unmodified model"
     )
     for name, value in ratios.items():
         console.print(f"  {name:<28} {value:8.4f}" + ("" if name == AGAIN else f"   (target {TARGET})"))

@@ -1,11 +1,10 @@
-"""What headwise costs in a training step of Transformer-base, against unmodified torch in the same process.
+"""Cost of headwise in a training step of Transformer-base, relative to unmodified torch in the same process.
 
-All variants of a table run interleaved, round after round; medians are compared, and the plain model stands twice in
-every round so that the A/A ratio shows what the machine's noise alone would look like. Run by `make bench`.
+All variants of a table run interleaved, and medians are compared. The plain model runs twice per round, so that the A/A
+ratio shows the noise of the machine. Run by `make bench`.
 
-On CUDA (`--device cuda`) the forward pass is in bf16, batches have 8,192 tokens, times are those of CUDA events,
-repulsion is measured in whole steps too, and the bytes a second that it moves stand beside what copying achieves on the
-same card.
+On CUDA (`--device cuda`) the forward pass is in bf16, batches have 8,192 tokens, times come from CUDA events, and
+repulsion is also measured in whole steps; its memory throughput is compared with that of a plain copy on the same GPU.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ ALPHA = 0.01
 RULE = hw.SVGD(alpha=ALPHA)
 # sentences x tokens
 SHAPES = {"cpu": "32x64,4x512", "cuda": "128x64,16x512"}
-# What a step on CUDA may take of a plain step.
+# Largest step time wanted on CUDA, relative to a plain step.
 TARGETS = {"svgd, all layers": 1.01, "output": 1.02, "em in 2 encoder layers": 1.10}
-# Numbers in what is copied to learn how fast a device copies, and how often in one timing: its launch must not show.
+# Size of the copy that measures the speed of a device, and repeats per timing, which hide the launch.
 COPIED = {"cpu": 2**24, "cuda": 2**28}
 REPEATS = 20
 MODULE_TOKENS = 2048
 # sentences, tokens and heads
 SCALING = [(32, 64, 8), (128, 64, 8), (8, 256, 8), (32, 64, 4), (32, 64, 16)]
-# Whether the forward pass is in bf16 on a CPU too; on CUDA it always is.
+# Whether the forward pass is also in bf16 on a CPU; on CUDA it always is.
 HALF = False
 COMPILE = True
-# Whether whole steps with repulsion are timed on a CPU too.
+# Whether whole steps with repulsion are also timed on a CPU.
 WHOLE_STEPS = False
 
 
@@ -65,7 +64,7 @@ class Translation(nn.Module):
 
 
 class Variant:
-    """One way to train the same model: a step."""
+    """One way to train the model."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ def with_penalty(term: hw.Output | hw.Position) -> Callable[[Translation], Calla
 
 def with_em(layers: int) -> Callable[[Translation], Callable[[], Tensor]]:
     def attach(model: Translation) -> Callable[[], Tensor]:
-        # on CUDA the routing is one program of Triton, which nothing has to compile
+        # on CUDA the routing is one Triton program and needs no torch.compile
         chunks = hw.Chunks(compile=COMPILE and next(model.parameters()).device.type == "cpu")
         hw.aggregate(hw.find_heads(model).kind("self").layers(*range(layers)), hw.EMRouting(chunks=chunks))
         return no_penalty(model)
@@ -110,7 +109,7 @@ def with_em(layers: int) -> Callable[[Translation], Callable[[], Tensor]]:
 
 
 def naive_output(model: Translation) -> Callable[[], Tensor]:
-    """The double loop over pairs of heads, as a reader of the paper would write it."""
+    """Return the penalty as a double loop over pairs of heads, written directly from the paper."""
     taps = hw.Taps(hw.find_heads(model), outputs=True)
 
     def penalty() -> Tensor:
@@ -149,7 +148,7 @@ def naive_svgd(model: nn.Module) -> None:
 def model_table(
     device: torch.device, batch: int, length: int, rounds: int, naive: bool, only: list[str]
 ) -> dict[str, object]:
-    """Step-time ratios to plain, and the share of a step spent in `apply()`."""
+    """Return step times relative to plain, and the share of a step spent in `apply()`."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(VOCABULARY, (batch, length), generator=generator).to(device) for _ in range(2))
     attachments: dict[str, Callable[[Translation], Callable[[], Tensor]]] = {
@@ -162,7 +161,7 @@ def model_table(
     }
     rules: dict[str, Rule] = {}
     if device.type == "cuda" or WHOLE_STEPS:
-        # a step on a CPU takes so long that its noise hides the repulsion; there apply() is timed alone
+        # on a CPU the noise of a long step hides the repulsion, so apply() is timed alone there
         attachments |= {
             "svgd, all layers": no_penalty,
             "position, recomputed": with_penalty(hw.Position(recompute=True)),
@@ -180,7 +179,7 @@ def model_table(
     runs: dict[str, Callable[[], object]] = {
         name: (lambda variant=variant: variant.step(source, target)) for name, variant in variants.items()
     }
-    # inside apply(): on the gradients the plain model's step has just left, interleaved with the steps
+    # apply() alone, on the gradients of the plain model's last step, interleaved with the steps
     runs["svgd apply, 54 groups"] = lambda: apply_rule(RULE, everything, strength=1.0, scale=None)
     runs["svgd apply, first encoder layer"] = lambda: apply_rule(RULE, first, strength=1.0, scale=None)
     if naive:
@@ -197,7 +196,7 @@ def model_table(
 
 
 def module_table(device: torch.device, tokens: int, rounds: int) -> dict[str, object]:
-    """EM and simple routing against the same votes with uniform weights, forward and backward of one module."""
+    """Compare EM and simple routing with the same votes under uniform weights: forward and backward of one module."""
     settings = {
         "trunk": hw.Trunk(),
         "trunk again": hw.Trunk(),
@@ -234,9 +233,9 @@ def weigh(sizes: list[int], tensor: Tensor) -> Tensor:
 
 
 def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
-    """Bytes a second of the repulsion of the whole model, against what copying achieves here.
+    """Return the memory throughput of the repulsion of the whole model, compared with a plain copy.
 
-    Counted is what any form must move: particles and gradients read once, gradients written once.
+    Only the necessary traffic is counted: particles and gradients read once, gradients written once.
     """
     model = Translation().to(device)
     groups = find_groups(hw.find_heads(model), joint=False)
@@ -268,7 +267,7 @@ def traffic_table(device: torch.device, rounds: int) -> dict[str, object]:
 
 
 def scaling_table(device: torch.device, rounds: int) -> list[dict[str, object]]:
-    """SVGD's O(M^2 D) against the output penalty's O(B L M e): milliseconds over batch, length and heads."""
+    """Compare SVGD, O(M^2 D), with the output penalty, O(B L M e): milliseconds by batch, length and heads."""
     rows = []
     for batch, length, count in SCALING:
         attention = hw.nn.MultiheadAttention(WIDTH, count, batch_first=True).to(device)
@@ -300,7 +299,7 @@ def penalize(outputs: Tensor) -> None:
 
 
 def heading(device: torch.device) -> dict:
-    """What a record begins with."""
+    """Return the header of the record, with the targets."""
     return new_record("overhead", device) | {
         "cuda": device.type == "cuda",
         "wanted on CUDA, of a plain step": TARGETS,
@@ -312,24 +311,24 @@ def show(record: dict) -> None:
         shape = f"batch {table['batch']} x {table['length']}"
         seconds, rounds = table["plain step seconds"], table["rounds"]
         console.print(f"\n[bold]Transformer-base, {shape}[/bold]: plain step {seconds:.2f} s, {rounds} rounds")
-        console.print("time / time of a plain step")
+        console.print("step time relative to plain")
         for name, value in table["ratio to plain"].items():
-            target = f"   at most {TARGETS[name]:.2f} is wanted" if name in TARGETS and record["cuda"] else ""
+            target = f"   target: at most {TARGETS[name]:.2f}" if name in TARGETS and record["cuda"] else ""
             console.print(f"  {name:<42} {value:8.4f}{target}")
     if "traffic" in record:
         table = record["traffic"]
         console.print(
             f"\n[bold]Repulsion of {table['ensembles']} particle groups[/bold]: {table['milliseconds a step']:.3f} ms, "
-            f"{table['bytes a second'] / 1e9:.1f} GB/s, {table['share of copying']:.1%} of copying"
+            f"{table['bytes a second'] / 1e9:.1f} GB/s, {table['share of copying']:.1%} of a plain copy"
         )
     if "module" not in record:
         return
     table = record["module"]
-    console.print(f"\n[bold]One module, {table['tokens']} tokens[/bold], forward and backward; time / time of trunk")
+    console.print(f"\n[bold]One module, {table['tokens']} tokens[/bold], forward and backward; time relative to trunk")
     for name, value in table["ratio to trunk"].items():
         kept = table["bytes kept for backward"][name] / 2**20
-        console.print(f"  {name:<42} {value:8.3f}   keeps {kept:6.1f} MiB")
-    console.print("\n[bold]Cost against batch, length and heads[/bold], ms")
+        console.print(f"  {name:<42} {value:8.3f}   saves {kept:6.1f} MiB for backward")
+    console.print("\n[bold]Cost by batch, length and heads[/bold], ms")
     for row in record["scaling"]:
         cells = "   ".join(f"{name} {value:.2f}" for name, value in row["milliseconds"].items())
         console.print(f"  batch {row['batch']:>3} x {row['length']:>3}, {row['heads']:>2} heads   {cells}")
@@ -339,20 +338,20 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default=default_device().type)
-    parser.add_argument("--shapes", help=f"batches, for example 32x64; by default {SHAPES}")
-    parser.add_argument("--skip-naive", action="store_true", help="leave out the double loops")
-    parser.add_argument("--only", action="append", default=[], help="a variant of the model beside plain; repeatable")
+    parser.add_argument("--shapes", help=f"batches as sentences x tokens, for example 32x64 (default: {SHAPES})")
+    parser.add_argument("--skip-naive", action="store_true", help="skip the implementations by double loops")
+    parser.add_argument("--only", action="append", default=[], help="time only this variant and plain; repeatable")
     parser.add_argument(
         "--out",
         type=Path,
-        help="the JSON record; without a GPU it says so; by default a new file in records",
+        help="the JSON record; if torch sees no GPU, the record says so (default: a new file in benchmarks/records)",
     )
     arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         if arguments.out:
             write({**heading(torch.device("cpu")), "not run on CUDA": "torch sees no GPU"}, device, arguments.out)
-        parser.error("--device cuda was asked for, and torch sees no GPU; take --device cpu.")
+        parser.error("--device is cuda, but torch sees no GPU; use --device cpu.")
     record = heading(device)
     if not arguments.only:
         record["module"] = module_table(device, MODULE_TOKENS, 3 * arguments.rounds)

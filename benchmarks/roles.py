@@ -1,9 +1,8 @@
-"""What role masks cost: making them, against an epoch of training; and a guided step, against the same with padding.
+"""Cost of making role masks, relative to an epoch, and of a guided step, relative to a step with padding masks.
 
-Steps of all variants run interleaved in one process, round after round; medians of the ratios within a round are
-compared, and the reference stands twice so that the A/A ratio shows the machine's noise. The reference has the same
-kind of mask, one for each head, with padding in it alone; the model as it is stands beside it. Run by `make
-bench-roles`.
+Steps of all variants run interleaved in one process; the result is the median over rounds of the ratio within a round.
+The reference has the same kind of mask, one per head, that only masks padding. It runs twice per round, so that the A/A
+ratio shows the noise of the machine; the unmodified model is also timed. Run by `make bench-roles`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SHARE, TARGET = 0.10, 1.05
 
 
 class Classifier(nn.Module):
-    """A mean over the states of an unmodified `nn.TransformerEncoder`."""
+    """A linear classifier on the mean of the states of an unmodified `nn.TransformerEncoder`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class Classifier(nn.Module):
 
 
 def sentence(words: int, rng: random.Random) -> hw.WordTable:
-    """A sentence of words as frequent as words are, with a random tree and a mark at its end and here and there."""
+    """Return a sentence with realistic word frequencies, a random tree, occasional punctuation and a final period."""
     chosen = [int(WORDS ** rng.random()) for _ in range(words - 1)]
     texts = [rng.choice(MARKS) if rng.random() < 0.08 else f"w{number}" for number in chosen]
     heads = [rng.randrange(words) for _ in range(words)]
@@ -66,7 +65,7 @@ def step(model: nn.Module, tokens: Tensor, labels: Tensor, optimizer: torch.opti
 
 
 def making(device: torch.device, sentences: int, rounds: int) -> dict[str, float]:
-    """Seconds to make the masks of some sentences, and to train an epoch on them, in the median."""
+    """Return the median seconds to make the masks of some sentences, and to train an epoch on them."""
     rng = random.Random(0)
     tables = [sentence(min(56, max(2, round(rng.gauss(20, 9)))), rng) for _ in range(sentences)]
     roles = hw.Roles.paper(hw.idf(tables))
@@ -88,7 +87,7 @@ def making(device: torch.device, sentences: int, rounds: int) -> dict[str, float
 
 
 def guiding(device: torch.device, length: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a forward and backward pass of each variant at one length."""
+    """Return the seconds of a forward and backward pass of each variant at one length."""
     rng = random.Random(length)
     tables = [sentence(length if index % 2 else length // 2, rng) for index in range(BATCH if length < 100 else 8)]
     mask = hw.Roles.paper(hw.idf(tables))(tables, HEADS).to(device)
@@ -113,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--sentences", type=int, default=10_000)
-    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args()
     device = default_device()
     record = new_record("roles", device)
@@ -132,7 +131,7 @@ def main() -> None:
         seconds = guiding(device, length, arguments.rounds)
         ratios = {name: ratio(seconds, name, PADDING) for name in seconds if name != PADDING}
         record["ratio"][str(length)], record["step seconds"][str(length)] = ratios, seconds
-        console.print(f"length {length}, {arguments.rounds} rounds; time of a step over {PADDING!r}")
+        console.print(f"length {length}, {arguments.rounds} rounds; step time relative to {PADDING!r}")
         for name, value in ratios.items():
             console.print(f"  {name:<32} {value:8.4f}" + (f"   (target {TARGET})" if name == GUIDED else ""))
     write(record, device, arguments.out)

@@ -1,7 +1,4 @@
-"""What the benchmarks share: runs timed in turn in one process, and the record of what was measured.
-
-Owns the clock, the description of the machine, and the folder `records`, in which no record replaces another.
-"""
+"""Time interleaved runs in one process and write the record of a benchmark; no record overwrites another."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of one run; on CUDA between two events."""
+    """Return the seconds of one run, on CUDA between two events."""
     synchronize(device)
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,7 +46,7 @@ def timed(device: torch.device, run: Callable[[], object]) -> float:
 def interleaved(
     device: torch.device, runs: Mapping[str, Callable[[], object]], rounds: int, description: str
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round, after one round that is not counted."""
+    """Return the seconds of each run in each round, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in track(range(rounds + 1), description, console=console, transient=True):
         for name, run in runs.items():
@@ -60,17 +57,17 @@ def interleaved(
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, against: str) -> float:
-    """Median over rounds of the ratio within a round."""
+    """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
 
 
 def new_record(benchmark: str, device: torch.device) -> dict[str, Any]:
-    """What a record begins with."""
+    """Return the header of a record: benchmark, date and machine."""
     return {"benchmark": benchmark, "date": time.strftime("%Y-%m-%d"), "machine": _machine(device)}
 
 
 def write(record: dict[str, Any], device: torch.device, out: Path | None) -> None:
-    """Write a record: to `out`, or to the first free name of its date and benchmark in the folder of records."""
+    """Write a record to `out`, or to the first free name for its date and benchmark in the folder of records."""
     record["machine"]["load after"] = os.getloadavg()[0]
     name = f"{record['date']}-{record['benchmark']}-{device.type}"
     names = [name, *(f"{name}-{number}" for number in range(2, 1000))]

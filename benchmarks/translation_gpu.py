@@ -1,11 +1,11 @@
-"""How long a run of `make translation-gpu` takes on a GPU, estimated where there is none.
+"""Estimate, without a GPU, how long a run of `make translation-gpu` takes on one.
 
-A step of a training run (forward, backward, the arm, optimizer) or of decoding is counted as torch dispatches it: its
-operations, each of which takes at least a launch; the bytes they read and write; their arithmetic. The three times are
-added, although a GPU overlaps them, and multiplied by the steps of the recipe on the data given. A batch of dev or test
-is taken to decode as many tokens as its longest reference has. Routing is counted uncompiled, which is several times as
-many operations and bytes as the compiled routing of the recipe needs. The figures of the device are those of an H100 at
-about its nominal bandwidth and without its matrix units; 20 us an operation is slow for torch.
+For a training step (forward, backward, arm, optimizer) and a decoding step, the script counts what torch dispatches:
+operations, each of which takes at least one launch; the bytes they read and write; and their arithmetic. It adds the
+three times, although a GPU overlaps them, and multiplies by the number of steps of the recipe on the given data. A
+batch of dev or test is assumed to decode the number of tokens of its longest reference. Routing is counted uncompiled,
+which takes several times the operations and bytes of the compiled routing in the recipe. The default device is an H100
+at about its nominal bandwidth and without its matrix units; 20 us per operation is slow for torch.
 
     python benchmarks/translation_gpu.py PREPARED_FOLDER [--arms plain,svgd] [--microseconds 20] [--teraflops 15]
         [--gigabytes 3000]
@@ -40,12 +40,12 @@ ARMS = (
     "trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self"
 )
 SCALE = TRANSLATION_SCALES["gpu"]
-# Tokens that are counted with, so that two cores can; bytes and arithmetic are taken in proportion.
+# Tokens in the counted step, few enough for two cores; bytes and arithmetic are scaled up in proportion.
 COUNTED_TOKENS = 1_024
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that are dispatched to a device, and the bytes of what they take and give."""
+    """Count the operations that are dispatched to a device, and the bytes of their inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """What a GPU is taken to do: seconds an operation, bytes and floating-point operations a second."""
+    """Assumed speed of a GPU: seconds per operation, bytes per second, floating-point operations per second."""
 
     launch: float
     bandwidth: float
@@ -93,7 +93,7 @@ def counted(step: Callable[[], object]) -> Work:
 
 
 def attached(arm: Any, model: Any) -> Methods:
-    """The arm on the model, its tokens walked through as on a GPU."""
+    """Attach the arm to the model, with the token chunks used on a GPU."""
     routing = arm.find(Aggregate)
     if routing is not None:
         tokens, routed = Chunks().sizes("cuda", SCALE.width * SCALE.heads)
@@ -123,7 +123,7 @@ def training_step(arm: Any, data: Any) -> Work:
 
 @torch.no_grad()
 def decoding_step(arm: Any, data: Any, beams: int) -> Work:
-    """The operations of a token, from the difference between a search of twelve and one of four."""
+    """Return the work per token, from the difference between searches of twelve tokens and of four."""
     model: Any = TranslationTask().model(data, SCALE).eval()
     attached(arm, model)
     ids = torch.randint(START + 2, 50, (8, 12))
@@ -145,7 +145,7 @@ def decoding_step(arm: Any, data: Any, beams: int) -> Work:
 
 
 def decoded_tokens(split: Any, beams: int) -> int:
-    """Steps of a search over a split whose translations are as long as their references."""
+    """Return the steps of a search over a split, assuming translations as long as their references."""
     sources, targets = split.sources.lengths, split.targets.lengths
     batches = batch_by_tokens(sources, tokens=max(int(sources.max()), DECODED_TOKENS // beams))
     return sum(max(int(targets[index]) for index in batch) for batch in batches)
@@ -155,9 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arms", default=ARMS)
-    parser.add_argument("--microseconds", type=float, default=20.0, help="time of an operation, launch included")
-    parser.add_argument("--teraflops", type=float, default=15.0, help="speed of the arithmetic")
-    parser.add_argument("--gigabytes", type=float, default=3_000.0, help="bytes moved a second")
+    parser.add_argument("--microseconds", type=float, default=20.0, help="time per operation, including its launch")
+    parser.add_argument("--teraflops", type=float, default=15.0, help="arithmetic throughput")
+    parser.add_argument("--gigabytes", type=float, default=3_000.0, help="memory bandwidth per second")
     given = parser.parse_args()
     device = Device(given.microseconds * 1e-6, given.gigabytes * 1e9, given.teraflops * 1e12)
     data = TranslationTask().load(given.folder, SCALE, None)
@@ -166,8 +166,8 @@ def main() -> None:
     test = decoded_tokens(data.test, SCALE.beams)
     console = Console()
     console.print(
-        f"{steps:,} training steps, {dev:,} steps of decoding dev, {test:,} of decoding test; "
-        f"{given.microseconds:g} us an operation, {given.gigabytes:g} GB/s, {given.teraflops:g} TFLOP/s",
+        f"{steps:,} training steps, {dev:,} decoding steps on dev, {test:,} on test; "
+        f"{given.microseconds:g} us per operation, {given.gigabytes:g} GB/s, {given.teraflops:g} TFLOP/s",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,8 +1,8 @@
-"""Peak memory of preparing and batching a parallel corpus of millions of pairs, made up of drawn words.
+"""Peak memory of preparing and batching a synthetic parallel corpus of millions of pairs.
 
-A child process prepares the corpus and reads it as an epoch does, so that the peak is that of the data alone. The
-words of a language follow Zipf's law over 400,000 forms; a line has about 25 of them, as in WMT. Exits with a
-message where the peak is above 2 GiB.
+A child process prepares the corpus and reads it as in an epoch, so that the peak is that of the data alone. The words
+of a language follow Zipf's law over 400,000 forms, about 25 per line, as in WMT. Exits with a message if the peak is
+above 2 GiB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyzäöüß"))
     forms = ["".join(generator.choice(letters, size)) for size in generator.integers(2, 12, size=FORMS)]
-    # both sides draw their lengths alike, so that few pairs fail the ratio
+    # both sides have the same lengths, so that the length ratio removes few pairs
     lengths = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as stream:
         for start in range(0, pairs, CHUNK):
@@ -44,7 +44,7 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 
 
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
-    """Prepare the corpus in this process, go through an epoch and print what it took."""
+    """Prepare the corpus in this process, read an epoch, and print time and memory."""
     from headwise.lab.data.batching import TokenBatches
     from headwise.lab.tasks.translation.cleaning import Cleaning
     from headwise.lab.tasks.translation.data import collate, load_translation
@@ -75,7 +75,7 @@ def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     for batch in seen:
         collate([data.train[index] for index in batch])
     read = time.perf_counter() - began
-    # an epoch comes by every page of the arrays
+    # an epoch touches every page of the arrays
     tokens = sum(int((side.values != 0).sum()) for side in (data.train.sources, data.train.targets))
     record = {
         "pairs": len(data.train),
@@ -96,10 +96,12 @@ def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=4_500_000)
-    parser.add_argument("--words", type=int, default=25, help="words of a line, on average")
+    parser.add_argument("--words", type=int, default=25, help="mean number of words per line")
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--once", action="store_true", help="also drop repeated pairs, which keeps a key of each")
-    parser.add_argument("--out", type=Path, help="the JSON record; a new file in benchmarks/records by default")
+    parser.add_argument(
+        "--once", action="store_true", help="also drop duplicate pairs, which keeps a key of each pair in memory"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:

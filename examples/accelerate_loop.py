@@ -1,9 +1,9 @@
-"""The same under Accelerate, with gradients accumulated: repulsion acts once an update, on gradients that are whole.
+"""Repulsion and a penalty under Accelerate with gradient accumulation.
 
     accelerate launch examples/accelerate_loop.py
 
-`repel` takes the optimizer before or after `prepare`; it looks through the wrapper. The penalty belongs to a
-micro-batch, as the loss does.
+Repulsion acts once per update, on the accumulated gradient. `repel` takes the optimizer before or after `prepare` and
+unwraps it. The penalty, like the loss, belongs to a micro-batch.
 """
 
 import torch
@@ -16,7 +16,7 @@ import headwise as hw
 
 
 def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
-    """Train an encoder layer to tell which of two sums of tokens is larger; print the loss of each epoch."""
+    """Train an encoder layer to predict which of two sums of tokens is larger, and print the loss of each epoch."""
     torch.manual_seed(seed)
     accelerator = Accelerator(gradient_accumulation_steps=4)
     tokens = torch.randn(rows, 6, 16)

