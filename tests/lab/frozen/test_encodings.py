@@ -14,7 +14,7 @@ from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen import vectors as encoding
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import Shape, encodings, shape_of
-from lab.tasks.probing.probing_toy import write_bert, write_gpt2
+from lab.tasks.classification.probing_toy import write_bert, write_gpt2
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
 

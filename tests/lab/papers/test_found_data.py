@@ -13,7 +13,7 @@ from lab.sentences import write_sentences
 from lab.tasks.glue.glue_toy import write_glue
 from lab.tasks.graph2text.graph_sets import write_triples
 from lab.tasks.pretraining.pretraining_toy import write_jsonl
-from lab.tasks.probing.probing_toy import write_probing
+from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.translation.translation_text import write_corpus
 
 pytest.importorskip("nltk")

@@ -15,9 +15,9 @@ from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.diversify.probing import CELLS, TABLE_7
 from headwise.lab.results.cells import NONE
-from headwise.lab.tasks.probing.files import CATEGORIES, PROBES
-from headwise.lab.tasks.probing.scales import PROBING_SCALES
-from lab.tasks.probing.probing_toy import write_probing
+from headwise.lab.data.probing_files import CATEGORIES, PROBES
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+from lab.tasks.classification.probing_toy import write_probing
 
 TINY = ("width=12", "heads=3", "head_size=4", "hidden=12", "epochs=1", "train_examples=48")
 THERE = ("sentence_length", "tree_depth", "bigram_shift", "subj_number")

@@ -22,12 +22,12 @@ from headwise.lab.probing import run
 from headwise.lab.probing.figures import heads_grid, layers_grid
 from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
 from headwise.lab.probing.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
-from headwise.lab.tasks.probing.data import load_probing
-from headwise.lab.tasks.probing.scales import PROBING_SCALES
-from headwise.lab.tasks.probing.task import ProbingTask
+from headwise.lab.tasks.classification.probing_data import load_probing
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise.lab.tasks.classification.probing import ProbingTask
 from headwise.lab.training.train import train_run
 from lab.command import call, refused
-from lab.tasks.probing.probing_toy import FILLERS, WORDS, write_bert, write_probing
+from lab.tasks.classification.probing_toy import FILLERS, WORDS, write_bert, write_probing
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
 

@@ -20,7 +20,7 @@ from headwise.lab.probing.request import SENTENCES
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise.lab.training.train import train_run
 from lab.command import call
-from lab.tasks.probing.probing_toy import write_bert, write_probing
+from lab.tasks.classification.probing_toy import write_bert, write_probing
 
 
 @pytest.fixture(scope="module")

@@ -285,7 +285,7 @@ def probe(
     from headwise.lab.probing.fit import Classifier
     from headwise.lab.probing.request import Asked, task_files
     from headwise.lab.probing.run import probe_model
-    from headwise.lab.tasks.probing.files import PROBES
+    from headwise.lab.data.probing_files import PROBES
 
     if workers is not None:
         require_integer("--workers", workers, low=1)

@@ -22,7 +22,7 @@ TASKS: Mapping[str, str] = {
     "pretraining": "headwise.lab.tasks.pretraining.task:PretrainingTask",
     "glue": "headwise.lab.tasks.glue.task:GlueTask",
     "graph2text": "headwise.lab.tasks.graph2text.task:Graph2TextTask",
-    "probing": "headwise.lab.tasks.probing.task:ProbingTask",
+    "probing": "headwise.lab.tasks.classification.probing:ProbingTask",
 }
 
 

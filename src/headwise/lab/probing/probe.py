@@ -19,7 +19,7 @@ from headwise.lab.data.arrays import stable_key
 from headwise.lab.frozen.vectors import Encodings
 from headwise.lab.probing.fit import Classifier, Fitted, Split, fit
 from headwise.lab.results.statistics import holm
-from headwise.lab.tasks.probing.data import ProbingData
+from headwise.lab.tasks.classification.probing_data import ProbingData
 
 EMBEDDINGS = "emb"
 ALL, NONE = "all", "none"

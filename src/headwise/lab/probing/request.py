@@ -17,7 +17,7 @@ from headwise.lab.frozen.vectors import shape_of
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_asked
 from headwise.lab.results.runs import COMPARISON
-from headwise.lab.tasks.probing.files import FORMS, PROBES, probing_file
+from headwise.lab.data.probing_files import FORMS, PROBES, probing_file
 
 CONFIG = "config.json"
 # Sentences of a task unless the command says.

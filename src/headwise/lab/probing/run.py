@@ -35,9 +35,9 @@ from headwise.lab.probing.probe import (
 )
 from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
 from headwise.lab.results.runs import COMPARISON
-from headwise.lab.tasks.probing.data import load_probing
-from headwise.lab.tasks.probing.files import PROBES
-from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.classification.probing_data import load_probing
+from headwise.lab.data.probing_files import PROBES
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
 

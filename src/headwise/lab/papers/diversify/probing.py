@@ -8,7 +8,7 @@ from __future__ import annotations
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size
-from headwise.lab.tasks.probing.files import CATEGORIES, PROBES
+from headwise.lab.data.probing_files import CATEGORIES, PROBES
 
 AGGREGATION, TRUNK = "em:layers={two}", "trunk:layers={two}"
 COMBINED = f"output+{AGGREGATION}"

@@ -15,10 +15,10 @@ from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.classification.data import ClassificationData
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.task import ClassificationTask, words_of
-from headwise.lab.tasks.probing.data import ProbingData, load_probing
-from headwise.lab.tasks.probing.files import probing_file
-from headwise.lab.tasks.probing.model import ProbedTransformer
-from headwise.lab.tasks.probing.scales import PROBING_SCALES
+from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
+from headwise.lab.data.probing_files import probing_file
+from headwise.lab.tasks.classification.probing_model import ProbedTransformer
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 
 # Beyond so many classes a linear model of pairs of words takes gigabytes.
 MANY = 100

@@ -23,7 +23,7 @@ class ProbedTransformer(SentenceTransformer):
 
     Example:
         >>> import torch
-        >>> from headwise.lab.tasks.probing.scales import PROBING_SCALES
+        >>> from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
         >>> scale = PROBING_SCALES["demo"]
         >>> model = ProbedTransformer(WordVectors(9, scale.width, dropout=0.0), 6, scale)
         >>> model(torch.tensor([[2, 5, 3], [2, 3, 0]]))["logits"].shape

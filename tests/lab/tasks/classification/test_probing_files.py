@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.tasks.probing.data import ProbingData, load_probing
-from headwise.lab.tasks.probing.files import CATEGORIES, PROBES, distinct, layout_of, probing_file, read_probing
-from headwise.lab.tasks.probing.scales import PROBING_SCALES
-from lab.tasks.probing.probing_toy import write_probing
+from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
+from headwise.lab.data.probing_files import CATEGORIES, PROBES, distinct, layout_of, probing_file, read_probing
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+from lab.tasks.classification.probing_toy import write_probing
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "probing"
 needs_published_data = pytest.mark.skipif(

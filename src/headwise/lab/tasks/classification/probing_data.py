@@ -15,7 +15,7 @@ from headwise.errors import DataError
 from headwise.lab.tasks.classification.data import ClassificationData, data_of
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import texts_of
-from headwise.lab.tasks.probing.files import DEV, TEST, TRAIN, distinct, layout_of, probing_file, read_probing
+from headwise.lab.data.probing_files import DEV, TEST, TRAIN, distinct, layout_of, probing_file, read_probing
 
 # Changes with anything in `probing_files` that changes which lines are kept.
 KEPT = "probing-1"

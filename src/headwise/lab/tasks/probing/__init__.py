@@ -1,1 +1,0 @@
-"""The ten probing tasks of SentEval, trained end to end."""
