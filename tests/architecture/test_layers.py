@@ -33,8 +33,6 @@ LAYERS = """
     lab/cli
     __main__
 """
-# Imports upwards that are still to be cut.
-PENDING = ("lab/tasks/", "lab/cli/")
 RANK = {room: number for number, line in enumerate(LAYERS.split("\n")) for room in line.split()}
 MODULES = {module_name(path): path for path in FILES}
 
@@ -68,9 +66,15 @@ def imports(path: str) -> set[str]:
 @pytest.mark.parametrize("path", FILES)
 def test_a_folder_imports_only_from_layers_below_it(path: str):
     own = room(path)
-    others = {other for other in imports(path) if room(other) != own and not other.startswith(PENDING)}
+    others = {other for other in imports(path) if room(other) != own}
     above = sorted(other for other in others if rank(room(other)) >= rank(own))
     assert not above, f"{path} imports {above}; only layers above its own line in LAYERS may be imported."
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not path.startswith("lab/papers/")])
+def test_nothing_but_the_papers_names_a_task(path: str):
+    named = sorted(other for other in imports(path) if other.startswith("lab/tasks/") and room(other) != room(path))
+    assert not named, f"{path} imports {named}; ask the registry for the task instead."
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.startswith("reference/")])

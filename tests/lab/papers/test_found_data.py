@@ -10,10 +10,10 @@ from headwise.errors import DataError
 from headwise.lab.experiment.registry import TASKS, named_task
 from lab.command import call, refused
 from lab.sentences import write_sentences
+from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.glue.glue_toy import write_glue
 from lab.tasks.graph2text.graph_sets import write_triples
 from lab.tasks.pretraining.pretraining_toy import write_jsonl
-from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.translation.translation_text import write_corpus
 
 pytest.importorskip("nltk")

@@ -22,9 +22,9 @@ from headwise.lab.probing import run
 from headwise.lab.probing.figures import heads_grid, layers_grid
 from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
 from headwise.lab.probing.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
+from headwise.lab.tasks.classification.probing import ProbingTask
 from headwise.lab.tasks.classification.probing_data import load_probing
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
-from headwise.lab.tasks.classification.probing import ProbingTask
 from headwise.lab.training.train import train_run
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import FILLERS, WORDS, write_bert, write_probing
@@ -127,7 +127,7 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
 
 def test_what_cannot_be_probed_is_refused(tmp_path, probing_folder, capsys):
     (tmp_path / "settings.json").write_text('{"task": "chess"}')
-    with pytest.raises(DataError, match=r"holds a run of chess; expected one of translation, classification"):
+    with pytest.raises(DataError, match=r"holds a run of chess; expected one of logic, translation, classification"):
         open_frozen(tmp_path)
     with pytest.raises(DataError, match="absent does not exist"):
         open_frozen(tmp_path / "absent")

@@ -280,12 +280,12 @@ def probe(
 ) -> None:
     """Probe the layers and heads of a frozen model for properties of sentences (SentEval)."""
     from headwise.errors import require_integer
+    from headwise.lab.data.probing_files import PROBES
     from headwise.lab.frozen.open import open_frozen
     from headwise.lab.jobs.pool import default_workers
     from headwise.lab.probing.fit import Classifier
     from headwise.lab.probing.request import Asked, task_files
     from headwise.lab.probing.run import probe_model
-    from headwise.lab.data.probing_files import PROBES
 
     if workers is not None:
         require_integer("--workers", workers, low=1)

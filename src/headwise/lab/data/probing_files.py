@@ -1,8 +1,4 @@
-"""The reader of probing files: SentEval's, and those of others in its form (Conneau et al. 2018; X-Probe).
-
-Owns the ten tasks and their names, the line format `partition<TAB>label<TAB>...<TAB>sentence`, the refusal of every
-line that does not fit, and which sentences are left out. Must not know words or token ids.
-"""
+"""Probing files: SentEval's, and those of others in its form (Conneau et al. 2018; X-Probe)."""
 
 from __future__ import annotations
 
@@ -50,12 +46,12 @@ FORMS = ("", ".txt", ".txt.gz")
 
 @dataclass(frozen=True)
 class Distinct:
-    """The lines of a file without those that say nothing, or one thing twice.
+    """The lines of a file without repeated and contradictory ones.
 
     Attributes:
         lines: What is left of each partition.
-        repeated: Lines left out because their text stands in a later partition, or in their own one, too.
-        contradicted: Lines left out because their text stands there with two labels.
+        repeated: Lines left out because their text is repeated in a later partition or in their own.
+        contradicted: Lines left out because their text occurs with two labels.
     """
 
     lines: Mapping[str, list[LabeledText]]
@@ -63,8 +59,8 @@ class Distinct:
     contradicted: int
 
 
-def probing_file(place: Path) -> Path:
-    """Return the file of a task: the place itself, or with `.txt` or `.txt.gz` behind it.
+def find_probing_file(place: Path) -> Path:
+    """Return the file of a task: the place itself, or with `.txt` or `.txt.gz` appended.
 
     Raises:
         DataError: There is no such file, there are two, or the place is a folder.
@@ -82,9 +78,9 @@ def probing_file(place: Path) -> Path:
 
 
 def read_probing(path: Path) -> dict[str, list[LabeledText]]:
-    """Return the lines of each partition that a file has, "tr", "va" and "te" in this order.
+    """Return the lines of each partition of a file, in the order "tr", "va", "te".
 
-    A line is `partition<TAB>label<TAB>...<TAB>sentence`: what stands between label and sentence is passed over.
+    A line is `partition<TAB>label<TAB>...<TAB>sentence`; fields between label and sentence are ignored.
 
     Raises:
         DataError: A line has fewer than three fields, another partition, or an empty label or sentence, or there is one
@@ -113,13 +109,13 @@ def read_probing(path: Path) -> dict[str, list[LabeledText]]:
     return {name: lines for name, lines in found.items() if lines}
 
 
-def layout_of(partitions: Sequence[str]) -> Layout:
-    """Return which partition is which split; what is missing is cut as `classification_data.data_of` says.
+def choose_layout(partitions: Sequence[str]) -> Layout:
+    """Return which partition is which split; what is missing is cut from the others.
 
     Without `tr`, `va` is what is trained on. Without `te`, and where there is one partition alone, all of them are one
     pool, "all".
 
-    >>> layout_of(["va", "te"]), layout_of(["va"]).names
+    >>> choose_layout(["va", "te"]), choose_layout(["va"]).names
     (Layout(train='va', dev=None, test='te'), ('all',))
     """
     if TEST not in partitions or len(partitions) == 1:
@@ -129,14 +125,14 @@ def layout_of(partitions: Sequence[str]) -> Layout:
     return Layout(TRAIN, DEV if DEV in partitions else None, TEST)
 
 
-def distinct(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
-    """Return the lines without texts that stand there with two labels, and with every other text once.
+def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
+    """Return the lines without texts that occur with two labels, and with every other text once.
 
-    Texts are equal that differ in capitals alone. One that stands in several partitions is kept in the last of them, so
-    that a test set stays as it was published but for repeats in itself.
+    Texts that differ in capitals alone are equal. A text of several partitions is kept in the last of them, so that a
+    test set stays as published except for its own repeats.
 
     >>> one, two = LabeledText("I", "a b", 1), LabeledText("I", "A b", 2)
-    >>> found = distinct({"tr": [one, LabeledText("O", "c", 3)], "te": [two, two]})
+    >>> found = drop_repeats({"tr": [one, LabeledText("O", "c", 3)], "te": [two, two]})
     >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
     (['c'], 1, 2)
     """

@@ -19,7 +19,6 @@ from headwise.lab.data.arrays import stable_key
 from headwise.lab.frozen.vectors import Encodings
 from headwise.lab.probing.fit import Classifier, Fitted, Split, fit
 from headwise.lab.results.statistics import holm
-from headwise.lab.tasks.classification.probing_data import ProbingData
 
 EMBEDDINGS = "emb"
 ALL, NONE = "all", "none"
@@ -206,7 +205,7 @@ def heads_asked(text: str, counts: Sequence[int]) -> list[Vectors]:
     return list(found.values())
 
 
-def choose_sentences(data: ProbingData, most: int | None, place: Path) -> tuple[list[int], Chosen]:
+def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int], Chosen]:
     """Return the numbers of the sentences to encode, and the splits among them.
 
     Of a capped number six tenths are for training, one for dev and three for test, as far as the splits have them;
@@ -238,7 +237,7 @@ def choose_sentences(data: ProbingData, most: int | None, place: Path) -> tuple[
     return numbers, Chosen(places, labels)
 
 
-def sentences_of(data: ProbingData, numbers: Iterable[int]) -> list[str]:
+def sentences_of(data: Any, numbers: Iterable[int]) -> list[str]:
     """Return sentences by number, as the file writes them."""
     return [data.sentences[number] for number in numbers]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
+from headwise.lab.data.probing_files import FORMS, PROBES, find_probing_file
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.vectors import shape_of
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_asked
 from headwise.lab.results.runs import COMPARISON
-from headwise.lab.data.probing_files import FORMS, PROBES, probing_file
 
 CONFIG = "config.json"
 # Sentences of a task unless the command says.
@@ -94,7 +94,7 @@ def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
         names = [name for name in PROBES if any((data / f"{name}{form}").is_file() for form in FORMS)]
         if not names:
             raise DataError(f"{data} holds no probing file; expected some as {next(iter(PROBES))}.txt, plain or .gz.")
-    return [(name, probing_file(data / name)) for name in names]
+    return [(name, find_probing_file(data / name)) for name in names]
 
 
 def vectors_asked(frozen: Frozen, asked: Asked) -> list[Vectors]:

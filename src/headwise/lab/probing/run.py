@@ -18,8 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
+from headwise.lab.data.probing_files import PROBES
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
+from headwise.lab.experiment.registry import named_task
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.probing.figures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
 from headwise.lab.probing.fit import FORM, Fitted
@@ -35,9 +37,6 @@ from headwise.lab.probing.probe import (
 )
 from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
 from headwise.lab.results.runs import COMPARISON
-from headwise.lab.tasks.classification.probing_data import load_probing
-from headwise.lab.data.probing_files import PROBES
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
 
@@ -149,7 +148,8 @@ def _finished(out: Path, name: str, path: Path) -> ProbedTask | None:
 
 
 def _prepared(name: str, path: Path, asked: Asked, cache: Path) -> Prepared:
-    data = load_probing(path, PROBING_SCALES["paper"], cache / WORDS)
+    task = named_task("probing")
+    data = task.load(path, task.scales["paper"], cache / WORDS)
     numbers, chosen = choose_sentences(data, asked.sentences, path)
     title = PROBES[name].title if name in PROBES else name
     sentences = sentences_of(data, numbers)

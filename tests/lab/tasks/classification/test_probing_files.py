@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
+from headwise.lab.data.probing_files import (
+    CATEGORIES,
+    PROBES,
+    choose_layout,
+    drop_repeats,
+    find_probing_file,
+    read_probing,
+)
 from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
-from headwise.lab.data.probing_files import CATEGORIES, PROBES, distinct, layout_of, probing_file, read_probing
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
@@ -61,21 +68,21 @@ def test_a_file_is_found_plain_or_packed_and_a_folder_says_which_there_are(tmp_p
     packed = tmp_path / "past_present.txt.gz"
     with gzip.open(packed, "wt") as file:
         file.write("tr\tPAST\tIt went .\n")
-    assert probing_file(tmp_path / "past_present") == packed
+    assert find_probing_file(tmp_path / "past_present") == packed
     with pytest.raises(DataError, match=r"name one of its files, as .*past_present"):
-        probing_file(tmp_path)
+        find_probing_file(tmp_path)
     (tmp_path / "past_present.txt").write_text("")
     with pytest.raises(DataError, match=r"there are .* and .*; take one away"):
-        probing_file(tmp_path / "past_present")
+        find_probing_file(tmp_path / "past_present")
     with pytest.raises(DataError, match=r"tense does not exist"):
-        probing_file(tmp_path / "tense")
+        find_probing_file(tmp_path / "tense")
 
 
 def test_a_sentence_stays_once_in_the_last_partition_and_one_with_two_labels_nowhere(tmp_path):
     path = tmp_path / "t.txt"
     lines = ["tr\tA\tone", "tr\tA\tTwo", "tr\tB\tthree", "va\tA\ttwo", "va\tB\tone", "te\tA\ttwo", "te\tB\tthree"]
     path.write_text("".join(f"{line}\n" for line in [*lines, "te\tB\tfour", "te\tB\tfour"]))
-    found = distinct(read_probing(path))
+    found = drop_repeats(read_probing(path))
     assert {name: [one.text for one in part] for name, part in found.lines.items()} == {
         "tr": [],
         "va": [],
@@ -100,7 +107,7 @@ def test_a_cut_follows_from_the_sentences_alone(tmp_path):
 @pytest.mark.parametrize("partitions", [{"va": 200}, {"tr": 150, "va": 50}])
 def test_without_a_test_partition_all_is_cut_into_tenths(tmp_path, partitions):
     data = load_probing(write_probing(tmp_path / "a.txt", partitions), WHOLE, None)
-    assert data.texts.layout == layout_of(["va"])
+    assert data.texts.layout == choose_layout(["va"])
     assert [round(len(getattr(data, split)) / 20) for split in ("train", "dev", "test")] == [8, 1, 1]
     assert "cut into tenths by a hash of the sentence" in data.summary()
 
@@ -146,7 +153,7 @@ def test_no_sentence_of_x_probe_is_in_two_splits_or_twice_in_one(name):
     found = {split: sentences(data, split) for split in ("train", "dev", "test")}
     every = [text for texts in found.values() for text in texts]
     assert len(every) == len(set(every))
-    lines = sum(map(len, read_probing(probing_file(PUBLISHED / "xprobe_en" / name)).values()))
+    lines = sum(map(len, read_probing(find_probing_file(PUBLISHED / "xprobe_en" / name)).values()))
     assert lines == len(every) + data.repeated + data.contradicted
     assert data.contradicted == (12_876 if name == "odd_man_out" else 0)
 

@@ -5,10 +5,10 @@ Which layers the paper's EM routing stood in here it does not say; as in its tab
 
 from __future__ import annotations
 
+from headwise.lab.data.probing_files import CATEGORIES, PROBES
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size
-from headwise.lab.data.probing_files import CATEGORIES, PROBES
 
 AGGREGATION, TRUNK = "em:layers={two}", "trunk:layers={two}"
 COMBINED = f"output+{AGGREGATION}"

@@ -1,27 +1,54 @@
-"""The probing task: a property of a sentence, such as its length or the number of its subject.
-
-Owns what differs from classification, of which it is a kind: the files, the scales and the model. The data is
-`probing_data`'s.
-"""
+"""The probing task: classification of a property of a sentence, such as its length or the number of its subject."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from headwise.errors import DataError
+from headwise.lab.data.probing_files import find_probing_file
 from headwise.lab.experiment.task import Answers
+from headwise.lab.models.text_classifiers import EncoderSizes, SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification.data import ClassificationData
+from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
+from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.task import ClassificationTask, words_of
-from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
-from headwise.lab.data.probing_files import probing_file
-from headwise.lab.tasks.classification.probing_model import ProbedTransformer
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 
-# Beyond so many classes a linear model of pairs of words takes gigabytes.
+# With more classes a linear model of pairs of words takes gigabytes.
 MANY = 100
+
+
+class ProbedTransformer(SentenceTransformer):
+    """Returns the logits of a property of a sentence (Li et al. 2021, section 4.2.2), trained end to end.
+
+    s = mean_t h_t over the tokens of the top layer; logits = W_2 drop(ReLU(W_1 s + b_1)) + b_2. The paper does not say
+    how wide the hidden layer is; here it is as wide as s.
+
+    Args:
+        words: Vectors of the tokens.
+        num_labels: Number of classes.
+        sizes: Sizes of the encoder.
+
+    Example:
+        >>> import torch
+        >>> from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+        >>> scale = PROBING_SCALES["demo"]
+        >>> model = ProbedTransformer(WordVectors(9, scale.width, dropout=0.0), 6, scale)
+        >>> model(torch.tensor([[2, 5, 3], [2, 3, 0]]))["logits"].shape
+        torch.Size([2, 6])
+    """
+
+    def __init__(self, words: WordVectors, num_labels: int, sizes: EncoderSizes) -> None:
+        super().__init__(words, num_labels, sizes)
+        self.classifier = nn.Sequential(
+            nn.Linear(words.embedding_dim, words.embedding_dim),
+            nn.ReLU(),
+            nn.Dropout(words.dropout),
+            nn.Linear(words.embedding_dim, num_labels),
+        )
 
 
 class ProbingTask(ClassificationTask):
@@ -31,7 +58,7 @@ class ProbingTask(ClassificationTask):
     primary = "accuracy on the test sentences"
     scales = PROBING_SCALES
     network = ProbedTransformer
-    # beside sinusoids of that size a sentence of twenty words is read sooner than with smaller vectors (chosen on dev)
+    # as large as the sinusoids: on sentences of twenty words it trains faster than smaller vectors (chosen on dev)
     drawn = 1.0
 
     def load(
@@ -47,7 +74,7 @@ class ProbingTask(ClassificationTask):
 
     def find(self, folder: Path, scale: ClassificationScale) -> None:  # noqa: ARG002  any scale reads the same files
         """Refuse a place without the file of a task."""
-        probing_file(folder)
+        find_probing_file(folder)
 
     def parts(
         self,

@@ -1,8 +1,4 @@
-"""The data of the probing task: one probing file as words in splits, each sentence once.
-
-Owns what of a file is kept and what is said of it. The format is `probing_files`', words and splits are those of
-classification.
-"""
+"""The data of the probing task: one probing file as words in splits, each sentence once."""
 
 from __future__ import annotations
 
@@ -12,10 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from headwise.errors import DataError
+from headwise.lab.data.probing_files import (
+    DEV,
+    TEST,
+    TRAIN,
+    choose_layout,
+    drop_repeats,
+    find_probing_file,
+    read_probing,
+)
 from headwise.lab.tasks.classification.data import ClassificationData, data_of
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import texts_of
-from headwise.lab.data.probing_files import DEV, TEST, TRAIN, distinct, layout_of, probing_file, read_probing
 
 # Changes with anything in `probing_files` that changes which lines are kept.
 KEPT = "probing-1"
@@ -87,9 +91,9 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
         DataError: There is no such file, a line does not fit, there are too few sentences to cut, a split comes out
             empty, or the training sentences have one label alone.
     """
-    path = probing_file(place)
-    kept = distinct(read_probing(path))
-    layout = layout_of(tuple(kept.lines))
+    path = find_probing_file(place)
+    kept = drop_repeats(read_probing(path))
+    layout = choose_layout(tuple(kept.lines))
     lines = kept.lines if layout.test is not None else {ALL: [one for part in kept.lines.values() for one in part]}
     labels = tuple(sorted({one.label for part in lines.values() for one in part}))
     texts = texts_of(
