@@ -119,7 +119,7 @@ def test_the_interval_is_students():
     assert (found.low, found.value, found.high) == pytest.approx((low, float(values.mean()), high), rel=1e-5)
     alone = mean_interval(values[:1])
     assert alone.low == alone.value == alone.high
-    with pytest.raises(ShapeError, match="one number an item"):
+    with pytest.raises(ShapeError, match="one number per item"):
         mean_interval(values[:0])
 
 

@@ -1,4 +1,4 @@
-"""How diverse heads are, and whether a classifier's confidence can be trusted."""
+"""Measures of the diversity of heads and of the calibration of classifiers."""
 
 from headwise.metrics.calibration import BINS, Reliability, predictive_entropy, reliability, reliability_of
 from headwise.metrics.heads import (

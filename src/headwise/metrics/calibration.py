@@ -1,7 +1,4 @@
-"""Whether a classifier's confidence can be trusted: its bins, ECE, OE, and the entropy of what it predicts.
-
-Owns equations on probabilities and labels; must not know models or figures.
-"""
+"""Calibration of classifiers: reliability bins, ECE, OE, and the entropy of predictions."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often a classifier is right, by how sure it is; `a + b` is that of both sets of items.
+    """Accuracy of a classifier by confidence; `a + b` is the reliability on both sets of items.
 
-    Bin m of M holds the items whose confidence lies in ((m-1)/M, m/M]; a confidence of 0 lies in the first.
+    Bin m of M holds the items whose confidence is in ((m-1)/M, m/M]; a confidence of 0 is in the first bin.
 
     Attributes:
-        counts: Number of items of each bin, |B_m|.
-        right: Number of them that are right.
-        confidences: Sum of their confidences.
+        counts: Number of items in each bin, |B_m|.
+        right: Number of correct items in each bin.
+        confidences: Sum of the confidences in each bin.
     """
 
     counts: tuple[int, ...]
@@ -33,7 +30,7 @@ class Reliability:
 
     def __add__(self, other: Reliability) -> Reliability:
         if len(self.counts) != len(other.counts):
-            raise SettingError(f"{len(self.counts)} and {len(other.counts)} bins were added; expected as many in both.")
+            raise SettingError(f"{len(self.counts)} and {len(other.counts)} bins were added; expected the same number.")
         return Reliability(
             tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
             tuple(a + b for a, b in zip(self.right, other.right, strict=True)),
@@ -42,7 +39,7 @@ class Reliability:
 
     @property
     def bins(self) -> tuple[tuple[float, float, int], ...]:
-        """Mean confidence, accuracy and number of items of each bin that holds some."""
+        """Mean confidence, accuracy and number of items of each nonempty bin."""
         return tuple(
             (confidence / count, right / count, count)
             for count, right, confidence in zip(self.counts, self.right, self.confidences, strict=True)
@@ -64,15 +61,15 @@ class Reliability:
 
 
 def reliability(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> Reliability:
-    """Return how often predictions are right, by how sure they are.
+    """Return the accuracy of predictions by confidence.
 
     Args:
         confidence: Probability of the predicted class, [N], floating, in [0, 1].
-        correct: Whether the prediction is right, [N], bool.
+        correct: Whether the prediction is correct, [N], bool.
         bins: Number M of bins of equal width.
 
     Raises:
-        ShapeError: The two are not [N] of these types, or N is 0.
+        ShapeError: A tensor does not have this shape and dtype, or N is 0.
         SettingError: A confidence is not in [0, 1], or `bins` is less than 1.
 
     Example:
@@ -85,13 +82,13 @@ def reliability(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> Rel
         raise ShapeError(f"confidence is {confidence.dtype} of shape {tuple(confidence.shape)}; expected floats [N].")
     if correct.shape != confidence.shape or correct.dtype != torch.bool:
         raise ShapeError(
-            f"correct is {correct.dtype} of shape {tuple(correct.shape)}; expected torch.bool, one a confidence."
+            f"correct is {correct.dtype} of shape {tuple(correct.shape)}; expected torch.bool, one per confidence."
         )
-    # a probability of one is one rounding away from more
+    # rounding may push a probability slightly above 1
     slack = 8 * torch.finfo(confidence.dtype).eps
     if not ((confidence >= -slack) & (confidence <= 1 + slack)).all():
         low, high = float(confidence.min()), float(confidence.max())
-        raise SettingError(f"confidence lies between {low:g} and {high:g}; expected probabilities, in [0, 1].")
+        raise SettingError(f"confidence is between {low:g} and {high:g}; expected probabilities, in [0, 1].")
     sure = confidence.double().clamp(0.0, 1.0)
     inner = torch.arange(1, bins, dtype=torch.float64, device=sure.device) / bins
     places = torch.bucketize(sure, inner)
@@ -102,16 +99,16 @@ def reliability(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> Rel
 
 
 def reliability_of(probabilities: Tensor, labels: Tensor, *, bins: int = BINS) -> Reliability:
-    """Return the reliability of a classifier from its predictive distributions: confidence is the largest probability.
+    """Return the reliability of predictive distributions, with the largest probability as confidence.
 
     Args:
-        probabilities: [N, C], rows that sum to one.
-        labels: The right class of each, [N], integers.
-        bins: Number of bins.
+        probabilities: [N, C]; each row sums to one.
+        labels: The correct class of each item, [N], integers.
+        bins: Number M of bins of equal width.
 
     Raises:
-        ShapeError: Wrong shapes or types.
-        SettingError: Rows are no distributions.
+        ShapeError: A shape or dtype is wrong.
+        SettingError: A row is not a distribution.
 
     Example:
         >>> reliability_of(torch.tensor([[0.55, 0.45], [0.1, 0.9]]), torch.tensor([0, 0]), bins=5).right
@@ -119,7 +116,7 @@ def reliability_of(probabilities: Tensor, labels: Tensor, *, bins: int = BINS) -
     """
     _require_distributions(probabilities)
     if labels.shape != probabilities.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ShapeError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected one integer a row.")
+        raise ShapeError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected one integer per row.")
     confidence, predicted = probabilities.max(dim=1)
     return reliability(confidence, predicted == labels, bins=bins)
 
@@ -127,12 +124,12 @@ def reliability_of(probabilities: Tensor, labels: Tensor, *, bins: int = BINS) -
 def predictive_entropy(probabilities: Tensor) -> Tensor:
     """Return the entropy of each predictive distribution, -Σ_c p_c log p_c, in nats: [N, C] -> [N] float64.
 
-    0 for a prediction without doubt, log C for a uniform one, which is what text of no trained class deserves
-    (An et al. 2020, C.5).
+    0 for a certain prediction, and log C for a uniform one, the ideal for text of an unseen class (An et al. 2020,
+    C.5).
 
     Raises:
-        ShapeError: Wrong shape or type.
-        SettingError: Rows are no distributions.
+        ShapeError: The shape or dtype is wrong.
+        SettingError: A row is not a distribution.
 
     Example:
         >>> predictive_entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))

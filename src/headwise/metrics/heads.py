@@ -1,9 +1,9 @@
-"""Measurements of how different the heads of one attention are.
+"""Measures of how different the heads of one attention are, on tensors already read from a model.
 
-Owns metrics of tensors already read from a model; nothing here is a loss and no gradient flows (to lower a
-similarity, use `headwise.disagreement`). Pairs are unordered pairs of two different heads, i < j. A metric
-over tokens runs over valid tokens only (`keep`, True = valid) and refuses to have none; to pool batches, weight
-each by its number of valid tokens, and for CKA add `OutputMoments`. No metric here says that a model is good.
+They are not losses, and no gradient flows through them (to lower a similarity, use `headwise.disagreement`). Pairs are
+unordered pairs of different heads, i < j. A mean over tokens is over valid tokens only (`keep`, True = valid) and needs
+at least one; to pool batches, weight each by its number of valid tokens, and add `OutputMoments` for CKA. None of them
+measures the quality of a model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
+from headwise.disagreement.terms import autocast_off, require_floating
 from headwise.errors import MaskError, ShapeError
+from headwise.metrics.pairs import select_tokens
 
-# Variance below this share of the second moment is rounding of a constant.
+# A variance below this share of the second moment is rounding error of a constant.
 CONSTANT = 1e-24
 
 
 class ParameterCosine(NamedTuple):
-    """Cosines between particles, averaged over pairs i < j: with their signs, and without.
+    """Mean of the cosines between particles over pairs i < j, signed and absolute.
 
     Attributes:
         mean: [*], in [-1/(M-1), 1].
@@ -38,8 +39,8 @@ class ParameterCosine(NamedTuple):
 def head_distance(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean Euclidean distance between the outputs of two heads.
 
-    Dist = mean_t mean_{i<j} |z_ti - z_tj|  (An et al. 2020, the "Dist" of Table 1), not normalized: it grows
-    with the norm of the outputs, so report `output_cosine` or `linear_cka` beside it.
+    Dist = mean_t mean_{i<j} |z_ti - z_tj|  (An et al. 2020, "Dist" in Table 1). Not normalized: it grows with the
+    norm of the outputs, so report `output_cosine` or `linear_cka` as well.
 
     Args:
         outputs: [..., H, e]; one item is an example ([N, H, e], the paper's sentence model) or a token.
@@ -55,7 +56,7 @@ def head_distance(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     >>> head_distance(torch.tensor([[[0.0, 0.0], [3.0, 4.0]]]))
     tensor(5.)
     """
-    items = _valid("outputs", outputs, keep)
+    items = _select_outputs("outputs", outputs, keep)
     distances = torch.cdist(items, items, compute_mode="donot_use_mm_for_euclid_dist")
     return _mean_over_pairs(distances).mean()
 
@@ -64,8 +65,8 @@ def head_distance(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean cosine between the outputs of two heads at one token.
 
-    mean_t mean_{i<j} cos(O_ti, O_tj). For vectors none of which is zero this is (H s - 1)/(H - 1), s the
-    `output_similarity` of the loss, which also counts a head with itself: here orthogonal heads give 0. The
+    mean_t mean_{i<j} cos(O_ti, O_tj). For nonzero vectors this is (H s - 1)/(H - 1), where s is the
+    `output_similarity` of the loss, which includes pairs of a head with itself; here orthogonal heads give 0. The
     cosine of a zero vector is 0.
 
     Args:
@@ -73,7 +74,7 @@ def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
         keep: [...], bool, True = valid token; None keeps all.
 
     Returns:
-        A scalar in [-1/(H-1), 1]; scaling any head leaves it.
+        A scalar in [-1/(H-1), 1], invariant to the scale of each head.
 
     Raises:
         ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
@@ -82,7 +83,7 @@ def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     >>> output_cosine(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]]))
     tensor(0.6000)
     """
-    units = torch.nn.functional.normalize(_valid("outputs", outputs, keep), dim=-1)
+    units = torch.nn.functional.normalize(_select_outputs("outputs", outputs, keep), dim=-1)
     pairs = units.sum(-2).square().sum(-1) - units.square().sum((-2, -1))
     heads = units.shape[-2]
     return pairs.mean() / (heads * (heads - 1))
@@ -92,11 +93,11 @@ def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 def parameter_cosine(particles: Tensor) -> ParameterCosine:
     """Mean cosine, and mean absolute cosine, between the parameters of two heads.
 
-    mean_{i<j} cos(θ_i, θ_j) and mean_{i<j} |cos(θ_i, θ_j)|. The first can be near 0 while heads are pairwise
-    parallel and opposite; the second cannot. The cosine of a zero particle is 0.
+    mean_{i<j} cos(θ_i, θ_j) and mean_{i<j} |cos(θ_i, θ_j)|. Only the first can be near 0 when heads are parallel and
+    antiparallel. The cosine of a zero particle is 0.
 
     Args:
-        particles: [*, M, D], one flattened head a row.
+        particles: [*, M, D], one flattened head per row.
 
     Returns:
         `ParameterCosine(mean [*], mean_absolute [*])`, float64.
@@ -107,7 +108,7 @@ def parameter_cosine(particles: Tensor) -> ParameterCosine:
     >>> parameter_cosine(torch.tensor([[1.0, 0.0], [-2.0, 0.0], [0.0, 1.0]]))
     ParameterCosine(mean=tensor(-0.3333, dtype=torch.float64), mean_absolute=tensor(0.3333, dtype=torch.float64))
     """
-    _require_pairs("particles", particles, "[*, M, D]")
+    _require_particles("particles", particles, "[*, M, D]")
     units = torch.nn.functional.normalize(particles.double(), dim=-1)
     cosines = units @ units.mT
     return ParameterCosine(_mean_over_pairs(cosines), _mean_over_pairs(cosines.abs()))
@@ -118,10 +119,10 @@ def particle_norms(particles: Tensor) -> Tensor:
     """Euclidean norm of the parameters of each head, |θ_i|: [*, M, D] -> [*, M], float64.
 
     Args:
-        particles: [*, M, D], one flattened head a row.
+        particles: [*, M, D], one flattened head per row.
 
     Returns:
-        [*, M]. Norms that grow raise every Euclidean distance without making heads more different.
+        [*, M]. Growing norms raise every Euclidean distance without making heads more different.
 
     Raises:
         ShapeError: Wrong shape or dtype.
@@ -135,7 +136,7 @@ def particle_norms(particles: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class OutputMoments:
-    """What linear CKA needs of the outputs of H heads, in float64; `a + b` is that of both sets of tokens.
+    """Moments of the outputs of H heads for linear CKA, in float64; `a + b` are the moments of both sets of tokens.
 
     Attributes:
         count: Number of tokens.
@@ -156,7 +157,7 @@ class OutputMoments:
         if self.mean.shape != other.mean.shape:
             raise ShapeError(
                 f"moments of heads {tuple(self.mean.shape)} and {tuple(other.mean.shape)} were added; expected "
-                "equal numbers and widths of heads."
+                "the same number and width of heads."
             )
         count = self.count + other.count
         shift = other.mean - self.mean
@@ -165,11 +166,11 @@ class OutputMoments:
         return OutputMoments(count, mean, self.scatter + other.scatter + between)
 
     def linear_cka(self) -> Tensor:
-        """Mean over pairs i < j of `linear_cka_matrix`, a float64 scalar."""
+        """Return the mean of `linear_cka_matrix` over pairs i < j, a float64 scalar."""
         return _mean_over_pairs(self.linear_cka_matrix())
 
     def linear_cka_matrix(self) -> Tensor:
-        """Linear CKA of each two heads, [H, H] in [0, 1]: ones on the diagonal, 0 where a head is constant.
+        """Return the linear CKA of each pair of heads, [H, H] in [0, 1]; ones on the diagonal, 0 for a constant head.
 
         Raises:
             ShapeError: There are fewer than two tokens.
@@ -186,14 +187,14 @@ class OutputMoments:
 
 @torch.no_grad()
 def output_moments(outputs: Tensor, keep: Tensor | None = None) -> OutputMoments:
-    """Moments of the outputs of one batch, to be added over batches.
+    """Return the moments of the outputs of one batch, to be added over batches.
 
     Args:
         outputs: [..., H, e].
         keep: [...], bool, True = valid token; None keeps all.
 
     Returns:
-        `OutputMoments`; memory (H e)², whatever the number of tokens.
+        `OutputMoments`, whose memory is (H e)² for any number of tokens.
 
     Raises:
         ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
@@ -202,9 +203,9 @@ def output_moments(outputs: Tensor, keep: Tensor | None = None) -> OutputMoments
     >>> output_moments(torch.ones(4, 2, 3)).count
     4
     """
-    tokens = _valid("outputs", outputs, keep)
+    tokens = _select_outputs("outputs", outputs, keep)
     mean = tokens.mean(0, dtype=torch.float64)
-    # what is left of the mean where tokens are float32 is taken off the products, and tiny heads do not underflow
+    # the rounding of the mean to float32 is subtracted from the products; heads are scaled so that none underflows
     shift = mean.to(tokens.dtype)
     centered = tokens - shift
     size = centered.abs().amax((0, 2)).double().clamp_min(torch.finfo(tokens.dtype).tiny)
@@ -220,17 +221,17 @@ def output_moments(outputs: Tensor, keep: Tensor | None = None) -> OutputMoments
 def linear_cka(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean linear centered kernel alignment between the outputs of two heads.
 
-    mean_{i<j} |X_iᵀ X_j|²_F / (|X_iᵀ X_i|_F |X_jᵀ X_j|_F), X_i the outputs of head i over all valid tokens, each
-    feature centered (Kornblith et al. 2019). Unlike a cosine it sees heads that say the same in another basis:
-    it is 1 when one head is a rotation and scaling of another. It is biased upwards with few tokens: independent
-    heads score about e/T, so use many more tokens than the width of a head.
+    mean_{i<j} |X_iᵀ X_j|²_F / (|X_iᵀ X_i|_F |X_jᵀ X_j|_F), where X_i are the outputs of head i over all valid tokens,
+    with each feature centered (Kornblith et al. 2019). Unlike a cosine it is invariant to the basis: it is 1 when one
+    head is a rotation and scaling of another. It is biased upward with few tokens: independent heads score about e/T,
+    so use many more tokens than the width of a head.
 
     Args:
         outputs: [..., H, e].
         keep: [...], bool, True = valid token; None keeps all.
 
     Returns:
-        A float64 scalar in [0, 1]; a head that is constant over tokens scores 0 with every other.
+        A float64 scalar in [0, 1]; a head that is constant over tokens scores 0 with every other head.
 
     Raises:
         ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
@@ -247,8 +248,8 @@ def linear_cka(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 def attention_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean Jensen-Shannon divergence between the attention rows of two heads, in nats.
 
-    mean_q mean_{i<j} [ S((A_iq + A_jq)/2) - (S(A_iq) + S(A_jq))/2 ], S the entropy (Lin 1991). 0 when heads attend
-    alike, log 2 when they share no key.
+    mean_q mean_{i<j} [ S((A_iq + A_jq)/2) - (S(A_iq) + S(A_jq))/2 ], where S is the entropy (Lin 1991): 0 if heads
+    attend alike, log 2 if they share no key.
 
     Args:
         weights: [..., H, Q, K], attention weights, before dropout; each row sums to one.
@@ -264,7 +265,7 @@ def attention_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> Ten
     >>> attention_jensen_shannon(torch.eye(4).reshape(1, 4, 1, 4))
     tensor(0.6931)
     """
-    rows = _valid_rows(weights, keep)
+    rows = _select_rows(weights, keep)
     _require_two_heads("weights", rows.shape[-2])
     heads = rows.shape[-2]
     entropy = _entropy(rows)
@@ -278,17 +279,17 @@ def attention_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> Ten
 
 @torch.no_grad()
 def generalized_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Jensen-Shannon divergence of the attention rows of all heads at once, in nats.
+    """Jensen-Shannon divergence between the attention rows of all heads, in nats.
 
-    mean_q [ S(mean_h A_hq) - mean_h S(A_hq) ], S the entropy (Lin 1991, with equal weights): how much a head's
-    index tells of where it attends. One pass over the heads, where `attention_jensen_shannon` goes over pairs.
+    mean_q [ S(mean_h A_hq) - mean_h S(A_hq) ], where S is the entropy (Lin 1991, with equal weights): the mutual
+    information of the head and the attended key. It takes one pass over heads; `attention_jensen_shannon` takes pairs.
 
     Args:
         weights: [..., H, Q, K], attention weights, before dropout; each row sums to one.
         keep: [..., Q], bool, True = valid query; None keeps all.
 
     Returns:
-        A scalar in [0, log H]: 0 when heads attend alike, log H when no two share a key.
+        A scalar in [0, log H]: 0 if heads attend alike, log H if no two share a key.
 
     Raises:
         ShapeError: Wrong shape or dtype, fewer than two heads, or no query.
@@ -297,7 +298,7 @@ def generalized_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> T
     >>> generalized_jensen_shannon(torch.eye(4).reshape(1, 4, 1, 4)).exp()
     tensor(4.)
     """
-    rows = _valid_rows(weights, keep)
+    rows = _select_rows(weights, keep)
     _require_two_heads("weights", rows.shape[-2])
     return (_entropy(rows.mean(1)) - _entropy(rows).mean(1)).clamp_min(0).mean()
 
@@ -306,7 +307,7 @@ def generalized_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> T
 def attention_entropy(weights: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean entropy of each head's attention rows, in nats.
 
-    mean_q [ -Σ_k A_hqk log A_hqk ]: 0 for a head that looks at one key, log K for a uniform one.
+    mean_q [ -Σ_k A_hqk log A_hqk ]: 0 for a head that attends to one key, log K for a uniform one.
 
     Args:
         weights: [..., H, Q, K], attention weights, before dropout; each row sums to one.
@@ -322,7 +323,7 @@ def attention_entropy(weights: Tensor, keep: Tensor | None = None) -> Tensor:
     >>> attention_entropy(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
     tensor([0.0000, 0.6931])
     """
-    return _entropy(_valid_rows(weights, keep)).mean(0)
+    return _entropy(_select_rows(weights, keep)).mean(0)
 
 
 def _entropy(rows: Tensor) -> Tensor:
@@ -330,35 +331,31 @@ def _entropy(rows: Tensor) -> Tensor:
 
 
 def _mean_over_pairs(matrices: Tensor) -> Tensor:
-    """Mean above the diagonal: [*, H, H] -> [*]."""
+    """Return the mean above the diagonal, [*, H, H] -> [*]."""
     heads = matrices.shape[-1]
     return matrices.triu(1).sum((-2, -1)) / (heads * (heads - 1) / 2)
 
 
-def _valid(name: str, outputs: Tensor, keep: Tensor | None) -> Tensor:
-    """Outputs of the valid tokens, [T, H, e]."""
-    _require_pairs(name, outputs, "[..., H, e]")
+def _select_outputs(name: str, outputs: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the outputs of the valid tokens, [T, H, e]."""
+    _require_particles(name, outputs, "[..., H, e]")
     return _select(outputs, keep)
 
 
-def _valid_rows(weights: Tensor, keep: Tensor | None) -> Tensor:
-    """Attention rows of the valid queries, [T, H, K]."""
+def _select_rows(weights: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the attention rows of the valid queries, [T, H, K]."""
     require_floating("weights", weights, 3, "[..., H, Q, K]")
     return _select(weights.movedim(-3, -2), keep)
 
 
 def _select(vectors: Tensor, keep: Tensor | None) -> Tensor:
-    if keep is None:
-        tokens = vectors.flatten(0, -3) if vectors.dim() > 2 else vectors.unsqueeze(0)
-    else:
-        require_keep(keep, vectors.shape[:-2])
-        tokens = vectors[keep]
+    tokens = select_tokens(vectors, keep)
     if not len(tokens):
-        raise (ShapeError if keep is None else MaskError)("no valid token is left; expected at least one.")
-    return tokens.to(accumulation_dtype(vectors))
+        raise (ShapeError if keep is None else MaskError)("there is no valid token; expected at least one.")
+    return tokens
 
 
-def _require_pairs(name: str, vectors: Tensor, shape: str) -> None:
+def _require_particles(name: str, vectors: Tensor, shape: str) -> None:
     require_floating(name, vectors, 2, shape)
     _require_two_heads(name, vectors.shape[-2])
 

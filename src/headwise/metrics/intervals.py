@@ -1,4 +1,4 @@
-"""The mean of paired differences with its interval, from torch alone."""
+"""Confidence intervals of means by Student's t, without scipy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.errors import ShapeError, require_range
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the ends of its interval; both ends are the mean where one item says nothing of the spread."""
+    """A mean and the ends of its interval; all three are equal for a single item."""
 
     value: float
     low: float
@@ -21,14 +21,14 @@ class Interval:
 
 
 def mean_interval(values: Tensor, *, level: float = 0.95) -> Interval:
-    """Return the mean of items with Student's interval, mean -+ t s / sqrt(N).
+    """Return the mean of items with its confidence interval, mean ± t s / sqrt(N).
 
     Args:
-        values: [N], for instance the differences of two scores of the same items.
-        level: Coverage, in (0, 1).
+        values: [N], for example the differences of paired scores.
+        level: Confidence level, in (0, 1).
 
     Raises:
-        ShapeError: There is no item, or they are not [N].
+        ShapeError: `values` is not [N], or N is 0.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def mean_interval(values: Tensor, *, level: float = 0.95) -> Interval:
         2.0
     """
     if values.dim() != 1 or not len(values):
-        raise ShapeError(f"values have shape {tuple(values.shape)}; expected one number an item, [N].")
+        raise ShapeError(f"values have shape {tuple(values.shape)}; expected one number per item, [N].")
     require_range("level", level, low=0.0, high=1.0, low_open=True)
     numbers = values.detach().double()
     mean = float(numbers.mean())
@@ -47,7 +47,7 @@ def mean_interval(values: Tensor, *, level: float = 0.95) -> Interval:
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Return the quantile of Student's t: exact for one and two degrees of freedom, then an expansion.
+    """Return the quantile of Student's t: exact for one and two degrees of freedom, otherwise an expansion.
 
     With z the normal quantile, t = z + g1(z)/f + g2(z)/f^2 + g3(z)/f^3 + g4(z)/f^4 (Abramowitz and Stegun 1964,
     26.7.5); for p = 0.975 it is within 0.3 % from f = 3 on.

@@ -1,7 +1,4 @@
-"""Every two heads of one attention compared: matrices [H, H], summed over tokens so that batches add up.
-
-Owns the matrices whose means over pairs are the numbers of `metrics`. Must not know models.
-"""
+"""Pairwise comparisons of the heads of one attention: matrices [H, H], summed over tokens so that batches add up."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from torch import Tensor
 from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
 from headwise.errors import MaskError, ShapeError
 
-# Tokens whose vectors or rows are compared at once, so that what is made of them stays in a core's cache.
-TOGETHER = 256
+# Number of tokens compared at once, so that intermediate results stay in a core's cache.
+CHUNK = 256
 
 
 @dataclass(frozen=True, eq=False)
 class PairSums:
-    """Sums over tokens of a matrix of heads; `a + b` is that of both sets of tokens.
+    """A matrix over pairs of heads, summed over tokens; `a + b` is the sum over both sets of tokens.
 
     Attributes:
         total: [H, H] float64.
@@ -36,13 +33,13 @@ class PairSums:
     def mean(self) -> Tensor:
         """The mean over tokens, [H, H]."""
         if not self.count:
-            raise MaskError("no valid token was seen; expected at least one.")
+            raise MaskError("there is no valid token; expected at least one.")
         return self.total / self.count
 
 
 @torch.no_grad()
 def distance_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
-    """Return sums over tokens of |x_i - x_j|, whose mean over pairs is `metrics.head_distance`.
+    """Return sums over tokens of |x_i - x_j|, whose mean over tokens and pairs is `metrics.head_distance`.
 
     Args:
         vectors: [..., H, e].
@@ -52,14 +49,14 @@ def distance_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
         >>> distance_pairs(torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
         tensor(5., dtype=torch.float64)
     """
-    items = _items(vectors, keep)
+    items = select_tokens(vectors, keep)
     distances = torch.cdist(items, items, compute_mode="donot_use_mm_for_euclid_dist")
     return PairSums(distances.double().sum(0), len(items))
 
 
 @torch.no_grad()
 def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
-    """Return sums over tokens of cos(x_i, x_j), whose mean over pairs is `metrics.output_cosine`.
+    """Return sums over tokens of cos(x_i, x_j), whose mean over tokens and pairs is `metrics.output_cosine`.
 
     Args:
         vectors: [..., H, e]; the cosine of a zero vector is 0.
@@ -69,10 +66,10 @@ def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
         >>> cosine_pairs(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
         tensor(0.6000, dtype=torch.float64)
     """
-    units = torch.nn.functional.normalize(_items(vectors, keep), dim=-1)
+    units = torch.nn.functional.normalize(select_tokens(vectors, keep), dim=-1)
     total = torch.zeros(units.shape[1], units.shape[1], dtype=torch.float64, device=units.device)
     with autocast_off(units):
-        for part in units.split(TOGETHER):
+        for part in units.split(CHUNK):
             rows = part.transpose(0, 1).flatten(1)
             total += rows @ rows.mT
     return PairSums(total, len(units))
@@ -80,9 +77,9 @@ def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
 
 @torch.no_grad()
 def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSums, Tensor]:
-    """Return sums over queries of the Jensen-Shannon divergence of two heads' rows, and of each head's entropy [H].
+    """Return sums over queries of the Jensen-Shannon divergence between heads, and of the entropy of each head [H].
 
-    Their means are `metrics.attention_jensen_shannon` (over pairs) and `metrics.attention_entropy`.
+    Their means over queries are `metrics.attention_jensen_shannon` (also over pairs) and `metrics.attention_entropy`.
 
     Args:
         weights: [..., H, Q, K]; each row sums to one.
@@ -94,12 +91,12 @@ def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSu
         (tensor(0.6931, dtype=torch.float64), tensor([0., 0.], dtype=torch.float64))
     """
     require_floating("weights", weights, 3, "[..., H, Q, K]")
-    # heads first, and every row one after another: each pair is then one pass over memory
-    rows = _items(weights.movedim(-3, -2), keep).transpose(0, 1).contiguous()
+    # heads first and rows contiguous, so that each pair is one pass over memory
+    rows = select_tokens(weights.movedim(-3, -2), keep).transpose(0, 1).contiguous()
     heads = len(rows)
     total = torch.zeros(heads, heads, dtype=torch.float64, device=rows.device)
     entropies = torch.zeros(heads, dtype=torch.float64, device=rows.device)
-    for part in rows.split(TOGETHER, dim=1):
+    for part in rows.split(CHUNK, dim=1):
         logarithms, middles = torch.empty_like(part), torch.empty_like(part[1:])
         entropy = _entropy(part, logarithms)
         entropies += entropy.sum(-1, dtype=torch.float64)
@@ -113,10 +110,10 @@ def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSu
 
 @torch.no_grad()
 def parameter_pairs(particles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and distance of the parameters of each two heads, both [M, M] float64.
+    """Return the cosine and the distance of the parameters of each pair of heads, both [M, M] float64.
 
     Args:
-        particles: [M, D], one flattened head a row.
+        particles: [M, D], one flattened head per row.
 
     Example:
         >>> cosine, distance = parameter_pairs(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
@@ -130,7 +127,7 @@ def parameter_pairs(particles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_over_pairs(matrix: Tensor) -> float:
-    """Return the mean over pairs of two different heads of a symmetric matrix [H, H].
+    """Return the mean of a symmetric matrix [H, H] over pairs of different heads.
 
     >>> mean_over_pairs(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
     0.5
@@ -140,12 +137,12 @@ def mean_over_pairs(matrix: Tensor) -> float:
     """
     heads = matrix.shape[-1]
     if heads < 2:
-        raise ShapeError(f"the matrix is of {heads} head; expected at least two, since the mean is over pairs.")
+        raise ShapeError(f"the matrix has {heads} head; expected at least two, since the mean is over pairs.")
     return float(matrix.double().triu(1).sum()) / (heads * (heads - 1) / 2)
 
 
 def mean_over_others(matrix: Tensor) -> Tensor:
-    """Return for each head the mean over the others of a symmetric matrix, [H, H] -> [H].
+    """Return for each head the mean of a symmetric matrix over the other heads, [H, H] -> [H].
 
     >>> mean_over_others(torch.tensor([[1.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 1.0]]))
     tensor([0.3000, 0.4000, 0.2000], dtype=torch.float64)
@@ -155,13 +152,13 @@ def mean_over_others(matrix: Tensor) -> Tensor:
 
 
 def _entropy(rows: Tensor, logarithms: Tensor) -> Tensor:
-    """Return -sum_k p_k log p_k of each row, with 0 log 0 = 0; `logarithms` is room as large as the rows."""
+    """Return -sum_k p_k log p_k of each row, with 0 log 0 = 0; `logarithms` is a buffer of the same shape."""
     torch.clamp(rows, min=torch.finfo(rows.dtype).tiny, out=logarithms)
     return logarithms.log_().mul_(rows).sum(-1).neg_()
 
 
-def _items(vectors: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the vectors of the valid tokens, [T, H, e]."""
+def select_tokens(vectors: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the vectors of the valid tokens, [T, H, e], in the dtype of accumulation."""
     require_floating("vectors", vectors, 2, "[..., H, e]")
     if keep is not None:
         require_keep(keep, vectors.shape[:-2])

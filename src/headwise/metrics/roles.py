@@ -1,7 +1,4 @@
-"""How far each head already plays each role: the attention it spends on the role's pairs, against a random mask.
-
-Owns the shares, summed over queries so that batches add up. Must not know words or models.
-"""
+"""Share of each head's attention on the pairs of each role, compared with random masks; batches add up."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from headwise.errors import MaskError, ShapeError
 
 @dataclass(frozen=True, eq=False)
 class RoleShares:
-    """Sums over queries; `a + b` is that of both sets of queries.
+    """Attention on the pairs of roles, summed over queries; `a + b` is the sum over both sets of queries.
 
     Attributes:
         mass: [H, R] float64, attention on the pairs of the role.
-        chance: [R] float64, what a random mask as sparse would get.
-        queries: [R] int64, number of queries to which the role allows a key.
+        chance: [R] float64, the expected attention on a random mask of equal sparsity.
+        queries: [R] int64, number of queries for which the role allows a key.
     """
 
     mass: Tensor
@@ -33,31 +30,31 @@ class RoleShares:
 
     @property
     def share(self) -> Tensor:
-        """Mean share of a query's attention on the role's keys, [H, R]; NaN where no query has any."""
+        """Mean share of a query's attention on the role's keys, [H, R]; NaN if no query has any."""
         return self.mass / self.queries
 
     @property
     def expected(self) -> Tensor:
-        """The same of a random mask as sparse, [R]; NaN where no query has any."""
+        """The expected share for a random mask of equal sparsity, [R]; NaN if no query has any."""
         return self.chance / self.queries
 
 
 @torch.no_grad()
 def role_shares(weights: Tensor, roles: Tensor, keep: Tensor | None = None) -> RoleShares:
-    """Return how much attention each head spends on the pairs of each role.
+    """Return the attention of each head on the pairs of each role.
 
-    share_hr = mean_q Σ_k A_hqk M_rqk over the queries q to which role r allows a key. A random mask that allows each
-    of those queries as many keys, drawn among the K_q it can attend to, gets Σ_k M_rqk / K_q of any attention whose
-    row sums to one, on average over draws: that is `expected`, without drawing. A key to which every head gives
-    exactly 0 is one that cannot be attended to (padding, the future).
+    share_hr = mean_q Σ_k A_hqk M_rqk over the queries q for which role r allows a key. A random mask with the same
+    number of keys per query, drawn from the K_q keys it can attend to, has an expected share of Σ_k M_rqk / K_q for any
+    attention row that sums to one; this is `expected`, computed without drawing. A key with a weight of exactly 0 in
+    every head counts as one that cannot be attended to (padding, the future).
 
     Args:
         weights: [B, H, Q, K], attention weights before dropout.
-        roles: [B or 1, R, Q or 1, K], bool, True = the role allows the pair.
+        roles: [B or 1, R, Q or 1, K], bool, True = allowed by the role.
         keep: [B, Q], bool, True = valid query; None keeps all.
 
     Raises:
-        ShapeError: Shapes or types do not fit.
+        ShapeError: Shapes or dtypes do not fit.
         MaskError: `roles` is not bool.
 
     Example:
@@ -80,13 +77,13 @@ def role_shares(weights: Tensor, roles: Tensor, keep: Tensor | None = None) -> R
     attended = (weights > 0).any(1, keepdim=True)
     allowed = roles & attended
     counts = allowed.sum(-1)
-    told = counts > 0
+    counted = counts > 0
     if keep is not None:
-        told = told & keep[:, None, :]
+        counted = counted & keep[:, None, :]
     mass = torch.einsum("bhqk,brqk->bhrq", weights, allowed.to(weights.dtype))
     chance = counts.double() / attended.sum(-1).clamp_min(1)
     return RoleShares(
-        (mass * told[:, None]).double().sum((0, 3)),
-        (chance * told).sum((0, 2)),
-        told.sum((0, 2)),
+        (mass * counted[:, None]).double().sum((0, 3)),
+        (chance * counted).sum((0, 2)),
+        counted.sum((0, 2)),
     )
