@@ -126,7 +126,7 @@ def test_the_interval_is_students():
 @pytest.mark.parametrize("keep", [None, KEEP])
 def test_tokens_taken_a_few_at_a_time_are_the_same_sums(keep, monkeypatch):
     cosines, (divergences, entropy) = cosine_pairs(VECTORS, keep), attention_pairs(WEIGHTS, keep)
-    monkeypatch.setattr(head_pairs, "TOGETHER", 4)
+    monkeypatch.setattr(head_pairs, "CHUNK", 4)
     torch.testing.assert_close(cosine_pairs(VECTORS, keep).total, cosines.total)
     again, entropies = attention_pairs(WEIGHTS, keep)
     torch.testing.assert_close(again.total, divergences.total)
