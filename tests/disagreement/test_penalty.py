@@ -210,7 +210,7 @@ def test_one_head_a_site_has_nothing_to_disagree_with(term):
 def test_one_value_head_is_refused_for_values_and_fine_for_outputs():
     heads = hw.find_heads(SeparateAttention(key_value_heads=1))
     with pytest.raises(
-        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*take a term on outputs"
+        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*use a term on outputs"
     ):
         hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
     assert repr(hw.Disagreement(heads, hw.Output())) == "Output() on 1 sites (self 1)"

@@ -1,8 +1,4 @@
-"""A differentiable penalty on the similarity of heads, from what they computed in the last forward.
-
-Owns the terms a user adds and multiplies, and `Disagreement`, which taps the model and turns the captures into one
-scalar. The equations are in `disagreement`; the reading of heads is in `taps`.
-"""
+"""A differentiable penalty on the similarity of heads, from what they computed in the last forward pass."""
 
 from __future__ import annotations
 
@@ -37,25 +33,21 @@ from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.parallel import mean_over
 
-# The fields of a capture a similarity may be of.
-READ = ("outputs", "values", "weights", "mean_weights")
+# The fields of a capture that a similarity may read.
+READABLE = ("outputs", "values", "weights", "mean_weights")
 
 
 @runtime_checkable
 class Similarity(Protocol):
-    """A single similarity of heads; anything with these two attributes can be added to the built-in ones.
-
-    Attributes:
-        reads: What it is computed from: "outputs", "values", "weights" or "mean_weights" of a capture.
-    """
+    """A similarity of heads; anything with these two attributes can be added to the built-in ones."""
 
     @property
     def reads(self) -> str:
-        """What it is computed from."""
+        """The field of a capture it is computed from: "outputs", "values", "weights" or "mean_weights"."""
         ...
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over valid tokens and their number, for the capture's field named by `reads`."""
+        """Return the sum over valid tokens and their number, given the field named by `reads`."""
         ...
 
 
@@ -63,11 +55,11 @@ class _Arithmetic:
     """`+` between terms and `*` with a number."""
 
     def __add__(self, other: Similarity | Sum) -> Sum:
-        return Sum((*_parts(self), *_parts(other)))
+        return Sum((*_list_parts(self), *_list_parts(other)))
 
     def __mul__(self, weight: float) -> Sum:
         require_range("weight of a term", weight)
-        return Sum(tuple((weight * own, similarity) for own, similarity in _parts(self)))
+        return Sum(tuple((weight * own, similarity) for own, similarity in _list_parts(self)))
 
     __rmul__ = __mul__
 
@@ -108,14 +100,14 @@ class Subspace(_Arithmetic):
 class Position(_Arithmetic):
     """Overlap of attended positions: (1/H^2) sum_ij sum_k A_ik A_jk, minus Eq. 6 of Li et al. 2021; per query.
 
-    Its minimum is not diversity but collapse to uniform attention; look at a normalized similarity beside it.
+    Its minimum is not diversity but collapse to uniform attention; monitor a normalized similarity as well.
 
     Args:
         recompute: False computes attention explicitly and keeps the weights of all heads for the backward pass. True
-            leaves attention to the fused kernel and makes the weights a second time, one head after another, in both
-            passes: for long sequences, of which H Q K numbers do not fit. The value is the same. It is never chosen by
-            size or device, since a fused kernel draws the dropout of its weights otherwise and a seed would mean
-            another run.
+            leaves attention to the fused kernel and computes the weights a second time, one head after another, in
+            both passes: for long sequences, whose H Q K weights do not fit in memory. The value is the same. It is
+            never chosen by size or device: a fused kernel draws dropout differently, so the same seed would give a
+            different run.
     """
 
     recompute: bool = False
@@ -135,7 +127,7 @@ class Position(_Arithmetic):
         )
 
     def __repr__(self) -> str:
-        # as records of runs have it that were made before there was a choice
+        # as in records of runs made before this option existed
         return "Position(recompute=True)" if self.recompute else "Position()"
 
 
@@ -154,8 +146,8 @@ class PositionSquaredDifference(_Arithmetic):
 class Frobenius(_Arithmetic):
     """||A_q A_q^T - I||_F^2 over the attention rows A_q [H, K] of one query (Lin et al. 2017); per query.
 
-    Squared, as in the paper. Not a mean over pairs: it grows with H^2, up to H (H - 1) for heads that all look at one
-    token, and its minimum 0 asks for one-hot rows on different tokens.
+    Squared, as in the paper. Not a mean over pairs: it grows with H^2, up to H (H - 1) for heads that all attend to
+    one token, and its minimum 0 requires one-hot rows on different tokens.
     """
 
     reads = "weights"
@@ -173,23 +165,23 @@ class Disagreement(Handle):
     counts all H^2 pairs including i = j, so orthogonal heads score 1/H. Attach before `torch.compile`.
 
     Args:
-        heads: The sites to act on.
+        heads: The heads to act on.
         term: `Output()`, `Subspace()`, `Position()`, `PositionSquaredDifference()`, `Frobenius()`, or a weighted sum
             of them.
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
-        across: The process group among which each batch is divided, where lengths differ and their gradients are then
-            averaged (DistributedDataParallel, FSDP2): the mean is over the tokens of all of them, so that the penalty
-            averaged over processes is that of the whole batch. None averages over this process's tokens.
+        across: The process group over which each batch is divided, if lengths differ between processes and gradients
+            are averaged (DistributedDataParallel, FSDP2): the mean is then over the tokens of all processes, so that
+            the penalty averaged over processes is that of the whole batch. None averages over this process's tokens.
 
-    A site with one head (of values: one key/value head) has nobody to disagree with: its similarity does not tell heads
-    apart. Beside others it counts in the mean as it is, and printing the penalty says so.
+    The similarity of an attention with one head (for values: one key/value head) is constant. It still counts in the
+    mean over several, and printing the penalty lists it.
 
     Raises:
-        LayoutError: A site cannot be read that way, the model was changed since its heads were found, or no site has
-            more than one head of what a term reads.
-        SettingError: `heads` or `term` is something else, a weight names an unknown kind or a kind that `heads` does
-            not hold, or a term of your own reads nothing that is captured.
+        LayoutError: An attention cannot be read that way, the model was changed since its heads were found, or no
+            attention has more than one head of what a term reads.
+        SettingError: `heads` or `term` has the wrong type, a weight names an unknown kind or one that `heads` does not
+            contain, or a custom term reads a field that captures do not have.
 
     Example:
         >>> import headwise as hw
@@ -210,9 +202,9 @@ class Disagreement(Handle):
         super().__init__()
         self.across = across
         require_heads(heads)
-        self._parts = _parts(term)
+        self._parts = _list_parts(term)
         for _, similarity in self._parts:
-            require_choice(f"what {similarity} reads", similarity.reads, READ)
+            require_choice(f"what {similarity} reads", similarity.reads, READABLE)
             _require_several(similarity, heads)
         if weights is not None and not isinstance(weights, Mapping):
             raise SettingError(f"weights is {weights!r}; expected a mapping such as {{'cross': 0.5}}.")
@@ -237,13 +229,13 @@ class Disagreement(Handle):
         """Return the penalty of the forward passes since the last call, a scalar in the graph.
 
         Args:
-            keep: True where a token is real, [B, L]; overrides the padding each attention received. Use it where
-                the attention itself received none.
+            keep: True where a token is real, [B, L]; overrides the padding mask that each attention received. Use it
+                if the attention received none.
 
         Raises:
-            NotFired: A site was not called, or did not compute what is read (values from a cache); the captures carry
-                no gradient while the model trains; or the penalty is attached to no model.
-            ShapeError: `keep` does not fit what a site computed.
+            NotFired: An attention was not called, or did not compute what is read (values from a cache); the captures
+                carry no gradient while the model trains; or the penalty is no longer attached.
+            ShapeError: `keep` does not fit what an attention computed.
         """
         captures = self.taps.read()
         model = self.heads.model
@@ -254,7 +246,7 @@ class Disagreement(Handle):
             sites = [site for site in self.heads.sites if site.kind == kind]
             for scale, similarity in self._parts:
                 for site in sites:
-                    calls = [_sum_and_count(similarity, c, keep) for c in captures if c.site is site]
+                    calls = [_measure(similarity, c, keep) for c in captures if c.site is site]
                     own, number = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
                     weights.append(weight * scale / len(sites))
                     sums.append(own)
@@ -275,7 +267,7 @@ class Disagreement(Handle):
             site.name or "(model)": None
             for _, similarity in self._parts
             for site in self.heads
-            if _heads_read(similarity, site) == 1
+            if _count_heads(similarity, site) == 1
         }
         names = f"; with one head: {', '.join(list(alone)[:4])}{', ...' if len(alone) > 4 else ''}" if alone else ""
         return f"{self.term} on {len(self.heads)} sites ({kinds}){names}"
@@ -283,22 +275,22 @@ class Disagreement(Handle):
     __repr__ = __str__
 
 
-def _heads_read(similarity: Similarity, site: Site) -> int:
+def _count_heads(similarity: Similarity, site: Site) -> int:
     return site.key_value_heads if similarity.reads == "values" else site.num_heads
 
 
 def _require_several(similarity: Similarity, heads: Heads) -> None:
-    if all(_heads_read(similarity, site) == 1 for site in heads):
+    if all(_count_heads(similarity, site) == 1 for site in heads):
         what = "key/value head" if similarity.reads == "values" else "head"
         grouped = what != "head" and any(site.num_heads > 1 for site in heads)
         raise LayoutError(
             f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
             f"{what}, which has nothing to disagree with; "
-            + ("take a term on outputs, such as hw.Output()." if grouped else "select sites with more heads.")
+            + ("use a term on outputs, such as hw.Output()." if grouped else "select sites with more heads.")
         )
 
 
-def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
+def _list_parts(term: object) -> tuple[tuple[float, Similarity], ...]:
     if isinstance(term, Sum):
         return term.parts
     if isinstance(term, Similarity) and not isinstance(term, type):
@@ -308,10 +300,10 @@ def _parts(term: object) -> tuple[tuple[float, Similarity], ...]:
     )
 
 
-def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _measure(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     name = capture.site.name or "the model"
     tensor: Tensor | None = getattr(capture, similarity.reads)
-    assert tensor is not None  # taps refuse a call that did not compute what they read
+    assert tensor is not None  # taps refuse a call that did not compute it
     if keep is None:
         keep = capture.key_keep if similarity.reads == "values" else capture.query_keep
     expected = (tensor.shape[0], tensor.shape[2 if similarity.reads == "weights" else 1])
@@ -320,8 +312,8 @@ def _sum_and_count(similarity: Similarity, capture: Capture, keep: Tensor | None
     if keep is not None and (keep.dtype != torch.bool or tuple(keep.shape) != expected):
         raise ShapeError(
             f"{name}: keep is {keep.dtype} of shape {tuple(keep.shape)}; expected torch.bool of shape {expected}. "
-            "One keep cannot serve calls of different lengths: leave it out where the attention receives its own "
-            "padding mask."
+            "One keep cannot serve calls of different lengths: leave it out if the attention receives a padding "
+            "mask."
         )
     return similarity.sum_and_count(tensor, keep)
 

@@ -4,12 +4,12 @@ Li et al. 2021 maximize a disagreement D; here the similarity s = -D is returned
 carries a plus sign in the loss. Their terms average over all H² ordered pairs of heads, a head with itself
 included, and are computed from the mean over the heads, without a pair of heads ever being formed.
 Means run over valid tokens only (`keep`, True = valid); padded positions may hold anything, NaN included,
-and receive no gradient. Half precision comes in, float32 goes out; float64 stays float64.
+and receive no gradient. Half precision is summed and returned in float32; float64 stays float64.
 
 Every term also comes as `*_sum`, a sum over valid tokens and their number, so that several calls can be
-pooled token by token: Σ sums / Σ counts. Both are scalars on the device, made without a synchronisation;
-with no valid token the count is 0, and the mean is 0 because it divides by at least 1: to refuse instead
-would mean looking at the mask's values in every step.
+pooled token by token: Σ sums / Σ counts. Both are scalars on the device, computed without synchronization.
+With no valid token the count is 0, and the mean is 0 because it divides by at least 1: raising instead
+would require reading the mask's values in every step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 
     s = mean_t (1/H²) Σ_ij cos(O_ti, O_tj)  (Li et al. 2021, Eq. 7, s = -D), computed as
     |(1/H) Σ_h O_th/|O_th||². It is 1 when all heads agree and 1/H, not 0, when they are orthogonal: the H
-    pairs of a head with itself count. The paper leaves the vectors unsaid; as in its released code they are
+    pairs of a head with itself count. The paper does not define the vectors; as in its released code they are
     each head's output at one token, before the output projection.
 
     A vector shorter than 1e-12 has no direction: its cosines are 0 and it receives no gradient.
@@ -69,7 +69,7 @@ def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
 
     s = mean_t (1/H²) Σ_ij cos(V_ti, V_tj)  (Li et al. 2021, Eq. 5, s = -D). The same function
     as `output_similarity`, on projected values; `keep` then marks valid key positions. Under grouped-query
-    attention the G key/value heads take the place of the H heads.
+    attention it compares the G key/value heads instead of the H heads.
 
     Args:
         values: [..., H, e], for example [B, K, H, e].
@@ -227,11 +227,11 @@ def frobenius_penalty(weights: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean squared Frobenius distance of the overlap of attention rows from the identity.
 
     P = mean_b ‖A_b A_bᵀ - I‖²_F  (Lin et al. 2017, the penalty that An et al. 2020 compare with), over the
-    H x H overlaps of the heads. Its minimum 0 asks for one-hot rows on different tokens. Squared, as in the
+    H x H overlaps of the heads. Its minimum 0 requires one-hot rows on different tokens. Squared, as in the
     paper; the released codes take the norm unsquared, or of the T x T matrix.
 
     Args:
-        weights: [..., H, T], one attention row a head; padded tokens carry zero weight. For the weights
+        weights: [..., H, T], one attention row per head; padded tokens carry zero weight. For the weights
             [B, H, Q, K] of multi-head attention pass `weights.transpose(1, 2)`.
         keep: [...], bool, True = valid example; None keeps all. With no valid example the result is 0.
 
@@ -272,7 +272,7 @@ def _mean_cosine(vectors: Tensor, keep: Tensor | None) -> Tensor:
 
 
 class _MeanCosine(torch.autograd.Function):
-    """|m|²/H², m = Σ_h x_h/|x_h|; by hand about 1.4 times as fast as autograd, and nothing wide is saved."""
+    """|m|²/H², m = Σ_h x_h/|x_h|; about 1.4 times as fast as autograd, and no float32 copy is saved."""
 
     generate_vmap_rule = True
 
@@ -331,7 +331,7 @@ def _mean(sum_and_count: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that sums over a tensor are taken in: float32 at least."""
+    """Return the dtype in which sums over a tensor are computed: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -355,7 +355,7 @@ def _require_weights(weights: Tensor, keep: Tensor | None) -> None:
 
 
 def require_floating(name: str, tensor: Tensor, axes: int, shape: str) -> None:
-    """Raise `ShapeError` unless a tensor is floating point and has so many axes."""
+    """Raise `ShapeError` unless a tensor is floating point and has at least this many axes, none of them empty."""
     if not isinstance(tensor, Tensor):
         raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {shape}.")
     if tensor.dim() < axes or 0 in tensor.shape[-axes:]:
@@ -370,4 +370,4 @@ def require_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
         given = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
         raise MaskError(f"keep is {given}; expected a bool tensor, True = valid.")
     if tuple(keep.shape) != tuple(shape):
-        raise MaskError(f"keep has shape {tuple(keep.shape)}; expected {tuple(shape)}, one entry a token.")
+        raise MaskError(f"keep has shape {tuple(keep.shape)}; expected {tuple(shape)}, one entry per token.")

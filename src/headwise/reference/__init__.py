@@ -1,1 +1,1 @@
-"""The equations again, as plain float64 loops in the papers' letters: slow, readable, and the oracle of the tests."""
+"""Reference implementations of the equations: plain float64 loops in the papers' notation, for the tests."""

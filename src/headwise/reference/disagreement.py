@@ -1,19 +1,16 @@
 """The disagreement terms as plain float64 loops over every pair of heads.
 
-The oracle of the tests: no closed form, no batching, nothing shared with `headwise.disagreement`. Built of
-differentiable scalars, so autograd gives the gradients too. Arguments are those of the fast forms with one
-batch axis, and `keep` leaves at least one token.
+No closed form, no batching, and no code shared with `headwise.disagreement`. Built of differentiable scalars, so that
+autograd gives the gradients too. Arguments are those of the fast forms with one batch axis, and `keep` must keep at
+least one token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def subspace_similarity(values: Tensor, keep: Tensor) -> Tensor:

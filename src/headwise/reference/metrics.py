@@ -1,7 +1,7 @@
 """The metrics as plain float64 loops over tokens and pairs of heads.
 
-The oracle of the tests: nothing shared with `headwise.metrics`. Arguments are those of the fast forms with one
-batch axis, and `keep` leaves at least one token.
+No code is shared with `headwise.metrics`. Arguments are those of the fast forms with one batch axis, and `keep` must
+keep at least one token.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def particle_norms(particles: Tensor) -> list[float]:
 def linear_cka(outputs: Tensor, keep: Tensor) -> float:
     """Mean over i < j of HSIC(X_i, X_j) / sqrt(HSIC(X_i, X_i) HSIC(X_j, X_j)), Kornblith et al. 2019.
 
-    By the Gram matrices between tokens, not the covariances between features: HSIC is the sum over pairs of tokens
-    of the product of the two centered Gram matrices.
+    Computed from the Gram matrices between tokens, not the covariances between features: HSIC is the sum over pairs of
+    tokens of the product of the two centered Gram matrices.
 
     >>> round(linear_cka(torch.eye(3).reshape(3, 1, 1, 3).repeat(1, 1, 2, 1), torch.ones(3, 1, dtype=bool)), 6)
     1.0

@@ -1,10 +1,10 @@
 """Kernels, bandwidths and particle rules, one pair of particles at a time.
 
 Letters are those of An et al. 2020: theta the particles [M, D], g the gradients of the mean loss, kappa a kernel with
-its bandwidth fixed, alpha, beta, epsilon, xi, tau and N as in the equations. Derivatives of kernels are torch's own.
+its bandwidth fixed, alpha, beta, epsilon, xi, tau and N as in the equations. Kernels are differentiated by autograd.
 """
 
-# The papers' letters, capital M, N and R among them.
+# The papers' letters include capital M, N and R.
 # ruff: noqa: N803, N806
 
 from __future__ import annotations

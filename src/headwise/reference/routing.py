@@ -1,9 +1,9 @@
 """Routing by agreement as plain float64 loops, in the letters of Li et al. 2021.
 
-The oracle of the tests: slow, obvious, one token at a time. V[h][n] is a vote of c numbers.
+One token at a time. V[h][n] is a vote of c numbers.
 """
 
-# The letters of the paper are the point of this file.
+# The paper's letters include capitals.
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
