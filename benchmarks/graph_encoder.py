@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.graph2text.data import collate, load_graphs
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
@@ -81,7 +81,7 @@ def main() -> None:
     }
     for name, encode in (("whole encoder", whole), ("blocks alone", blocks)):
         model = Graph2TextTask().model(data, scale).to(device).double().eval()
-        initialise(model, 0)
+        initialize_parameters(model, 0)
         step(model, together, encode)
         found = gradients(model)
         # padding of titles adds zero to the sum of squares, since keys have no biases

@@ -36,7 +36,7 @@ from headwise.lab.results.table import Table, read_table
 from headwise.lab.results.table_json import write_record
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.baseline import BaselineSettings
-from headwise.lab.training.cross_validation import gather, part_jobs, run_of, scales_of
+from headwise.lab.training.cross_validation import find_run, gather_parts, list_scales, split_job
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -117,7 +117,7 @@ def compare(
     for name, wanted in asked.items():
         if wanted:
             failures += do_analyses(name, jobs, comparison.workers, console)
-    if any(runs.is_finished(run_of(job)) for job in jobs):
+    if any(runs.is_finished(find_run(job)) for job in jobs):
         publish(out, console, command_of(comparison) + "".join(f" --{name}" * on for name, on in asked.items()))
     return failures
 
@@ -279,9 +279,9 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         for seed in comparison.seeds
         for arm in comparison.arms
     ]
-    scales = scales_of(task, rows[-1].settings)
-    jobs = [part for row in rows for part in part_jobs(row, scales)]
+    scales = list_scales(task, rows[-1].settings)
+    jobs = [part for row in rows for part in split_job(row, scales)]
     for job in jobs:
         # parts may all be finished and the run not, where it was ended in between
-        gather(job.settings, job.folder)
+        gather_parts(job.settings, job.folder)
     return jobs

@@ -1,7 +1,4 @@
-"""Tuning an arm: the same number of random draws for every arm, scored on dev, and the best as an arm.
-
-Owns the ranges of the settings and the drawing. The test split is never looked at.
-"""
+"""Tuning an arm by random search: the same number of draws for every arm, scored on dev; the test split is not used."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.pool import do_jobs
-from headwise.lab.training.cross_validation import scales_of
+from headwise.lab.training.cross_validation import list_scales
 
 TUNING = "tuning.json"
 TUNED = "tuned.json"
@@ -90,7 +87,7 @@ class Tuning:
         scale: Sizes of data, model and training.
         out: Folder of the tuning.
         data: Folder of the data; None generates it.
-        workers: Runs side by side, each on one thread.
+        workers: Number of parallel runs, each on one thread.
     """
 
     task: str
@@ -140,7 +137,7 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         "seed": tuning.seed,
     }
     run_folder.require_same(tuning.out / TUNING, record)
-    if len(scales_of(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
+    if len(list_scales(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
     arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]

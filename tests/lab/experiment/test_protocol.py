@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.seeding import initialise, key
+from headwise.lab.experiment.seeding import initialize_parameters, key
 from headwise.nn.multihead import MultiheadAttention
 
 
@@ -51,9 +51,9 @@ def shared(one: nn.Module, other: nn.Module) -> list[str]:
 def test_parameters_shared_between_arms_start_bit_equal_though_an_output_projection_was_replaced(attention, settings):
     plain, routed = Encoder(attention, **settings), Encoder(attention, **settings)
     routed.attention.out_proj = Aggregator()
-    initialise(plain, seed=3)
+    initialize_parameters(plain, seed=3)
     torch.rand(17)
-    initialise(routed, seed=3)
+    initialize_parameters(routed, seed=3)
     names = shared(plain, routed)
     assert {"embedding.weight", "norm.weight", "out.weight", "out.bias"} <= set(names)
     assert any(name.startswith("attention.") for name in names)
@@ -67,9 +67,9 @@ def test_every_parameter_is_drawn_anew_and_depends_on_the_seed_and_on_nothing_el
     for model in (one, other, third):
         for parameter in model.parameters():
             nn.init.constant_(parameter, 7.0)
-    initialise(one, seed=1)
-    initialise(other, seed=1)
-    initialise(third, seed=2)
+    initialize_parameters(one, seed=1)
+    initialize_parameters(other, seed=1)
+    initialize_parameters(third, seed=2)
     for name, value in one.named_parameters():
         assert not (value == 7.0).any(), name
         assert torch.equal(value, other.get_parameter(name)), name
@@ -79,7 +79,7 @@ def test_every_parameter_is_drawn_anew_and_depends_on_the_seed_and_on_nothing_el
 
 def test_attention_starts_as_torch_starts_it():
     model = Encoder()
-    initialise(model, seed=5)
+    initialize_parameters(model, seed=5)
     bound = (6 / (8 + 24)) ** 0.5
     assert model.attention.in_proj_weight is not None
     assert 0.9 * bound < model.attention.in_proj_weight.abs().max() <= bound
@@ -90,13 +90,13 @@ def test_attention_starts_as_torch_starts_it():
 
 def test_equal_modules_under_different_names_start_differently():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    initialise(model, seed=0)
+    initialize_parameters(model, seed=0)
     assert not torch.equal(model[0].weight, model[1].weight)
 
 
 def test_a_module_starts_as_torch_would_start_it_under_the_seed_of_its_name():
     model = Encoder()
-    initialise(model, seed=3)
+    initialize_parameters(model, seed=3)
     with torch.random.fork_rng():
         torch.manual_seed(key(3, "out"))
         assert torch.equal(model.out.weight, nn.Linear(8, 3).weight)
@@ -107,7 +107,7 @@ def test_the_global_generator_is_left_as_it_was():
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
-    initialise(model, seed=1)
+    initialize_parameters(model, seed=1)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -120,10 +120,10 @@ def test_a_module_that_cannot_draw_its_parameters_is_refused_before_anything_is_
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Mute()))
     before = model[0].weight.clone()
     with pytest.raises(SettingError, match=r"module 1\.0 \(Mute\) owns parameters but has no reset_parameters"):
-        initialise(model, seed=0)
+        initialize_parameters(model, seed=0)
     assert torch.equal(model[0].weight, before)
     with pytest.raises(SettingError, match=r"the model itself"):
-        initialise(Mute(), seed=0)
+        initialize_parameters(Mute(), seed=0)
 
 
 def test_keys_are_63_bits_and_the_same_in_every_process():

@@ -11,9 +11,9 @@ import torch
 import headwise as hw
 from headwise.errors import SettingError
 from headwise.lab.experiment.scale import Recipe
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
-from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.optimizer import build_optimizer
 from headwise.repulsion.rules import SVGD, update
 
 SIZES = ElectraSizes(
@@ -33,7 +33,7 @@ MASK = 4
 @pytest.fixture
 def model() -> ElectraPretraining:
     built = ElectraPretraining(SIZES).double()
-    initialise(built, seed=7)
+    initialize_parameters(built, seed=7)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.mul_(8.0)  # far from the flat start, where every token is as likely as any other
@@ -148,8 +148,8 @@ def test_electra_small_has_14_million_parameters():
 
 def test_parameters_are_drawn_as_bert_draws_them_and_the_same_for_a_seed():
     one, other = ElectraPretraining(SIZES), ElectraPretraining(SIZES)
-    initialise(one, seed=5)
-    initialise(other, seed=5)
+    initialize_parameters(one, seed=5)
+    initialize_parameters(other, seed=5)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert one.generator.generator_lm_head.weight is one.discriminator.electra.embeddings.word_embeddings.weight
     assert float(
@@ -160,7 +160,7 @@ def test_parameters_are_drawn_as_bert_draws_them_and_the_same_for_a_seed():
 
 def test_a_deviation_of_ones_own_holds_in_both_networks_and_in_what_is_saved():
     model = ElectraPretraining(dataclasses.replace(SIZES, width=64, hidden=64, embedding=32, deviation=0.3))
-    initialise(model, seed=5)
+    initialize_parameters(model, seed=5)
     for network in (model.discriminator, model.generator):
         drawn = network.electra.encoder.layer[1].intermediate.dense
         assert float(drawn.weight.detach().std()) == pytest.approx(0.3, rel=0.1)
@@ -172,7 +172,7 @@ def test_a_deviation_of_ones_own_holds_in_both_networks_and_in_what_is_saved():
 
 def test_positions_that_begin_as_sinusoids_know_distances_and_are_trained():
     model = ElectraPretraining(dataclasses.replace(SIZES, embedding=32, deviation=0.3, sinusoids=True))
-    initialise(model, seed=5)
+    initialize_parameters(model, seed=5)
     table = model.discriminator.electra.embeddings.position_embeddings.weight
     assert float((table.detach() ** 2).mean()) == pytest.approx(0.3**2, rel=1e-3)
     likeness = table.detach() @ table.detach().T
@@ -186,7 +186,7 @@ def test_positions_that_begin_as_sinusoids_know_distances_and_are_trained():
 
 
 def test_biases_and_norms_are_not_decayed(model):
-    optimizer = optimizer_of(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
+    optimizer = build_optimizer(model, 0.5, Recipe(0.5, 1, 0, weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     named = dict(model.named_parameters())
     assert len(decay) == len(named)

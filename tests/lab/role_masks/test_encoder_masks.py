@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import MaskError, SettingError
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.role_masks.encoder import MaskFunction, mask_encoder
 from headwise.lab.tasks.translation.marian import Marian
 from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
@@ -24,7 +24,7 @@ def built(kind: str, seed: int = 6, **changes) -> Seq2Seq | Marian:
     sizes = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": HEADS, "encoder_layers": 2, "decoder_layers": 2}
     config = Seq2SeqConfig(**sizes, **changes)
     model = Seq2Seq(config) if kind == "seq2seq" else Marian(config)
-    initialise(model, seed)
+    initialize_parameters(model, seed)
     scale = 1.0 if kind == "seq2seq" else 8.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,7 +24,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.results.runs import STEP_RATIO
 from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.optimizer import build_optimizer
 
 # Batches, and how often each is stepped on by each model after one step that is not counted.
 BATCHES, ROUNDS = 3, 9
@@ -64,7 +64,7 @@ def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = settings.scale.recipe
     model.to(device).train()
-    optimizer = optimizer_of(model, arm.learning_rate or recipe.learning_rate, recipe)
+    optimizer = build_optimizer(model, arm.learning_rate or recipe.learning_rate, recipe)
     methods.repel(optimizer)
 
     def step(batch: Batch) -> None:

@@ -1,7 +1,4 @@
-"""Which roles guide the heads of an arm, and which of them are replaced by a control.
-
-Owns the setting `Guided`, and what a maker of masks that a run keeps can do. How its masks are made is `role_masks`'.
-"""
+"""Which roles guide the heads of an arm, and which of them are replaced by a control."""
 
 from __future__ import annotations
 

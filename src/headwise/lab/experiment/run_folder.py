@@ -1,7 +1,6 @@
-"""A run's folder: what determined the run, how far it is, and its result, each file replaced as a whole.
+"""A run's folder: what determined the run, its progress and its result, each file replaced as a whole.
 
-Owns the names of the files of one run and every write to them. A run is finished exactly when `result.json`
-exists, and that file is written last. Must not know how a run is trained.
+A run is finished exactly when `result.json` exists; that file is written last.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
 LOG = "log.txt"
-# What is measured of a trained model afterwards lies beside its result, {"numbers": {...}, ...} each.
+# Prefix of the files of analyses, {"numbers": {...}, ...} each.
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
@@ -37,12 +36,12 @@ UNFINISHED = ".writing"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """How far one run is, as its `progress.json` says it.
+    """How far one run is, as recorded in its `progress.json`.
 
     Attributes:
         step: Optimizer steps done.
         steps: Steps in all.
-        note: A few words to show beside the bar.
+        note: A few words to show next to the progress bar.
     """
 
     step: int

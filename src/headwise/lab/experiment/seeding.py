@@ -1,8 +1,4 @@
-"""What makes two runs comparable: every draw has a seed of its own, and shared parameters start equal.
-
-Owns the making of seeds (`key`) and the drawing of parameters (`initialise`). Must not know arms, tasks or how a
-result is judged (`statistics`).
-"""
+"""What makes two runs comparable: each draw has its own seed, and shared parameters start from the same bits."""
 
 from __future__ import annotations
 
@@ -29,12 +25,12 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize_parameters(model: nn.Module, seed: int) -> None:
     """Draw every parameter of `model` anew, each module's under a generator seeded by (seed, the module's name).
 
-    A module that stands under the same name in two models therefore starts with the same bits in both, whatever else
-    the models hold: an arm differs from plain by its method, not by its start. A module's own reset is called, the
-    way it was made to start; the global generators are left as they were.
+    A module with the same name in two models therefore starts from the same bits in both, whatever else the models
+    hold: an arm differs from plain by its method, not by its start. Each module's own reset is called; the global
+    generators stay as they were.
 
     Args:
         model: Every module that owns parameters must have `reset_parameters()`, or torch's `_reset_parameters()`.
@@ -45,7 +41,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
     Example:
         >>> plain, wider = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 9))
-        >>> initialise(plain, seed=4), initialise(wider, seed=4)
+        >>> initialize_parameters(plain, seed=4), initialize_parameters(wider, seed=4)
         (None, None)
         >>> torch.equal(plain[0].weight, wider[0].weight)
         True

@@ -1,14 +1,14 @@
-"""What determines a run, as a value that travels to the process that does it.
-
-Owns `RunSettings` and its record. Imports nothing slow, so that a parent process can make many of them.
-"""
+"""What determines a run, as a value that travels to the process that does it, and the versions it was done with."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.arm_record import record_arm
 from headwise.lab.experiment.run_folder import as_record
@@ -65,3 +65,12 @@ class RunSettings:
             "scale": as_record(self.scale),
             "recipe": as_record(self.scale.recipe),
         }
+
+
+def read_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python, headwise and some packages.
+
+    >>> sorted(read_versions("torch"))
+    ['headwise', 'python', 'torch']
+    """
+    return {"python": platform.python_version(), "headwise": __version__, **{name: version(name) for name in packages}}

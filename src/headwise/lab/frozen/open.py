@@ -18,8 +18,8 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.registry import TASKS, named_task
 from headwise.lab.models.pretrained import require_whole
-from headwise.lab.training.finished import finished_record
 from headwise.lab.training.start import MODEL, open_tokenizer
+from headwise.lab.training.trained import read_finished
 from headwise.routing.save import RECORD, load
 
 # The most tokens of a sentence that are read.
@@ -48,7 +48,7 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
     task = record.get("task", "") if isinstance(record, dict) else ""
     if task not in TASKS:
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {', '.join(TASKS)}.")
-    return named_task(task).open_frozen(folder, finished_record(folder, task), pipeline)
+    return named_task(task).open_frozen(folder, read_finished(folder, task), pipeline)
 
 
 def open_export(folder: Path, name: str, remedy: str = "") -> Frozen:

@@ -13,16 +13,16 @@ from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training import processes
-from headwise.lab.training.baseline import BaselineSettings, baseline_run
-from headwise.lab.training.cross_validation import gather
+from headwise.lab.training.baseline import BaselineSettings, run_baseline
+from headwise.lab.training.cross_validation import gather_parts
 
 
 def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
-    """Do one run on one thread in its folder; see `train_run`, `baseline_run` and `analyze`."""
+    """Do one run on one thread in its folder; see `train_run`, `run_baseline` and `analyze`."""
     torch.set_num_threads(1)
     if isinstance(settings, BaselineSettings):
-        baseline_run(settings, folder)
-        gather(settings, folder)
+        run_baseline(settings, folder)
+        gather_parts(settings, folder)
         return
     if isinstance(settings, AnalysisSettings):
         analyze(settings, folder)
@@ -31,4 +31,4 @@ def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: 
     from headwise.lab.training.train import train_run
 
     train_run(settings, folder, heartbeat)
-    processes.by_first(lambda: gather(settings, folder))
+    processes.by_first(lambda: gather_parts(settings, folder))

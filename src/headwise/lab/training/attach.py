@@ -18,7 +18,7 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.method import KINDS, Aggregate, DropHeads, OtherModel, Penalize, Repel
 from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.seeding import initialise, key
+from headwise.lab.experiment.seeding import initialize_parameters, key
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
@@ -115,13 +115,13 @@ class Methods:
         self.repulsion: Repulsion | None = None
         self.heads: Heads | None = None
         if part is None:
-            initialise(model, seed)
+            initialize_parameters(model, seed)
             return
         self.heads = find_heads(part)
         if (routing := arm.find(Aggregate)) is not None:
             setting = _compile(routing.setting) if compile_routing else routing.setting
             aggregate(_choose(self.heads, routing.layers, routing.kinds), setting)
-        initialise(model, seed)
+        initialize_parameters(model, seed)
         if (penalize := arm.find(Penalize)) is not None:
             self.penalty, self.penalty_weight = _build_penalty(self.heads, penalize), penalize.weight
         drop = arm.find(DropHeads)

@@ -1,7 +1,4 @@
-"""Baselines as runs: rows that no arm makes get folders like those of arms, so they stand in every table.
-
-Owns what such a folder holds. The answers are the task's.
-"""
+"""Baselines as runs: they get folders like those of arms, so that every table has their rows."""
 
 from __future__ import annotations
 
@@ -16,14 +13,13 @@ from headwise.lab.experiment.evaluation import scores_by_bin
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.settings import Whole
-from headwise.lab.experiment.versions import versions
+from headwise.lab.experiment.settings import Whole, read_versions
 from headwise.lab.results.runs import MEASURES
 
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """Everything a baseline's row is made from; as `RunSettings`, with a name in the place of the arm."""
+    """Everything a baseline's row is made from; as `RunSettings`, with a name instead of an arm."""
 
     task: str
     scale: Scale
@@ -48,8 +44,8 @@ class BaselineSettings:
         }
 
 
-def baseline_run(settings: BaselineSettings, folder: Path) -> None:
-    """Fit one baseline, ask it about the test split, and leave the folder of a finished run."""
+def run_baseline(settings: BaselineSettings, folder: Path) -> None:
+    """Fit one baseline, predict the test split, and write the folder of a finished run."""
     run_folder.claim(folder, settings.record())
     if run_folder.is_finished(folder):
         return
@@ -73,6 +69,6 @@ def baseline_run(settings: BaselineSettings, folder: Path) -> None:
         "step_seconds": None,
         "train_seconds": time.monotonic() - began,
         **dict.fromkeys(MEASURES),
-        "versions": versions("numpy", "scikit-learn"),
+        "versions": read_versions("numpy", "scikit-learn"),
     }
     run_folder.write_json(folder / run_folder.RESULT, result)

@@ -1,7 +1,4 @@
-"""What a training run says and keeps while it trains: metrics per epoch, progress, and when to save or stop.
-
-Owns `RunCallback`, the one callback of the laboratory's Trainer. Must not know how a step is made.
-"""
+"""The callback of a training run: metrics per epoch, progress, and when to save or stop."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from headwise.lab.experiment.run_folder import EPOCHS, PROGRESS, write_json, wri
 from headwise.lab.experiment.settings import SAVE_SECONDS
 from headwise.lab.experiment.task import Batches
 from headwise.lab.training import processes
-from headwise.lab.training.averaging import keep_epoch_weights
+from headwise.lab.training.checkpoints import write_epoch_weights
 
 SHOW_SECONDS = 0.5
 # Enough for a median, few enough for a checkpoint.
@@ -31,7 +28,7 @@ KEPT_STEPS = 2000
 
 
 class RunCallback(TrainerCallback):
-    """Counts, shows, saves and stops, at step boundaries only, so that it never changes what is computed.
+    """Counts, reports, saves and stops at step boundaries only, so that it never changes what is computed.
 
     Args:
         folder: The run's folder.
@@ -101,7 +98,7 @@ class RunCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; the epochs it does not know of are taken back."""
+        """Resume from a checkpoint; records of later epochs are dropped."""
         self.records = list(state["records"])
         self.step_seconds.extend(state["step_seconds"])
         self.train_seconds = state["train_seconds"]
@@ -172,7 +169,7 @@ class RunCallback(TrainerCallback):
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
         if self.averaged > 1 and processes.rank() == 0:
-            keep_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
+            write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
         self._loss, self._force = torch.zeros_like(self._loss), torch.zeros_like(self._force)
         self._counted = self._forced = 0
         control.should_save = True

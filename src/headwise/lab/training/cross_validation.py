@@ -1,7 +1,4 @@
-"""Runs made of several trainings, as those of a cross-validation: one job a part, and the run they add up to.
-
-Owns the folders of parts and the making of one result from theirs. Must not know what the parts of a task are.
-"""
+"""Runs made of several trainings, such as the folds of a cross-validation: one job per part, and one result."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ from headwise.lab.training.baseline import BaselineSettings
 PART = "part-"
 
 
-def scales_of(task: Task, settings: RunSettings | BaselineSettings) -> Sequence[Any]:
+def list_scales(task: Task, settings: RunSettings | BaselineSettings) -> Sequence[Any]:
     """Return the scales of the trainings that a run is made of; its own scale alone where it is one training."""
     return task.parts(settings.data, settings.scale, settings.cache)
 
 
-def part_jobs(job: Job, scales: Sequence[Any]) -> list[Job]:
+def split_job(job: Job, scales: Sequence[Any]) -> list[Job]:
     """Return the jobs of a run: itself, or one a part, in folders below its own."""
     if len(scales) == 1:
         return [job]
@@ -48,15 +45,15 @@ def part_jobs(job: Job, scales: Sequence[Any]) -> list[Job]:
     ]
 
 
-def run_of(job: Job) -> Path:
+def find_run(job: Job) -> Path:
     """Return the folder of the run that a job does, or does a part of."""
     return job.folder if job.settings.whole is None else job.folder.parent
 
 
-def gather(settings: RunSettings | BaselineSettings, folder: Path) -> None:
+def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None:
     """Make the result of a run of its parts', once all of them are finished.
 
-    Answers stand one part after another. The dev score, the measures of heads and what else is a number are means over
+    Answers are concatenated in the order of the parts. The dev score, the measures of heads and what else is a number are means over
     the parts; the time of training is their sum.
 
     Args:

@@ -1,6 +1,6 @@
 """DropHead, the stochastic control: whole heads are zeroed at random while training.
 
-Owns the hook and its random stream. Zhou et al. 2020, section 3, with the rescaling of its Eq. 3.
+Zhou et al. 2020, section 3, with the rescaling of its Eq. 3.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from headwise.heads.heads import Heads
 class DropHead:
     """Zero each head of each example with probability `rate` while training, and rescale the rest.
 
-    O_h <- O_h * m_h * H / sum_h m_h with m_h ~ Bernoulli(1 - rate), drawn per example and site (Zhou et al.
-    2020). Where every head of an example would go, all stay. The draws come from a generator of their own,
-    so that dropout and the order of the data are those of every other arm.
+    O_h <- O_h * m_h * H / sum_h m_h with m_h ~ Bernoulli(1 - rate), drawn per example and attention (Zhou et
+    al. 2020). Where every head of an example would be dropped, all stay. The draws have their own generator, so that
+    dropout and the order of the data are those of every other arm.
 
     Args:
         heads: The heads it acts on.

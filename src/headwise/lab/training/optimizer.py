@@ -1,7 +1,4 @@
-"""The optimizer of every run.
-
-Owns its choice; rates and decay are the recipe's.
-"""
+"""The optimizer of every run."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Grouped(Protocol):
         ...
 
 
-def optimizer_of(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, rate: float, recipe: Recipe) -> torch.optim.Optimizer:
     """Return Adam with decoupled weight decay, or SGD with momentum, on all parameters of a model."""
     decay = recipe.weight_decay
     parameters = model.parameter_groups(rate, decay) if isinstance(model, Grouped) else model.parameters()

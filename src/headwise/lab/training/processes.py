@@ -1,13 +1,14 @@
-"""The processes that train one run together, as torchrun and `accelerate launch` start them; usually there is one.
+"""The processes that train one run together, as torchrun and `accelerate launch` start them, and the batches of each.
 
-Owns who they are and what they agree on. With one process every function here does nothing, and nothing of
-`torch.distributed` is started.
+With one process every function here does nothing, and nothing of `torch.distributed` is started. This is not
+accelerate's `PartialState` because that opens NCCL alone on GPUs (what processes agree on is on the CPU), starts with
+one process too, and deals whole batches to processes, which changes the size of a batch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from headwise.errors import HeadwiseError
 
@@ -134,3 +136,49 @@ def total(tensor: Tensor) -> Tensor:
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean of a tensor over the processes."""
     return total(tensor) / count() if count() > 1 else tensor
+
+
+# What torch's losses leave out.
+IGNORED = -100
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Every batch of another sampler, divided: process r of n has examples r, r + n, r + 2 n, ... of it.
+
+    A batch of fewer examples than processes is given to each of them whole.
+
+    Args:
+        batches: The batches of one process.
+        rank: Which process this is, r.
+        count: How many there are, n.
+
+    Example:
+        >>> [list(OwnBatches([[4, 5, 6], [7]], rank, 2)) for rank in (0, 1)]
+        [[[4, 6], [7]], [[5], [7]]]
+    """
+
+    drop_last = False  # accelerate asks every batch sampler
+
+    def __init__(self, batches: Any, rank: int, count: int) -> None:
+        self.batches, self.rank, self.count = batches, rank, count
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            yield batch[self.rank :: self.count] if len(batch) >= self.count else batch
+
+
+def weigh_loss(loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Return a loss, the mean over this process's labels, such that its mean over processes is that of the whole batch.
+
+    loss n c_r / sum_s c_s, where c_r is how many labels process r of n has; the loss itself in one process.
+
+    >>> weigh_loss(torch.tensor(2.0), {"labels": torch.tensor([0, 1])})
+    tensor(2.)
+    """
+    if count() == 1:
+        return loss
+    own = (inputs["labels"] != IGNORED).sum().to(torch.float64)
+    return loss * (count() * own / total(own).clamp_min(1)).to(loss.dtype)

@@ -1,8 +1,4 @@
-"""What fine-tuning begins with: a folder of Hugging Face, a run of pre-training, or each arm's own run.
-
-Owns where that is looked for, the classifier made of it, and which of its parameters are drawn anew. Must not know
-data.
-"""
+"""The models that fine-tuning starts from: a folder of Hugging Face, a pre-training run, or each arm's own run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run: data, model, arm, training (or the rest of it), one look at the test split, result.
-
-Owns the one Trainer subclass and the order of a run. The methods are `methods`', the bookkeeping is `callback`'s.
-"""
+"""One run: data, model, arm, training (or the rest of it), scores on the test split, result."""
 
 from __future__ import annotations
 
@@ -26,16 +23,19 @@ from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import key
-from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.settings import RunSettings, read_versions
 from headwise.lab.experiment.task import Data, Task
-from headwise.lab.experiment.versions import versions
 from headwise.lab.training import processes
 from headwise.lab.training.attach import Methods, attach_arm
-from headwise.lab.training.averaging import drop_epoch_weights, load_averaged
 from headwise.lab.training.callback import RunCallback
-from headwise.lab.training.checkpoints import seal, verify
-from headwise.lab.training.optimizer import optimizer_of
-from headwise.lab.training.own_batches import OwnBatches, counted
+from headwise.lab.training.checkpoints import (
+    delete_epoch_weights,
+    load_mean_weights,
+    seal_checkpoint,
+    verify_checkpoint,
+)
+from headwise.lab.training.optimizer import build_optimizer
+from headwise.lab.training.processes import OwnBatches, weigh_loss
 
 RUN = "run.pt"
 
@@ -50,8 +50,8 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
 
     Args:
         settings: What the run is made from.
-        folder: Its folder; made when missing. A finished run is left alone, an interrupted one goes on from its
-            checkpoint to the same bits.
+        folder: Its folder; made when missing. A finished run stays as it is, an interrupted one resumes from
+            its checkpoint and ends at the same bits.
         heartbeat: Asked after each step; True saves a checkpoint and returns.
 
     Raises:
@@ -68,7 +68,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = processes.agreed(run_folder.latest_checkpoint(folder))
     if checkpoint is not None:
-        processes.by_first(lambda: verify(checkpoint))
+        processes.by_first(lambda: verify_checkpoint(checkpoint))
     with warnings.catch_warnings():
         # torch's scheduler is stepped by the Trainer before it knows of a resumed optimizer
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -137,7 +137,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Return the loss with the arm's penalty."""
         outputs = model(**inputs)
-        loss = self.methods.penalized(counted(outputs["loss"], inputs))
+        loss = self.methods.penalized(weigh_loss(outputs["loss"], inputs))
         return (loss, outputs) if return_outputs else loss
 
     @override
@@ -162,7 +162,7 @@ class HeadTrainer(Trainer):
         written = run_folder.latest_checkpoint(Path(str(self.args.output_dir)))
         assert written is not None
         torch.save(state, written / RUN)
-        seal(written)
+        seal_checkpoint(written)
         run_folder.keep_checkpoint(written, self.folder)
 
     @override
@@ -240,7 +240,7 @@ def _trainer(
         collate=task.collate,
         methods=methods,
         run=run,
-        optimizer=optimizer_of(model, rate, recipe),
+        optimizer=build_optimizer(model, rate, recipe),
     )
 
 
@@ -262,7 +262,7 @@ def _finish(
     run = trainer.run
     score, answered, signatures = None, {}, {}
     if settings.scale.recipe.averaged > 1:
-        load_averaged(model, folder)
+        load_mean_weights(model, folder)
     with methods.evaluating(model):
         if settings.test:
             answers = task.on_test(model, data)
@@ -296,10 +296,10 @@ def _finish(
         "answers": answered,
         "signatures": signatures,
         "force_ratio": run.force_ratio,
-        "versions": versions("torch", "transformers", "accelerate", "numpy"),
+        "versions": read_versions("torch", "transformers", "accelerate", "numpy"),
     }
     run_folder.write_json(folder / run_folder.RESULT, result)
     for path in folder.glob(f"{run_folder.CHECKPOINT}*"):
         shutil.rmtree(path, ignore_errors=True)
-    drop_epoch_weights(folder)
+    delete_epoch_weights(folder)
     shutil.rmtree(folder / run_folder.UNFINISHED, ignore_errors=True)

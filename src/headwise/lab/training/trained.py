@@ -1,14 +1,11 @@
-"""A finished run's model: built as it was trained, with what of its arm outlives training, and its weights.
-
-Owns the way back from a run's folder to a model. Must not know what is done with it.
-"""
+"""Finished runs: their settings, and their models, built as they were trained and with the trained weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +22,11 @@ from headwise.lab.experiment.method import Aggregate, OtherModel
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import MaskMaker, Task
+from headwise.lab.results.runs import COMPARISON
 from headwise.lab.training.attach import Methods, build_model, find_target
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # The methods that a trained model still has; the others act on gradients, or during training only.
 LASTING = (Aggregate, Guided, OtherModel)
@@ -55,7 +56,7 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
     model, masks = build_model(task, settings.arm, data, scale, seed=settings.seed)
-    methods = revived(
+    methods = restore_run(
         folder,
         task.remaining_arm(settings.arm, data),
         model,
@@ -69,7 +70,7 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
     return Trained(task, data, model, methods.heads)
 
 
-def revived(
+def restore_run(
     folder: Path,
     arm: Arm,
     model: nn.Module,
@@ -130,3 +131,61 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
         raise DataError(
             f"{folder / run_folder.SETTINGS} does not say what its arm is ({error}); was it made by another version?"
         ) from error
+
+
+Scale = TypeVar("Scale", bound="DataclassInstance")
+
+
+def read_finished(folder: Path, task: str) -> Mapping[str, Any]:
+    """Return the settings of a finished run of a task, one with a model, as it wrote them when it began.
+
+    Raises:
+        DataError: The folder holds no run, an unfinished one, one of another task or a baseline.
+    """
+    if not folder.is_dir():
+        state = "is a file" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {state}; expected the folder of a finished run of headwise compare {task}.")
+    if not (folder / run_folder.SETTINGS).is_file():
+        inside = sorted(path.parent for path in folder.glob(f"*/*/{run_folder.WEIGHTS}"))
+        advice = f"name one of its runs, such as {inside[0]}" if inside else "expected the folder of a finished run"
+        kind = "holds a comparison" if (folder / COMPARISON).is_file() else "holds no run"
+        raise DataError(f"{folder} {kind} (it has no {run_folder.SETTINGS}); {advice}.")
+    record = run_folder.read_json(folder / run_folder.SETTINGS)
+    found = record.get("task") if isinstance(record, dict) else None
+    if found != task:
+        raise DataError(f"{folder} holds a run of {found or 'no task'}; expected one of {task}.")
+    if "arm" not in record:
+        raise DataError(f"{folder} holds the baseline {record.get('baseline')!r}, which has no model; name a run.")
+    lacking = {"seed", "data", "scale"} - record.keys()
+    if lacking:
+        raise DataError(f"{folder / run_folder.SETTINGS} has no {min(lacking)}; was it changed since the run began?")
+    if not run_folder.is_finished(folder):
+        raise DataError(f"{folder} holds a run that is not finished; give the command that began it again.")
+    return record
+
+
+def read_scale(folder: Path, record: Mapping[str, Any], kind: type[Scale]) -> Scale:
+    """Return the scale that a run's settings name; what a later version has besides takes its default.
+
+    Raises:
+        DataError: The settings do not say it.
+    """
+    known = {field.name for field in fields(kind)}
+    try:
+        return kind(**{name: value for name, value in record["scale"].items() if name in known})
+    except (KeyError, TypeError, AttributeError, HeadwiseError) as error:
+        raise DataError(
+            f"{folder / run_folder.SETTINGS} does not say the sizes of the model ({error}); was it made by another "
+            "version?"
+        ) from error
+
+
+def require_kept_file(folder: Path, name: str) -> Path:
+    """Return a file that a run keeps when it ends.
+
+    Raises:
+        DataError: It is missing.
+    """
+    if not (folder / name).is_file():
+        raise DataError(f"{folder / name} is missing; a run keeps it when it ends: train this one again.")
+    return folder / name

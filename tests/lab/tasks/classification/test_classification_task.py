@@ -23,7 +23,7 @@ from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.lab.tasks.classification.task import ClassificationTask
 from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.cross_validation import gather
+from headwise.lab.training.cross_validation import gather_parts
 from headwise.lab.tune import Tuning, tune
 from lab.sentences import parse_without_spacy, write_sentences
 from lab.stopping import assert_goes_on_to_the_same_bits
@@ -158,7 +158,7 @@ def test_a_run_whose_parts_are_finished_is_put_together_when_asked_for_again(inl
 
 def test_a_run_without_parts_is_left_alone(sentences, tmp_path):
     settings = RunSettings("classification", TOY, parse_arm("plain"), seed=0, data=sentences)
-    gather(settings, tmp_path)
+    gather_parts(settings, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

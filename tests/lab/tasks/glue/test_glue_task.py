@@ -35,7 +35,7 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale import Recipe
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.models.pretrained import require_whole
@@ -43,7 +43,7 @@ from headwise.lab.tasks.glue.files import GLUE, find_missing_file, find_set, for
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.glue.task import GlueTask
 from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.start import Classifier, find_start, require_positions
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
@@ -236,8 +236,8 @@ def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, m
 
 def test_pretrained_parameters_stay_and_the_head_is_drawn_by_the_seed(model):
     one, other = Classifier(model, 2), Classifier(model, 2)
-    initialise(one, seed=1)
-    initialise(other, seed=2)
+    initialize_parameters(one, seed=1)
+    initialize_parameters(other, seed=2)
     found = load_file(model / "model.safetensors")
     for name, value in one.network.state_dict().items():
         if name in found:
@@ -252,13 +252,13 @@ def test_the_head_is_drawn_as_widely_as_the_model_was(model, tmp_path):
     config = json.loads((wide / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps({**config, "initializer_range": 0.3}))
     classifier = Classifier(wide, 2)
-    initialise(classifier, seed=1)
+    initialize_parameters(classifier, seed=1)
     assert float(classifier.network.state_dict()["classifier.dense.weight"].std()) == pytest.approx(0.3, rel=0.2)
 
 
 def test_lower_layers_are_trained_more_slowly(model):
     classifier = Classifier(model, 2, layer_decay=0.5)
-    optimizer = optimizer_of(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))
+    optimizer = build_optimizer(classifier, 0.64, Recipe(0.64, 1, 0, weight_decay=0.1))
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     named = dict(classifier.network.named_parameters())
     assert len(rates) == len(named)
@@ -526,7 +526,7 @@ def test_minilm_can_be_begun_with():
     data = TASK.load(PUBLISHED / "MRPC", scale, None)
     assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
     built, methods = attach_arm(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
-    methods.repel(optimizer_of(built, 1e-4, scale.recipe))
+    methods.repel(build_optimizer(built, 1e-4, scale.recipe))
     loss = methods.penalized(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
     loss.backward()
     assert float(methods.apply_repulsion()) > 0

@@ -23,7 +23,7 @@ from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
 from headwise.lab.tasks.graph2text.task import Graph2TextTask
 from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.train import train_run
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.graph2text.graph_sets import write_triples
@@ -148,7 +148,7 @@ def test_losses_are_those_of_the_model_and_bins_are_triples(mine):
 
 def test_the_papers_optimizer_is_sgd_with_momentum_and_the_record_of_old_runs_is_as_it_was():
     recipe = GRAPH_SCALES["paper"].recipe
-    made = optimizer_of(torch.nn.Linear(2, 2), 0.1, recipe)
+    made = build_optimizer(torch.nn.Linear(2, 2), 0.1, recipe)
     assert isinstance(made, torch.optim.SGD)
     assert made.defaults["momentum"] == 0.9
     settings = RunSettings("graph2text", GRAPH_SCALES["paper"], parse_arm("plain"), seed=0)

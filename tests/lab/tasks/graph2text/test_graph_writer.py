@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.errors import ShapeError
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise.lab.tasks.graph2text.data import collate
 from headwise.lab.tasks.graph2text.decoding import search, written
@@ -51,7 +51,7 @@ def writer(departures: Departures = CORRECT, *, dropout: float = 0.0, blind: boo
     model = GraphWriter(
         WORDS, KINDS, width=8, layers=3, heads=4, dropout=dropout, departures=departures, blind=blind
     ).double()
-    initialise(model, 5)
+    initialize_parameters(model, 5)
     return model.eval()
 
 
@@ -95,7 +95,7 @@ def test_a_batch_of_graphs_equals_its_graphs_one_by_one():
 
 def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
     encoder = GraphEncoder(KINDS, width=8, layers=1, heads=2, dropout=0.0).double()
-    initialise(encoder, 3)
+    initialize_parameters(encoder, 3)
     batch = collate(GRAPHS)
     entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64, requires_grad=True)
     found = encoder(entities, batch["nodes"], batch["neighbours"])
@@ -116,7 +116,7 @@ def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_another_entity_changes_the_nodes_within_as_many_steps_as_blocks_and_no_other_bit(layers):
     encoder = GraphEncoder(KINDS, width=8, layers=layers, heads=2, dropout=0.0).double()
-    initialise(encoder, 4)
+    initialize_parameters(encoder, 4)
     batch = collate([graph(4, [(0, 4, 1), (1, 6, 2), (2, 4, 3)], seed=5), *GRAPHS])
     nodes, neighbours = batch["nodes"], batch["neighbours"]
     entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64)

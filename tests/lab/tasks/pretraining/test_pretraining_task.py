@@ -28,7 +28,7 @@ from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise.lab.tasks.pretraining.scores import compute_placements
 from headwise.lab.tasks.pretraining.task import PretrainingTask
 from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import optimizer_of
+from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.train import never, train_run
 from lab.stopping import same_bits, stop_after
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
@@ -110,7 +110,7 @@ def repelled(arm: str, text: Path, scale=TOY) -> set[str]:
     """The parameters whose gradients an arm's rule changes."""
     data = TASK.load(text, scale, None)
     model, methods = attach_arm(TASK, parse_arm(arm), data, scale, seed=3)
-    methods.repel(optimizer_of(model, 0.1, scale.recipe))
+    methods.repel(build_optimizer(model, 0.1, scale.recipe))
     batch = TASK.collate([data.train[index] for index in next(iter(TASK.batches(data, scale, 5)))])
     model(**batch)["loss"].backward()
     named = {name: p for name, p in model.named_parameters() if p.grad is not None}

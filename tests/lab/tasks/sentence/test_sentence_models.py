@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import SettingError, ShapeError
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.models.encoder import Encoder, EncoderLayer, SizedAttention
 from headwise.lab.models.text_classifiers import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
@@ -27,7 +27,7 @@ def vectors(known: int = 0) -> WordVectors:
 
 def model(kind, seed: int = 3):
     made = kind(vectors(), 3, *([SCALE] if kind is SentenceTransformer else []))
-    initialise(made, seed)
+    initialize_parameters(made, seed)
     return made
 
 
@@ -80,8 +80,8 @@ def test_attention_with_heads_of_a_size_is_the_equation():
 def test_heads_that_share_the_width_are_the_module_they_were():
     one, other = SizedAttention(12, 3), MultiheadAttention(12, 3, bias=False, batch_first=True)
     assert one.state_dict().keys() == other.state_dict().keys()
-    initialise(one, 7)
-    initialise(other, 7)
+    initialize_parameters(one, 7)
+    initialize_parameters(other, 7)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     layer = EncoderLayer(12, heads=3, norm_first=True, dropout=0.0)
     assert layer.feed_forward[0].out_features == 24
@@ -89,11 +89,11 @@ def test_heads_that_share_the_width_are_the_module_they_were():
 
 def test_known_vectors_start_as_given_the_others_as_large_and_padding_stays_zero():
     table = vectors(known=2)
-    initialise(table, 5)
+    initialize_parameters(table, 5)
     assert torch.equal(table.weight[0], torch.zeros(10))
     torch.testing.assert_close(table.weight[5:7], torch.full((2, 10), 3.0))
     drawn = vectors()
-    initialise(drawn, 5)
+    initialize_parameters(drawn, 5)
     assert torch.equal(drawn.weight[0], torch.zeros(10))
     torch.testing.assert_close(table.weight[7:], drawn.weight[7:] * 15.0)
     assert 0.15 < float(drawn.weight[1:].detach().std()) < 0.25

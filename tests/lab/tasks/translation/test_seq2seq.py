@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import headwise as hw
 from headwise.errors import SettingError
-from headwise.lab.experiment.seeding import initialise
+from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
 
 SIZES = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
@@ -19,7 +19,7 @@ TARGET = torch.tensor([[5, 9, 6, 2], [7, 2, -100, -100]])
 
 def built(seed: int = 3, **changes) -> Seq2Seq:
     model = Seq2Seq(Seq2SeqConfig(**{**SIZES, **changes}))
-    initialise(model, seed)
+    initialize_parameters(model, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             # sharper than a fresh model, so that no two continuations are nearly as likely

@@ -20,7 +20,7 @@ from headwise.lab.tasks.translation import decoding
 from headwise.lab.tasks.translation.task import TranslationTask, translation_model
 from headwise.lab.tasks.translation.translator import Translator, open_translator
 from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import read_arm, revived
+from headwise.lab.training.trained import read_arm, restore_run
 from headwise.roles import spacy as bridge
 from lab import command
 from lab.sentences import parsed
@@ -102,7 +102,7 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
     own = open_translator(place / name)
     arm = read_arm(place / name, read_json(place / name / "settings.json"))
     model = translation_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
-    revived(place / name, arm, model, TranslationTask(), seed=3)
+    restore_run(place / name, arm, model, TranslationTask(), seed=3)
     free = Translator(model, own.subwords, own.decoding)
     assert free.translate(free.encode(sources(place))) != found
 

@@ -22,8 +22,7 @@ from headwise.lab.role_masks.stored import RARITY, ROLES, kept_roles
 from headwise.lab.tasks.classification.data import END, SPECIAL, START, UNKNOWN
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import word_tables
-from headwise.lab.training.finished import scale_record
-from headwise.lab.training.trained import revived
+from headwise.lab.training.trained import read_scale, restore_run
 from headwise.roles.guide import Guidance, guide
 from headwise.roles.word_table import WordTable
 
@@ -41,11 +40,11 @@ def open_classifier(
         pipeline: As `kept_roles` takes it.
     """
     arm, seed = read_attending_arm(folder, record), int(record["seed"])
-    scale = scale_record(folder, record, ClassificationScale)
+    scale = read_scale(folder, record, ClassificationScale)
     vocabulary, labels = read_words(folder, "labels")
     words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
     model = kind(words, len(labels), scale)
-    revived(folder, arm, model, task, seed=seed)
+    restore_run(folder, arm, model, task, seed=seed)
     encoder = model.encoder
     heads, run, files, cut = find_heads(encoder), run_encoder(encoder), list_files(folder), scale
     guided = arm.find(Guided)

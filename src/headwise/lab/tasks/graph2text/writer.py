@@ -23,8 +23,7 @@ from headwise.lab.tasks.graph2text.files import ASKED, UNTYPED, Graph, parse_tri
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GraphScale
 from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, graph_writer, texts_of
-from headwise.lab.training.finished import finished_record, kept_file, scale_record
-from headwise.lab.training.trained import read_arm, revived
+from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "graph2text"
 # A graph of AGENDA has at most some 100 nodes. Time and memory grow with the square of the one and with the other.
@@ -73,14 +72,14 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
         SettingError: A setting is outside its range.
     """
-    record = finished_record(folder, TASK)
-    scale, arm = scale_record(folder, record, GraphScale), read_arm(folder, record)
+    record = read_finished(folder, TASK)
+    scale, arm = read_scale(folder, record, GraphScale), read_arm(folder, record)
     asked = {"beams": beams, "length_penalty": length_penalty}
     scale = dataclasses.replace(scale, **{name: value for name, value in asked.items() if value is not None})
-    kept_file(folder, run_folder.WEIGHTS)
-    coder = _kept_coder(kept_file(folder, VOCABULARY))
+    require_kept_file(folder, run_folder.WEIGHTS)
+    coder = _kept_coder(require_kept_file(folder, VOCABULARY))
     model = graph_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
-    revived(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
+    restore_run(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
     return Writer(model, coder, scale)
 
 

@@ -16,8 +16,7 @@ from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm,
 from headwise.lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LogicScale
-from headwise.lab.training.finished import scale_record
-from headwise.lab.training.trained import revived
+from headwise.lab.training.trained import read_scale, restore_run
 
 FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
 
@@ -25,8 +24,8 @@ FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the encoder of a run of logic, which reads formulas."""
     (vocabulary,) = read_words(folder)
-    model = PairClassifier(len(vocabulary), len(RELATIONS), scale_record(folder, record, LogicScale))
-    revived(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    model = PairClassifier(len(vocabulary), len(RELATIONS), read_scale(folder, record, LogicScale))
+    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
 
     def formulas(path: Path) -> list[str]:

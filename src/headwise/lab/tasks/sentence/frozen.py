@@ -20,19 +20,18 @@ from headwise.lab.tasks.sentence.data import UNKNOWN, encode
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import words_in_place
-from headwise.lab.training.finished import scale_record
-from headwise.lab.training.trained import revived
+from headwise.lab.training.trained import read_scale, restore_run
 
 
 def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the model of a run of sentence; of one that compares two texts, the part that reads each of them."""
-    scale = scale_record(folder, record, SentenceScale)
+    scale = read_scale(folder, record, SentenceScale)
     vocabulary, labels = read_words(folder, "labels")
     with safe_open(str(folder / run_folder.WEIGHTS), "pt") as weights:
         pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  it is no mapping
     words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
     model = SelfAttentive(words, len(labels), scale, texts=1 + pairs)
-    revived(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     read = OneText(model) if pairs else model
 
     def row(sentence: str) -> Row:

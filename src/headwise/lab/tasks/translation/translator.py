@@ -21,8 +21,7 @@ from headwise.lab.tasks.translation.prepare import TOKENIZER
 from headwise.lab.tasks.translation.role_masks import SourceMasks, kept_masks
 from headwise.lab.tasks.translation.scales import TranslationScale
 from headwise.lab.tasks.translation.task import translation_model
-from headwise.lab.training.finished import finished_record, kept_file, scale_record
-from headwise.lab.training.trained import read_arm, revived
+from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "translation"
 
@@ -122,20 +121,20 @@ def open_translator(
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
         SettingError: A setting is outside its range.
     """
-    record = finished_record(folder, TASK)
-    scale, arm = scale_record(folder, record, TranslationScale), read_arm(folder, record)
+    record = read_finished(folder, TASK)
+    scale, arm = read_scale(folder, record, TranslationScale), read_arm(folder, record)
     decoding = Decoding(
         scale.beams if beams is None else beams,
         scale.length_penalty if length_penalty is None else length_penalty,
         batch,
     )
     for name in (run_folder.WEIGHTS, TOKENIZER):
-        kept_file(folder, name)
+        require_kept_file(folder, name)
     subwords = read_subwords(folder / TOKENIZER)
     seed, masks = int(record["seed"]), None
     guided = arm.find(Guided)
     if guided is not None:
         masks = kept_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
     model = translation_model(scale, subwords.vocabulary_size)
-    revived(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
+    restore_run(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)
