@@ -53,8 +53,8 @@ def find_run(job: Job) -> Path:
 def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None:
     """Make the result of a run of its parts', once all of them are finished.
 
-    Answers are concatenated in the order of the parts. The dev score, the measures of heads and what else is a number are means over
-    the parts; the time of training is their sum.
+    Answers are concatenated in the order of the parts. The dev score, the measures of heads and other numbers are means
+    over the parts; the training time is their sum.
 
     Args:
         settings: Those of one of the parts; nothing is done for a run that has none.
