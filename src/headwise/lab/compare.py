@@ -30,10 +30,10 @@ from headwise.lab.results.comparison_page import write_report
 from headwise.lab.results.figures import write_pictures
 from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
-from headwise.lab.results.paired_tests import do_paired_tests
-from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pairs_of, read_results
-from headwise.lab.results.table import Table, read_table
-from headwise.lab.results.table_json import write_record
+from headwise.lab.results.paired_tests import run_paired_tests
+from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pair_with_controls, read_results
+from headwise.lab.results.table import Table, write_record
+from headwise.lab.results.tabulate import read_table
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.baseline import BaselineSettings
 from headwise.lab.training.cross_validation import find_run, gather_parts, list_scales, split_job
@@ -183,8 +183,8 @@ def test_in_pairs(out: Path, console: Console) -> None:
     """
     if not (out / REFERENCES).exists():
         return
-    pairs = pairs_of(read_results(out).runs)
-    done = do_paired_tests(pairs, out / REFERENCES, out / PAIRED)
+    pairs = pair_with_controls(read_results(out).runs)
+    done = run_paired_tests(pairs, out / REFERENCES, out / PAIRED)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("sacreBLEU's paired tests", total=len(pairs))
         for count in done:

@@ -21,7 +21,7 @@ from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.head_drops import Drop, HeadDrops, numbers_of, pooled, read_head_drops
+from headwise.lab.results.head_drops import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.tasks.translation.loss import negative_log_likelihood
 from headwise.lab.tasks.translation.task import translated
@@ -92,7 +92,7 @@ def test_a_cost_lies_in_its_interval_and_the_summary_is_kept_with_it(record, run
             assert cost["low"] <= cost["value"] <= cost["high"]
     found = read_head_drops(run[1])
     assert [drops.score for drops in found] == ["BLEU", "loss"]
-    assert record["numbers"] == numbers_of(found)
+    assert record["numbers"] == summarize_run(found)
     costs = [head["drops"]["loss"]["value"] for head in record["heads"]]
     assert record["numbers"]["loss_mean_cost"] == pytest.approx(np.mean(costs))
     assert record["numbers"]["loss_raising_share"] == pytest.approx(np.mean(np.array(costs) < 0))
@@ -197,11 +197,11 @@ def drop(value: float, low: float, high: float, head: int = 0) -> Drop:
 def test_redundant_raising_and_unshown_heads_are_counted_over_all_models():
     one = HeadDrops("BLEU", 0.4, 100, (drop(0.0039, 0.001, 0.006), drop(0.0041, -0.001, 0.009), drop(0.2, 0.1, 0.3)))
     other = HeadDrops("BLEU", 0.2, 100, (drop(-0.05, -0.08, -0.02),))
-    assert pooled([one, other]) == pytest.approx(
+    assert summarize_drops([one, other]) == pytest.approx(
         {"redundant_share": 0.5, "raising_share": 0.25, "unshown_share": 0.25, "mean_cost": 0.158 / 4}
     )
     loss = HeadDrops("loss", 2.0, 100, (drop(0.01, 0.0, 0.02),))
-    numbers = numbers_of([HeadDrops("BLEU", 0.0, 100, (drop(0, 0, 0),)), loss])
+    numbers = summarize_run([HeadDrops("BLEU", 0.0, 100, (drop(0, 0, 0),)), loss])
     assert numbers == {
         "loss_redundant_share": 1.0,
         "loss_raising_share": 0.0,

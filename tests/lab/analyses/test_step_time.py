@@ -20,7 +20,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.results.evidence import read_evidence
 from headwise.lab.results.runs import STEP_RATIO, STEP_TIME
-from headwise.lab.results.table import read_table
+from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.logic.logic_toy import TOY
 

@@ -257,7 +257,7 @@ def test_models_with_tests_of_their_own_are_not_compared(tmp_path):
 def test_runs_of_which_some_do_not_say_their_start_are_refused(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2))
     mixed = begun(results, (0, None, 2, 0, 1))
-    with pytest.raises(DataError, match=r"seed-1 does not say which earlier run it began with; delete the folder"):
+    with pytest.raises(DataError, match=r"seed-1 does not record the run it started from; delete the folder"):
         judge([Claim("", (Contrast("good", "plain"),))], {"": Evidence(mixed)})
     # a baseline begins with nothing, and says nothing of the others
     runs = tuple(replace(run, start=None, baseline=True) if run.arm == "plain" else run for run in results.runs)

@@ -15,7 +15,7 @@ from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part
 from headwise.lab.papers.repulsive.graphs import GRAPHS
 from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.results.evidence import by_shared_seed, read_evidence
+from headwise.lab.results.evidence import match_seeds, read_evidence
 from headwise.lab.results.runs import REFERENCES
 from headwise.lab.tasks.graph2text.rating import FORM, KEY
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
@@ -71,6 +71,6 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     folder = plans[0].comparison.out
     evidence = read_evidence(folder, ["plain"], [0, 1])
     assert evidence is not None
-    plain, nearest = by_shared_seed([(evidence, "plain"), (evidence, "nearest")])
+    plain, nearest = match_seeds([(evidence, "plain"), (evidence, "nearest")])
     assert sorted(plain) == sorted(nearest) == [0, 1]
     assert nearest[0] is nearest[1]

@@ -24,7 +24,7 @@ from headwise.lab.papers.sizes import Size
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
-from headwise.lab.results.table import make_table
+from headwise.lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison
 from lab.tasks.translation.translation_toy import make_demo_smallest, write_toy_corpus
 

@@ -15,7 +15,7 @@ from headwise.lab.papers.records import Reproduced, write_records
 from headwise.lab.results.cells import signed
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
-from headwise.lab.results.table import make_table
+from headwise.lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 # A higher effect of the replacement is a lower worth of the role.

@@ -12,7 +12,7 @@ from headwise.lab.papers.repulsive import training_curves as module
 from headwise.lab.papers.repulsive.training_curves import training_curves
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
-from headwise.lab.results.table import read_table
+from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 ARMS = (Drawn("plain", None), Drawn("svgd"))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.results.comparison_page import headline, printed, report_page, write_report
+from headwise.lab.results.comparison_page import format_setting, make_page, write_headline, write_report
 from headwise.lab.results.figures import pictures
-from headwise.lab.results.table import Table, read_table
+from headwise.lab.results.table import Table
+from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -19,9 +20,9 @@ def table(tmp_path_factory) -> Table:
 
 
 def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
-    html = report_page(table, pictures(table), command="headwise compare logic --seeds 5").render()
+    html = make_page(table, pictures(table), command="headwise compare logic --seeds 5").render()
     parts = [
-        headline(table),
+        write_headline(table),
         ">Verdicts<",
         "the others against plain",
         ">Score by number of operators<",
@@ -41,7 +42,7 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
 
 def test_the_headline_says_who_was_better_worse_and_undecided(table):
     verdicts = {row.arm: row.verdict for row in table.arms}
-    text = headline(table)
+    text = write_headline(table)
     assert text.startswith("8 ways of making heads differ on the task logic at scale demo, 5 seeds each")
     assert "900 test items" in text
     for word, sentence in (("better", "Better than the control: "), ("worse", "Worse than the control: ")):
@@ -54,22 +55,24 @@ def test_the_headline_says_who_was_better_worse_and_undecided(table):
 
 def test_too_few_seeds_are_said_in_the_headline(tmp_path):
     table = read_table(write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1)))
-    assert headline(table).endswith(
+    assert write_headline(table).endswith(
         "No verdict is given (scaled not run, 2 seeds): one needs the arm's control and 5 seeds of both."
     )
 
 
 def test_one_arm_one_seed_and_plain_alone_are_put_in_words_that_agree(tmp_path):
     one = read_table(write_comparison(tmp_path / "one", PAPER[2:4], items=10, seeds=(0,)))
-    assert headline(one).startswith("1 way of making heads differ on the task logic at scale demo, 1 seed each")
+    assert write_headline(one).startswith("1 way of making heads differ on the task logic at scale demo, 1 seed each")
     alone = read_table(write_comparison(tmp_path / "alone", PAPER[:3], items=10, seeds=(0, 1)))
-    assert headline(alone).startswith("Nothing was compared with plain on the task logic at scale demo (2 seeds, 30")
-    report_page(alone, []).render()
+    assert write_headline(alone).startswith(
+        "Nothing was compared with plain on the task logic at scale demo (2 seeds, 30"
+    )
+    make_page(alone, []).render()
 
 
 def test_baselines_alone_still_make_a_page(tmp_path):
     table = read_table(write_comparison(tmp_path, PAPER[:2], items=10))
-    assert "Nothing was compared" in report_page(table, pictures(table)).render()
+    assert "Nothing was compared" in make_page(table, pictures(table)).render()
 
 
 def test_hostile_names_settings_and_commands_stay_text(tmp_path):
@@ -90,7 +93,7 @@ def test_hostile_names_settings_and_commands_stay_text(tmp_path):
 def test_unfinished_runs_are_said_on_the_page(tmp_path: Path):
     out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
     (out / "svgd" / "seed-1" / "result.json").unlink()
-    assert "svgd seed 1" in report_page(read_table(out), []).render()
+    assert "svgd seed 1" in make_page(read_table(out), []).render()
 
 
 @pytest.mark.parametrize(
@@ -104,16 +107,16 @@ def test_unfinished_runs_are_said_on_the_page(tmp_path: Path):
     ],
 )
 def test_records_are_printed_as_the_values_they_record(record, text):
-    assert printed(record) == text
+    assert format_setting(record) == text
 
 
 def test_the_worth_of_heads_has_a_part_of_its_own_with_its_figures(tmp_path):
     out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
     table = read_table(out)
-    assert "What each head is worth" not in report_page(table, pictures(table)).render()
+    assert "What each head is worth" not in make_page(table, pictures(table)).render()
     write_head_costs(out, {"plain": (0.0, 0.1), "smooth": (0.2, 0.1), "svgd": (0.2, 0.1)})
     table = read_table(out)
-    html = report_page(table, pictures(table)).render()
+    html = make_page(table, pictures(table)).render()
     places = [
         html.index(part)
         for part in (

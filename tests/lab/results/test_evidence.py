@@ -8,7 +8,7 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import analysis_file
-from headwise.lab.results.evidence import read_evidence, run_numbers
+from headwise.lab.results.evidence import read_evidence, read_numbers
 from lab.results.synthetic_comparison import PAPER, write_comparison
 
 
@@ -37,7 +37,7 @@ def test_numbers_come_from_the_result_its_answers_and_its_analyses(folder):
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps(result | {"answers": {"NLL": 2.5, "text": "no number"}}))
     analysis_file(run, "head-vectors").write_text(json.dumps({"numbers": {"head_vector_cosine": 0.25}, "vectors": []}))
-    numbers = run_numbers(run)
+    numbers = read_numbers(run)
     assert (numbers["NLL"], numbers["head_vector_cosine"]) == (2.5, 0.25)
     assert numbers["parameters"] == 181_319
     assert "text" not in numbers

@@ -11,18 +11,19 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.results import figures
-from headwise.lab.results.drawing import draw_means, span_a_point, styles
+from headwise.lab.results.drawing import choose_styles, draw_means, span_a_point
 from headwise.lab.results.figures import (
-    costs_of_heads,
-    dev_by_epoch,
+    draw_dev_by_epoch,
+    draw_head_costs,
+    draw_score_by_bin,
+    draw_score_by_force,
+    draw_score_by_similarity,
     pictures,
-    score_by_bin,
-    score_by_force,
-    score_by_similarity,
     write_pictures,
 )
 from headwise.lab.results.statistics import Estimate
-from headwise.lab.results.table import Table, read_table
+from headwise.lab.results.table import Table
+from headwise.lab.results.tabulate import read_table
 from headwise.plots import heads
 from headwise.plots.style import assign_styles, drawing
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
@@ -80,26 +81,26 @@ def test_names_with_mathematics_and_markup_are_drawn_as_text(tmp_path):
 
 def test_a_figure_without_data_is_left_out(tmp_path):
     plain_only = small(tmp_path / "one", [PAPER[0], PAPER[2]], bins=(4,))
-    assert score_by_bin(plain_only) is None
-    assert score_by_force(plain_only) is None
-    assert score_by_similarity(plain_only) is not None
+    assert draw_score_by_bin(plain_only) is None
+    assert draw_score_by_force(plain_only) is None
+    assert draw_score_by_similarity(plain_only) is not None
     baselines = small(tmp_path / "two", [PAPER[0], PAPER[1]])
-    assert score_by_similarity(baselines) is None
-    assert score_by_bin(baselines) is not None
+    assert draw_score_by_similarity(baselines) is None
+    assert draw_score_by_bin(baselines) is not None
     one_strength = small(tmp_path / "three", [PAPER[2], PAPER[3], PAPER[4]])
-    assert score_by_force(one_strength) is None
+    assert draw_score_by_force(one_strength) is None
 
 
 def test_every_arm_looks_different_and_plain_is_black(tmp_path):
     arms = [PAPER[2], *(Drawn(f"arm-{index}") for index in range(30))]
-    found = styles(small(tmp_path, arms, seeds=(0,), bins=(1,)))
+    found = choose_styles(small(tmp_path, arms, seeds=(0,), bins=(1,)))
     assert len({(style.color, style.marker, str(style.dash)) for style in found.values()}) == 31
     assert found["plain"].color == "#000000"
 
 
 def test_arms_keep_their_look_in_every_figure(table):
-    assert styles(table) == styles(table)
-    assert list(styles(table)) == [row.arm for row in table.arms]
+    assert choose_styles(table) == choose_styles(table)
+    assert list(choose_styles(table)) == [row.arm for row in table.arms]
 
 
 def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_at_its_level():
@@ -137,9 +138,9 @@ def test_every_axis_of_scores_spans_a_point(table, tmp_path, monkeypatch):
         assert axes.get_ylim()[1] - axes.get_ylim()[0] == pytest.approx(1.0)
     spans = []
     monkeypatch.setattr(figures, "span_a_point", lambda axes: spans.append(axes.get_ylim()))
-    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1)), 3)))
+    draw_dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1)), 3)))
     assert [(low < 11, high > 14) for low, high in spans] == [(True, True)]
-    score_by_bin(table)
+    draw_score_by_bin(table)
     assert len(spans) == 2
 
 
@@ -155,10 +156,10 @@ def with_epochs(out: Path, epochs: int) -> Path:
 
 def test_dev_by_epoch_is_drawn_from_three_epochs_on(tmp_path):
     out = write_comparison(tmp_path, PAPER[:4], items=10, seeds=(0, 1, 2))
-    assert dev_by_epoch(read_table(with_epochs(out, 2))) is None
+    assert draw_dev_by_epoch(read_table(with_epochs(out, 2))) is None
     table = read_table(with_epochs(out, 4))
     assert table.rows[2].points[1].dev == (0.12, 0.13, 0.14, 0.15)
-    picture = dev_by_epoch(table)
+    picture = draw_dev_by_epoch(table)
     assert picture is not None
     assert picture.alt == "accuracy on dev, first epoch to last: plain 12.0 to 15.0; smooth 12.0 to 15.0"
     assert picture.name in [drawn.name for drawn in pictures(table)]
@@ -173,7 +174,7 @@ def test_the_band_of_a_curve_goes_from_the_lowest_seed_to_the_highest(tmp_path, 
         draw(axes, *numbers, **label)
 
     monkeypatch.setattr(figures, "draw_range", watched)
-    dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1, 3)), 3)))
+    draw_dev_by_epoch(read_table(with_epochs(write_comparison(tmp_path, PAPER[2:3], items=10, seeds=(0, 1, 3)), 3)))
     (places, low, middle, high) = drawn[0]
     assert list(places) == [1, 2, 3]
     assert low == pytest.approx([11, 12, 13])
@@ -191,7 +192,7 @@ def test_a_damaged_record_of_an_epoch_is_refused_by_its_line(tmp_path):
 
 def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(tmp_path, monkeypatch):
     out = write_comparison(tmp_path, PAPER[2:6], items=10, seeds=(0, 1))
-    assert costs_of_heads(read_table(out)) == ()
+    assert draw_head_costs(read_table(out)) == ()
     costs = {"plain": (0.0, 0.01, -0.02), "smooth": (0.01, 0.02, 0.03), "svgd": (0.02, 0.03, 0.9)}
     write_head_costs(out, costs)
     drawn, draw = [], heads.draw_counts
@@ -203,7 +204,7 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
         assert max(heights) <= 3
 
     monkeypatch.setattr(heads, "draw_counts", watched)
-    accuracy, loss = costs_of_heads(read_table(out))
+    accuracy, loss = draw_head_costs(read_table(out))
     assert (accuracy.name, loss.name) == ("heads-by-accuracy", "heads-by-loss")
     # the control of smooth was not measured
     pairs = [("smooth", True), ("plain", False), ("svgd", True), ("smooth", False)]
@@ -232,8 +233,8 @@ def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():
 
 def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):
     few = dataclasses.replace(table, items=(*table.items[:-1], 9))
-    picture = score_by_bin(few)
+    picture = draw_score_by_bin(few)
     assert picture is not None
-    assert f"Left out for having fewer than 10 test items: {table.bins[-1]}." in picture.caption
+    assert f"Not shown, with fewer than 10 test items: {table.bins[-1]}." in picture.caption
     assert f"from {table.bins[0]} to {table.bins[-2]}: " in picture.alt
-    assert score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None
+    assert draw_score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None

@@ -17,8 +17,8 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
-from headwise.lab.results.table import Table, read_table
-from headwise.lab.results.table_json import write_record
+from headwise.lab.results.table import Table, write_record
+from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"

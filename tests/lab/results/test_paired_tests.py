@@ -19,9 +19,9 @@ from headwise.lab.results.paired_tests import (
     Pair,
     PairedTests,
     SystemTest,
-    do_paired_tests,
-    paired_p_values,
+    compute_p_values,
     read_paired_tests,
+    run_paired_tests,
 )
 
 WORDS = ["der", "die", "das", "hund", "katze", "läuft", "über", "unter", "großen", "garten", "wiese", "und"]
@@ -67,7 +67,7 @@ def test_the_p_values_are_those_of_sacrebleus_own_command(files, monkeypatch):
     references, pairs = files
     lines = {path: path.read_text(encoding="utf-8").splitlines() for path in (pairs[0].baseline, pairs[0].system)}
     second = pairs[1].system.read_text(encoding="utf-8").splitlines()
-    tests, signatures = paired_p_values(
+    tests, signatures = compute_p_values(
         lines[pairs[0].baseline],
         {"better": lines[pairs[0].system], "same": second},
         references.read_text(encoding="utf-8").splitlines(),
@@ -90,18 +90,18 @@ def test_the_p_values_are_those_of_sacrebleus_own_command(files, monkeypatch):
 def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tmp_path, monkeypatch):
     references, pairs = files
     kept, asked = tmp_path / "paired.json", []
-    real = paired_tests.paired_p_values
+    real = paired_tests.compute_p_values
 
     def counted(baseline, systems, expected):
         asked.append(list(systems))
         return real(baseline, systems, expected)
 
-    monkeypatch.setattr(paired_tests, "paired_p_values", counted)
-    assert list(do_paired_tests(pairs[:2], references, kept)) == [0, 2]
-    assert list(do_paired_tests(pairs, references, kept)) == [2, 4]
+    monkeypatch.setattr(paired_tests, "compute_p_values", counted)
+    assert list(run_paired_tests(pairs[:2], references, kept)) == [0, 2]
+    assert list(run_paired_tests(pairs, references, kept)) == [2, 4]
     assert asked == [["better", "same"], ["better", "same"]]
     first = kept.read_bytes()
-    assert list(do_paired_tests(pairs, references, kept)) == [4]
+    assert list(run_paired_tests(pairs, references, kept)) == [4]
     assert kept.read_bytes() == first
 
     found, signatures = read_paired_tests(pairs, references, kept)
@@ -116,7 +116,7 @@ def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tm
     write(pairs[3].system, text(77, 0.9))
     known = [(tests.arm, tests.seeds) for tests in read_paired_tests(pairs, references, kept)[0]]
     assert known[:2] == [("better", (0, 1)), ("same", (0,))]
-    assert list(do_paired_tests(pairs, references, kept)) == [3, 4]
+    assert list(run_paired_tests(pairs, references, kept)) == [3, 4]
     assert asked[2:] == [["same"]]
     assert read_paired_tests(pairs, references, kept)[0][1].behind == 1
     assert len(json.loads(kept.read_text())["tests"]) == 4
@@ -144,13 +144,13 @@ def test_files_that_do_not_fit_are_refused_by_name(files, tmp_path):
     kept = tmp_path / "paired.json"
     write(pairs[0].system, text(1, 0.2, items=39))
     with pytest.raises(DataError, match=r"predictions\.txt has 39 lines, its references 40; delete .*better"):
-        list(do_paired_tests(pairs, references, kept))
+        list(run_paired_tests(pairs, references, kept))
     pairs[0].system.unlink()
     with pytest.raises(DataError, match=r"predictions\.txt does not exist; delete the folder"):
-        list(do_paired_tests(pairs, references, kept))
+        list(run_paired_tests(pairs, references, kept))
     kept.write_text('{"tests": {"a": [{"metric": "BLEU"}]}}')
     with pytest.raises(DataError, match=r"paired\.json does not hold paired tests; delete it"):
-        list(do_paired_tests(pairs[1:], references, kept))
+        list(run_paired_tests(pairs[1:], references, kept))
 
 
 def test_without_references_there_is_nothing_to_test(files, tmp_path):

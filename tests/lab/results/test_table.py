@@ -9,10 +9,11 @@ import pytest
 
 from headwise.errors import DataError, NotFired
 from headwise.lab.experiment.seeding import key
-from headwise.lab.results.comparison_page import headline
+from headwise.lab.results.comparison_page import write_headline
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
-from headwise.lab.results.table import Row, Table, make_table, read_table
+from headwise.lab.results.table import Row, Table
+from headwise.lab.results.tabulate import make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}
@@ -198,7 +199,7 @@ def test_a_damaged_run_is_refused_by_its_file_with_what_to_do(out, name, spoil, 
     with pytest.raises(DataError, match=message) as caught:
         read_table(out)
     assert str(path) in str(caught.value)
-    assert f"delete the folder {path.parent} and give the same command again" in str(caught.value)
+    assert f"delete the folder {path.parent} and run the same command again" in str(caught.value)
 
 
 def test_a_damaged_test_file_is_refused(out):
@@ -254,6 +255,6 @@ def test_runs_of_one_start_are_judged_as_one_and_own_tests_not_at_all(out):
     assert judged
     assert {row.verdict for row in judged} == {"no verdict (each its own test)"}
     assert all(row.to_control is None or row.to_control.adjusted is None for row in own.arms)
-    assert "Each model answers a test of its own making" in headline(own)
+    assert "Each model answers a test that it generated itself" in write_headline(own)
     said = "No verdict is given (scaled not run, 2 pre-trainings): one needs the arm's control and 5 pre-trainings of"
-    assert said in headline(make_table(shared))
+    assert said in write_headline(make_table(shared))

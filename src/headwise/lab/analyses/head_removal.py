@@ -21,7 +21,7 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.metrics import METRICS, Loss
 from headwise.lab.experiment.seeding import key
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, numbers_of
+from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, summarize_run
 from headwise.lab.results.statistics import estimate
 from headwise.lab.training.trained import Trained, load_trained
 
@@ -60,7 +60,7 @@ def measure_redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
             run_folder.write_json(folder / UNFINISHED, record)
             progress = {"step": len(record["heads"]), "steps": len(every), "note": f"{len(record['heads'])} heads"}
             run_folder.write_json(folder / run_folder.PROGRESS, progress)
-    numbers = numbers_of([_drops(record, score) for score in record["scores"]])
+    numbers = summarize_run([_drops(record, score) for score in record["scores"]])
     (folder / UNFINISHED).unlink(missing_ok=True)
     return {"numbers": numbers, **record}
 

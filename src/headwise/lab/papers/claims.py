@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from headwise.lab.experiment.seeding import key
 from headwise.lab.papers.measures import Shown
-from headwise.lab.results.evidence import Evidence, by_seed, by_shared_seed
-from headwise.lab.results.runs import Run, starts_of
+from headwise.lab.results.evidence import Evidence, by_seed, match_seeds
+from headwise.lab.results.runs import Run, read_starts
 from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
 
 # A claim is settled at this adjusted p-value.
@@ -271,7 +271,7 @@ def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads 
     inside = [_inside(bins, term.bins) for term in terms]
     if not all(mask.any() for mask in inside):
         return "has no test items"
-    runs = by_shared_seed([(parts[term.part], term.arm) for term in terms])
+    runs = match_seeds([(parts[term.part], term.arm) for term in terms])
     seeds = sorted(set.intersection(*(set(found) for found in runs)))
     if not seeds:
         return "was not run"
@@ -298,7 +298,7 @@ def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evid
 
 def _starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
     """Return the starts of runs that are compared; a baseline among them has none."""
-    known = (starts_of(found[seed] for seed in seeds) for found in runs)
+    known = (read_starts(found[seed] for seed in seeds) for found in runs)
     return next((starts for starts in known if starts is not None), None)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import analysis_file, read_json
-from headwise.lab.results.drawing import styles
+from headwise.lab.results.drawing import choose_styles
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.table import Table
@@ -36,7 +36,7 @@ def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, T
     if len(parts) < 2 or not any(values for by_part in found.values() for values in by_part.values()):
         return None
     # the part with most arms names them all
-    style = styles(max(tables.values(), key=lambda table: len(table.arms)))
+    style = choose_styles(max(tables.values(), key=lambda table: len(table.arms)))
     with drawing(7.2, 4.4) as figure:
         axes = figure.subplots()
         for number, (arm, by_part) in enumerate(found.items()):
@@ -78,7 +78,9 @@ def head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> P
             vectors[row.arm] = read_json(path)["vectors"]
     if sum(len(found) for found in vectors.values()) < 3:
         return None
-    png = to_png(head_embedding({arm: torch.tensor(found) for arm, found in vectors.items()}, style=styles(table)))
+    png = to_png(
+        head_embedding({arm: torch.tensor(found) for arm, found in vectors.items()}, style=choose_styles(table))
+    )
     caption = (
         f"t-SNE of the mean output of each encoder head, seed {seed}: heads near one another put out alike vectors; "
         "the distances between groups mean nothing. Beside them the mean cosine between two heads of a model."

@@ -41,7 +41,8 @@ from headwise.lab.papers.sizes import sized
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import STEP_TIME
-from headwise.lab.results.table import Table, make_table
+from headwise.lab.results.table import Table
+from headwise.lab.results.tabulate import make_table
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"

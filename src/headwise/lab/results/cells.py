@@ -112,7 +112,7 @@ def points(found: Difference | None) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a number with one decimal and a sign, the typographic minus; what rounds to zero has none.
+    """Return a number with one decimal and a sign (typographic minus); what rounds to zero has no sign.
 
     >>> signed(1.26), signed(-0.5), signed(-0.04)
     ('+1.3', '−0.5', '0.0')
@@ -122,7 +122,7 @@ def signed(value: float) -> str:
 
 
 def p_range(values: Sequence[float]) -> str:
-    """Return the lowest and the highest of some p-values, which belong to different runs and are not one.
+    """Return the range of p-values of different runs.
 
     >>> p_range([0.2104, 0.00012, 0.034]), p_range([0.034])
     ('<0.001 to 0.210', '0.034')
@@ -132,7 +132,7 @@ def p_range(values: Sequence[float]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a measure with three digits that count, or a dash.
+    """Return a measure with three significant digits, or a dash.
 
     >>> number(0.98765), number(12.345), number(0.000123), number(-0.25), number(None)
     ('0.988', '12.3', '0.00012', '−0.250', '–')

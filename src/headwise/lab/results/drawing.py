@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 LINE = 12.0
 
 
-def styles(table: Table) -> dict[str, Style]:
-    """Return how each arm is drawn: plain black, the others by their place in the table."""
+def choose_styles(table: Table) -> dict[str, Style]:
+    """Return the style of each arm: plain is black, the others follow their order in the table."""
     return assign_styles([row.arm for row in table.arms], reference=PLAIN)
 
 
 def draw_line(
     axes: Axes, bins: Sequence[int], found: Sequence[Estimate], style: Style, *, label: str = "", width: float = 1.8
 ) -> None:
-    """Draw values in percent with their intervals as a band."""
+    """Draw values in percent with interval bands."""
     draw_range(
         axes,
         bins,
@@ -42,7 +42,7 @@ def draw_line(
 
 
 def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estimate], style: Style) -> None:
-    """Draw differences in points with their intervals as bars."""
+    """Draw differences in points with error bars."""
     values = [100 * one.value for one in found]
     spread = [[100 * (one.value - one.low) for one in found], [100 * (one.high - one.value) for one in found]]
     # the thin line leads the eye from bin to bin
@@ -60,7 +60,7 @@ def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estima
 
 
 def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
-    """Write names to the right of the last bin at their values, moved apart where they would touch."""
+    """Write names to the right of the last bin at their values, moved apart if they would touch."""
     figure.draw_without_rendering()
     low, high = axes.get_ylim()
     step = LINE * (high - low) / (axes.get_window_extent().height * 72 / DPI)
@@ -79,9 +79,9 @@ def name_ends(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
 
 
 def span_a_point(axes: Axes) -> None:
-    """Let the vertical axis, of scores in percent, span a point or more, and begin no lower than they do or 0.
+    """Make the vertical axis, of scores in percent, span at least a point, starting no lower than the scores or 0.
 
-    Scores of arms at chance lie hundredths of a point apart, and an axis of that span makes them look far from it.
+    Otherwise arms at chance, hundredths of a point apart, would look very different.
     """
     low, high = axes.get_ylim()
     if high - low < 1.0:

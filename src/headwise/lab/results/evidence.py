@@ -1,7 +1,4 @@
-"""What a claim is judged by: the finished runs of some arms and seeds of a comparison, and the numbers beside them.
-
-Owns the choice of runs from a folder that several reproductions share, and the reading of a run's further numbers.
-"""
+"""The evidence for a claim: finished runs of some arms and seeds of a comparison, and all their numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from headwise.lab.results.runs import COMPARISON, Results, Run, read_results
 
 @dataclass(frozen=True)
 class Evidence:
-    """The runs of one comparison that a reproduction asks for.
+    """The runs of one comparison that a reproduction needs.
 
     Attributes:
-        results: The comparison, cut to the arms and seeds asked for.
-        numbers: (arm, seed) to the numbers of that run by name: "step_seconds", "parameters", "output_cosine", those
-            of its answers such as "NLL", and those of its analyses.
+        results: The comparison, restricted to these arms and seeds.
+        numbers: (arm, seed) to the numbers of that run by name: "step_seconds", "parameters", "output_cosine", measures
+            of its answers such as "NLL", and results of its analyses.
     """
 
     results: Results
@@ -36,7 +33,7 @@ class Evidence:
         return any(known == arm for known, _ in self.numbers)
 
     def of(self, arm: str, name: str) -> dict[int, float]:
-        """Return a number of an arm by seed, of the runs that have it."""
+        """Return a number of an arm by seed, for the runs that have it."""
         return {
             seed: found[name]
             for (known, seed), found in sorted(self.numbers.items(), key=lambda item: item[0][1])
@@ -58,25 +55,27 @@ def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evide
         seeds: The seeds.
 
     Returns:
-        The evidence, or None where none of these runs is finished.
+        The evidence, or None if none of these runs is finished.
 
     Raises:
         DataError: A file is damaged; see `read_results`.
     """
-    if not (out / COMPARISON).exists() or not any(_result(out, arm, seed).exists() for arm in arms for seed in seeds):
+    if not (out / COMPARISON).exists() or not any(
+        _find_result(out, arm, seed).exists() for arm in arms for seed in seeds
+    ):
         return None
     results = read_results(out)
     runs = tuple(run for run in results.runs if run.baseline or (run.arm in arms and run.seed in seeds))
     cut = replace(results, arms=tuple(arms), seeds=tuple(seeds), runs=runs)
-    numbers = {(run.arm, run.seed): run_numbers(_folder(out, run)) for run in runs}
+    numbers = {(run.arm, run.seed): read_numbers(_find_folder(out, run)) for run in runs}
     return Evidence(cut, numbers)
 
 
-def run_numbers(folder: Path) -> dict[str, float]:
-    """Return the finite numbers of a finished run by name: of its result, its answers, its analyses and each site.
+def read_numbers(folder: Path) -> dict[str, float]:
+    """Return the finite numbers of a finished run by name: of its result, answers, analyses and attentions.
 
     Raises:
-        DataError: A file is not what a run leaves.
+        DataError: A file is malformed.
     """
     records: list[Any] = [read_json(folder / RESULT)]
     records.append(records[0].get("answers") or {})
@@ -87,7 +86,7 @@ def run_numbers(folder: Path) -> dict[str, float]:
     for path in sorted(folder.glob(f"{ANALYSIS}*.json")):
         analysis = read_json(path)
         if not isinstance(analysis, dict) or not isinstance(analysis.get("numbers"), dict):
-            raise DataError(f"{path} is not the record of an analysis; delete it and give the same command again.")
+            raise DataError(f"{path} is not the record of an analysis; delete it and run the same command again.")
         records.append(analysis["numbers"])
     return {
         str(name): float(value)
@@ -102,9 +101,9 @@ def by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
     return {run.seed: run for run in runs if run.arm == arm}
 
 
-def by_shared_seed(asked: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
-    """Return the runs of several arms by seed; a baseline, which has one, stands beside every seed of the others."""
-    runs = [by_seed(evidence.results.runs, arm) for evidence, arm in asked]
+def match_seeds(pairs: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
+    """Return the runs of several arms by shared seed; the one run of a baseline is matched with every seed."""
+    runs = [by_seed(evidence.results.runs, arm) for evidence, arm in pairs]
     alone = [bool(found) and all(run.baseline for run in found.values()) for found in runs]
     others = [set(found) for found, baseline in zip(runs, alone, strict=True) if not baseline]
     if not others:
@@ -116,9 +115,9 @@ def by_shared_seed(asked: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]
     ]
 
 
-def _folder(out: Path, run: Run) -> Path:
+def _find_folder(out: Path, run: Run) -> Path:
     return out / escape_arm_name(run.arm) / f"seed-{run.seed}"
 
 
-def _result(out: Path, arm: str, seed: int) -> Path:
+def _find_result(out: Path, arm: str, seed: int) -> Path:
     return out / escape_arm_name(arm) / f"seed-{seed}" / RESULT

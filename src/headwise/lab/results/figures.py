@@ -1,7 +1,4 @@
-"""The figures of a comparison, as PNG bytes: score by difficulty, by epoch, by diversity and by strength of repulsion.
-
-Owns what is plotted against what, and the words beside it; how it looks is `drawing`'s.
-"""
+"""The figures of a comparison as PNG: score by difficulty, epoch, diversity and strength of repulsion."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from typing import TypeVar
 
 from headwise.atomic import write_whole
 from headwise.lab.results.cells import MINUS
-from headwise.lab.results.drawing import draw_differences, draw_line, draw_means, name_ends, span_a_point, styles
+from headwise.lab.results.drawing import choose_styles, draw_differences, draw_line, draw_means, name_ends, span_a_point
 from headwise.lab.results.head_drops import LOSS
 from headwise.lab.results.table import PLAIN, Table
 from headwise.plots.heads import draw_ablations
 from headwise.plots.style import GRAY_DASHED, draw_range, drawing, to_png, use_integer_ticks, use_log_axis
 
-# How the names of pictures about single heads begin.
-OF_HEADS = "heads-by-"
-# Fewer epochs than this make no curve.
+# Prefix of the names of pictures about single heads.
+HEADS_PREFIX = "heads-by-"
+# Minimum number of epochs of a curve.
 EPOCHS = 3
-# More points than this would touch.
+# Curves of more points have no markers.
 MARKED = 15
-# The interval of a bin of fewer test items hides every other.
+# Bins of fewer test items are not drawn: their intervals would hide all others.
 FEW = 10
 
 
@@ -39,12 +36,11 @@ class Picture:
     """A figure ready to be shown.
 
     Attributes:
-        name: Name of its file, without the ending.
-        png: The bytes of the PNG file.
-        caption: What to see in it.
-        alt: What it shows, for a reader who cannot see it.
-        without_text: What a record shows in its place, where it holds texts of the data: they are others', and a
-            record goes where the data does not.
+        name: Name of its file, without the suffix.
+        png: Content of the PNG file.
+        caption: Its caption.
+        alt: Alternative text.
+        without_text: Version for records, if the picture contains texts of the data, which may not be redistributed.
     """
 
     name: str
@@ -55,24 +51,24 @@ class Picture:
 
     @property
     def for_record(self) -> Picture:
-        """The picture as a record keeps it."""
+        """The picture as stored in a record."""
         return self.without_text or self
 
 
 def pictures(table: Table) -> tuple[Picture, ...]:
-    """Return the figures that the table has data for."""
+    """Return the figures for which the table has data."""
     drawn = (
-        score_by_bin(table),
-        dev_by_epoch(table),
-        score_by_similarity(table),
-        score_by_force(table),
-        *costs_of_heads(table),
+        draw_score_by_bin(table),
+        draw_dev_by_epoch(table),
+        draw_score_by_similarity(table),
+        draw_score_by_force(table),
+        *draw_head_costs(table),
     )
     return tuple(picture for picture in drawn if picture is not None)
 
 
 def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
-    """Write each figure to `folder` under its name, whole files only, and return them.
+    """Write each figure to `folder`, whole files only, and return them.
 
     Raises:
         DataError: A file cannot be written.
@@ -83,8 +79,8 @@ def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
     return drawn
 
 
-def score_by_bin(table: Table) -> Picture | None:
-    """Return the score by difficulty, and the difference to plain below it; None with a single bin of items enough."""
+def draw_score_by_bin(table: Table) -> Picture | None:
+    """Draw the score by difficulty with the difference to plain below; None with fewer than two bins to draw."""
     shown = [place for place, items in enumerate(table.items) if items >= FEW]
     if len(shown) < 2:
         return None
@@ -94,7 +90,7 @@ def score_by_bin(table: Table) -> Picture | None:
 
     bins = kept(table.bins)
     left_out = [str(number) for number in table.bins if number not in bins]
-    style, plain = styles(table), table.row(PLAIN)
+    style, plain = choose_styles(table), table.row(PLAIN)
     compared = [row for row in table.arms if row.bins_to_plain] if plain is not None else []
     with drawing(7.6, 7.4 if compared else 4.4) as figure:
         if compared:
@@ -123,24 +119,24 @@ def score_by_bin(table: Table) -> Picture | None:
             figure.legend(loc="outside right upper", frameon=False)
         name_ends(figure, upper, {row.arm: 100 * kept(row.bins)[-1].value for row in table.rows if row.baseline})
         png = to_png(figure)
-    title = f"{_metric(table)} by {table.difficulty}"
+    title = f"{_capitalize_metric(table)} by {table.difficulty}"
     caption = f"{title} with 95 % intervals over seeds and test items"
     caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
     if left_out:
-        caption += f" Left out for having fewer than {FEW} test items: {', '.join(left_out)}."
+        caption += f" Not shown, with fewer than {FEW} test items: {', '.join(left_out)}."
     alt = f"{title}, from {bins[0]} to {bins[-1]}: " + "; ".join(
         f"{row.arm} {100 * kept(row.bins)[0].value:.0f} to {100 * kept(row.bins)[-1].value:.0f}" for row in table.rows
     )
     return Picture("score-by-difficulty", png, caption, alt)
 
 
-def dev_by_epoch(table: Table) -> Picture | None:
-    """Return the score on dev after each epoch, or None where no run took as many as three."""
+def draw_dev_by_epoch(table: Table) -> Picture | None:
+    """Draw the score on dev after each epoch; None if no run has three epochs."""
     runs = {row.arm: [point.dev for point in row.points if len(point.dev) >= EPOCHS] for row in table.arms}
     runs = {arm: found for arm, found in runs.items() if found}
     if not runs:
         return None
-    style = styles(table)
+    style = choose_styles(table)
     with drawing(7.6, 4.6) as figure:
         axes = figure.subplots()
         for arm, found in runs.items():
@@ -155,7 +151,7 @@ def dev_by_epoch(table: Table) -> Picture | None:
         use_integer_ticks(axes)
         figure.legend(loc="outside right upper", frameon=False)
         png = to_png(figure)
-    caption = f"{_metric(table)} on dev after each epoch: the mean over seeds, and from the lowest seed to the highest."
+    caption = f"{_capitalize_metric(table)} on dev after each epoch: the mean and range over seeds."
     alt = f"{table.metric.name} on dev, first epoch to last: " + "; ".join(
         f"{arm} {100 * fmean(run[0] for run in found):.1f} to {100 * fmean(run[-1] for run in found):.1f}"
         for arm, found in runs.items()
@@ -163,13 +159,13 @@ def dev_by_epoch(table: Table) -> Picture | None:
     return Picture("dev-by-epoch", png, caption, alt)
 
 
-def costs_of_heads(table: Table) -> tuple[Picture, ...]:
-    """Return for each score how many heads cost how much when one is removed, each arm against its control."""
+def draw_head_costs(table: Table) -> tuple[Picture, ...]:
+    """Draw for each score how much removing one head costs, each arm against its control."""
     scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
-    return tuple(_costs(table, score) for score in scores)
+    return tuple(_draw_costs(table, score) for score in scores)
 
 
-def _costs(table: Table, score: str) -> Picture:
+def _draw_costs(table: Table, score: str) -> Picture:
     what, unit, factor = ("rise in loss", "nats", 1.0) if score == LOSS else (f"fall in {score}", "points", 100.0)
     models = {row.arm: found for row in table.arms if (found := row.head_drops.get(score))}
     costs = {arm: [[factor * drop.value for drop in model.drops] for model in found] for arm, found in models.items()}
@@ -178,22 +174,22 @@ def _costs(table: Table, score: str) -> Picture:
     judged = [(arm, control) for arm, control in against.items() if control in costs]
     panels = judged or [(arm, None) for arm in costs]
     with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * math.ceil(len(panels) / 2)) as figure:
-        draw_ablations(figure, costs, panels, styles(table), f"{what} without one head, {unit}")
+        draw_ablations(figure, costs, panels, choose_styles(table), f"{what} without one head, {unit}")
         png = to_png(figure)
     caption = (
-        f"How many heads of a model cost how much when one is removed, by {what} on the test set, the mean over seeds. "
-        "Filled: an arm; outline: what it is judged against, or plain where that was not measured. Left of 0 the model "
-        "is better without the head; the outermost bars hold all that lies beyond."
+        f"Number of heads of a model by the cost of removing each one, by {what} on the test set, mean over seeds. "
+        "Filled: an arm; outline: its control, or plain if that was not measured. Left of 0 the model is better "
+        "without the head; the outermost bars include everything beyond them."
     )
     alt = f"Heads by {what}: " + "; ".join(
         f"{arm} {fmean(values):.2g} on average, {min(values):.2g} to {max(values):.2g}"
         for arm, values in ((arm, [value for model in found for value in model]) for arm, found in costs.items())
     )
-    return Picture(f"{OF_HEADS}{score.lower()}", png, caption, alt)
+    return Picture(f"{HEADS_PREFIX}{score.lower()}", png, caption, alt)
 
 
-def score_by_similarity(table: Table) -> Picture | None:
-    """Return the pooled score against how alike the outputs of the heads are, or None when nothing was measured."""
+def draw_score_by_similarity(table: Table) -> Picture | None:
+    """Draw the score against the similarity of the outputs of heads; None if it was not measured."""
     dots = {
         row.arm: [(point.output_cosine, 100 * point.score) for point in row.points if point.output_cosine is not None]
         for row in table.arms
@@ -203,19 +199,19 @@ def score_by_similarity(table: Table) -> Picture | None:
         return None
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
-        axes.set_xlabel("mean cosine between the outputs of two heads (further left: heads differ more)")
+        axes.set_xlabel("mean cosine between outputs of two heads (further left: more diverse)")
         axes.set_ylabel(table.axis)
-        draw_means(axes, dots, styles(table))
+        draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
-    caption = f"Diversity against {table.metric.name}: each small dot a seed, each large one the mean of an arm."
+    caption = f"Diversity against {table.metric.name}: small markers are seeds, large ones the mean of an arm."
     alt = f"Output cosine and {table.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
     return Picture("diversity-against-score", png, caption, alt)
 
 
-def score_by_force(table: Table) -> Picture | None:
-    """Return the pooled score against the force ratio, or None with fewer than two strengths of repulsion."""
+def draw_score_by_force(table: Table) -> Picture | None:
+    """Draw the score against the force ratio; None with fewer than two strengths of repulsion."""
     dots = {
         row.arm: [(point.force_ratio, 100 * point.score) for point in row.points if point.force_ratio]
         for row in table.arms
@@ -226,14 +222,14 @@ def score_by_force(table: Table) -> Picture | None:
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         use_log_axis(axes)
-        axes.set_xlabel("force ratio: norm of the repulsion over norm of the drive")
+        axes.set_xlabel("force ratio: norm of the repulsion over norm of the driving term")
         axes.set_ylabel(table.axis)
         plain = table.row(PLAIN)
-        draw_means(axes, dots, styles(table), None if plain is None else plain.score)
+        draw_means(axes, dots, choose_styles(table), None if plain is None else plain.score)
         png = to_png(figure)
     caption = (
-        f"{_metric(table)} against the strength of repulsion: each small dot a seed, each large one the mean of an "
-        "arm; the band is plain with its 95 % interval."
+        f"{_capitalize_metric(table)} against the strength of repulsion: small markers are seeds, large ones the mean "
+        "of an arm; the band is plain with its 95 % interval."
     )
     alt = f"Force ratio and {table.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
@@ -241,6 +237,6 @@ def score_by_force(table: Table) -> Picture | None:
     return Picture("score-against-force-ratio", png, caption, alt)
 
 
-def _metric(table: Table) -> str:
+def _capitalize_metric(table: Table) -> str:
     """Return the metric's name at the start of a sentence."""
     return table.metric.name[:1].upper() + table.metric.name[1:]

@@ -9,17 +9,17 @@ from rich.console import Group
 from rich.text import Text
 
 from headwise.lab.results.cells import NONE, Grid, number, p_range, percent, points, signed
-from headwise.lab.results.head_drops import LOSS, Drop, pooled
+from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
 from headwise.lab.results.table import PLAIN, Table
 
-# More bins than this do not fit a terminal with their intervals.
+# More bins do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 5
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
 
 
 def verdict_grid(table: Table) -> Grid:
-    """Return the score of each arm and the verdict about it, against the arm that differs in one thing."""
+    """Return the score of each arm and the verdict against its control."""
     rows = tuple(
         (
             row.arm,
@@ -36,7 +36,7 @@ def verdict_grid(table: Table) -> Grid:
 
 
 def plain_grid(table: Table) -> Grid:
-    """Return the differences to plain of the baselines and of the arms whose control is another arm."""
+    """Return the differences to plain of baselines and of arms whose control is another arm."""
     rows = tuple(
         (row.arm, points(row.to_plain), row.to_plain.verdict or NONE)
         for row in table.rows
@@ -46,11 +46,11 @@ def plain_grid(table: Table) -> Grid:
 
 
 def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
-    """Return the score in each bin, one row an arm.
+    """Return the score in each bin, one row per arm.
 
     Args:
         table: The comparison.
-        intervals: Whether each score carries half its 95 % interval.
+        intervals: Whether to show half the 95 % interval of each score.
     """
     rows = tuple((row.arm, *(percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
     header = ("arm", *map(str, table.bins))
@@ -59,7 +59,7 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
 
 
 def cost_grid(table: Table) -> Grid:
-    """Return what else the task shows of each arm's answers, and what the arm costs, one row an arm."""
+    """Return further measures of each arm, its parameters and its step time, one row per arm."""
     measures = [one for one in table.shown if any(row.answered[one.key] is not None for row in table.rows)]
     rows = tuple(
         (
@@ -79,7 +79,7 @@ def cost_grid(table: Table) -> Grid:
 
 
 def head_grids(table: Table) -> tuple[Grid, ...]:
-    """Return what removing one head costs, one grid a score, the heads of all seeds together."""
+    """Return the cost of removing one head, one grid per score, pooling the heads of all seeds."""
     scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
     kinds = dict.fromkeys(
         drop.kind
@@ -96,10 +96,12 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
         for row in table.arms:
             if models := row.head_drops.get(score):
                 drops = [drop for model in models for drop in model.drops]
-                summary = pooled(models)
+                summary = summarize_drops(models)
                 shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
-                means = [_mean_cost(score, drops)]
-                means += [_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns]
+                means = [_format_mean_cost(score, drops)]
+                means += [
+                    _format_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns
+                ]
                 percents = (f"{100 * value:.0f} %" for value in shares)
                 rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
         cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
@@ -108,14 +110,14 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
 
 
 def signature_grid(table: Table) -> Grid:
-    """Return how each score was computed, in the words of the library that did."""
+    """Return the signature of each score as given by its library."""
     return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
 
 
 def paired_grids(table: Table) -> tuple[Grid, ...]:
-    """Return sacreBLEU's paired tests of each arm against its control, one grid a metric.
+    """Return sacreBLEU's paired tests of each arm against its control, one grid per metric.
 
-    Beside those on the table's own metric stands the verdict, which is about seeds and test items.
+    The grid of the table's own metric also has the verdict, which is over seeds and test items.
     """
     found = []
     for metric in dict.fromkeys(tests.metric for tests in table.paired):
@@ -141,7 +143,7 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
 
 
 def diversity_grid(table: Table) -> Grid:
-    """Return how alike the heads of each arm are, one row an arm."""
+    """Return how similar the heads of each arm are, one row per arm."""
     names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
     rows = tuple((row.arm, *(number(row.measures[name]) for name in (*names, "force_ratio"))) for row in table.arms)
     header = ("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio")
@@ -170,7 +172,7 @@ def render_terminal(table: Table) -> Group:
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
-def _mean_cost(score: str, drops: Sequence[Drop]) -> str:
+def _format_mean_cost(score: str, drops: Sequence[Drop]) -> str:
     if not drops:
         return NONE
     mean = fmean(drop.value for drop in drops)

@@ -1,7 +1,4 @@
-"""What each head of a trained model is worth: the fall of its scores without that head, as a record and as numbers.
-
-Owns the record and what "redundant" means. How it is measured is `redundancy`'s. Must not know models.
-"""
+"""The cost of removing each head of a trained model: reading the records and summarizing them."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from headwise.lab.experiment.run_folder import analysis_file, read_json
 
 REDUNDANCY = "redundancy"
 LOSS = "loss"
-# A head is redundant when the score falls, or the loss rises, by less than this share of itself without it.
+# A head is redundant if removing it lowers the score, or raises the loss, by less than this share.
 HARDLY = 0.01
 
 
 @dataclass(frozen=True)
 class Drop:
-    """What the removal of one head costs on one score: its fall, or the rise of a loss; negative where it helps.
+    """The cost of removing one head: fall of a score or rise of a loss, negative if it helps.
 
     Attributes:
         site: Dotted name of the attention module.
         kind: "self", "decoder" or "cross".
         layer: Its layer, from 0.
-        head: Its place there, from 0.
+        head: Its index in the layer, from 0.
         value: The cost.
         low: Lower end of its 95 % interval over test items, paired by item.
         high: Upper end.
@@ -50,9 +47,9 @@ class HeadDrops:
 
     Attributes:
         score: Name of the score: that of the task's metric, or "loss".
-        whole: The score with every head.
+        whole: The score with all heads.
         items: Number of test items.
-        drops: One entry a head.
+        drops: One entry per head.
     """
 
     score: str
@@ -72,12 +69,12 @@ class HeadDrops:
 
     @property
     def unshown(self) -> tuple[Drop, ...]:
-        """The heads whose cost has zero in its interval; each interval is by itself."""
+        """The heads whose interval contains zero, without adjustment for their number."""
         return tuple(drop for drop in self.drops if drop.low <= 0.0 <= drop.high)
 
 
-def pooled(models: Sequence[HeadDrops]) -> dict[str, float]:
-    """Return the summary of the heads of some models on one score, all heads together.
+def summarize_drops(models: Sequence[HeadDrops]) -> dict[str, float]:
+    """Return a summary of the heads of several models on one score, pooling all heads.
 
     Returns:
         "redundant_share" (see `HeadDrops.redundant`), "raising_share" (heads whose removal helps), "unshown_share"
@@ -86,7 +83,7 @@ def pooled(models: Sequence[HeadDrops]) -> dict[str, float]:
     Example:
         >>> dear = Drop("encoder", "self", layer=0, head=0, value=0.2, low=0.1, high=0.3)
         >>> harmful = Drop("encoder", "self", layer=0, head=1, value=-0.1, low=-0.3, high=0.1)
-        >>> pooled([HeadDrops("accuracy", 0.9, items=100, drops=(dear, harmful))])
+        >>> summarize_drops([HeadDrops("accuracy", 0.9, items=100, drops=(dear, harmful))])
         {'redundant_share': 0.5, 'raising_share': 0.5, 'unshown_share': 0.5, 'mean_cost': 0.05}
     """
     count = sum(len(model.drops) for model in models)
@@ -98,21 +95,21 @@ def pooled(models: Sequence[HeadDrops]) -> dict[str, float]:
     }
 
 
-def numbers_of(found: Sequence[HeadDrops]) -> dict[str, float]:
-    """Return `pooled` of one model by name, those of the loss with "loss_" before it.
+def summarize_run(found: Sequence[HeadDrops]) -> dict[str, float]:
+    """Return `summarize_drops` of one model for each score; names of the loss are prefixed with "loss_".
 
-    A score that is zero with every head has none: a head could not lower it.
+    Scores that are zero with all heads are skipped: no head could lower them.
     """
     return {
         f"{LOSS}_{name}" if model.score == LOSS else name: value
         for model in found
         if model.whole > 0.0
-        for name, value in pooled([model]).items()
+        for name, value in summarize_drops([model]).items()
     }
 
 
 def read_head_drops(folder: Path) -> tuple[HeadDrops, ...]:
-    """Return what the run in `folder` knows of its heads, a score each; nothing where it was not measured.
+    """Return the costs of the heads of the run in `folder`, one entry per score; empty if not measured.
 
     Raises:
         DataError: The record is damaged.
@@ -127,17 +124,15 @@ def read_head_drops(folder: Path) -> tuple[HeadDrops, ...]:
                 str(score),
                 float(whole),
                 int(record["items"]),
-                tuple(_drop(head, head["drops"][score]) for head in record["heads"]),
+                tuple(_read_drop(head, head["drops"][score]) for head in record["heads"]),
             )
             for score, whole in record["scores"].items()
         )
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise DataError(
-            f"{path} is not the record of an analysis; delete it and give the same command again."
-        ) from None
+        raise DataError(f"{path} is not the record of an analysis; delete it and run the same command again.") from None
 
 
-def _drop(head: Mapping[str, Any], cost: Mapping[str, Any]) -> Drop:
+def _read_drop(head: Mapping[str, Any], cost: Mapping[str, Any]) -> Drop:
     numbers = [float(cost[name]) for name in ("value", "low", "high")]
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"a cost is {numbers}")

@@ -1,8 +1,4 @@
-"""sacreBLEU's own paired tests of one translation system against another: an arm's run against its control's, by seed.
-
-Owns which texts are tested, the fixed seed of the draws, and the file in which the answers are kept. The tests
-themselves are sacreBLEU's. Must not know arms or tables.
-"""
+"""sacreBLEU's paired significance tests of each run of an arm against its control's run with the same seed."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, numbered_lines
 from headwise.lab.experiment.run_folder import read_json, write_json
 
-# sacreBLEU's own defaults, named so that an environment variable or a later version changes nothing unseen.
+# sacreBLEU's defaults, fixed here so that no environment variable or later version changes them.
 SEED, RESAMPLES, TRIALS = 12345, 1000, 10_000
 METRICS = ("BLEU", "chrF")
 LEVEL = 0.05
@@ -33,7 +29,7 @@ class Pair:
         arm: Name of the arm.
         against: Name of its control.
         seed: The seed of both.
-        system: File of the arm's translations, a line a test item.
+        system: File of the arm's translations, one line per test item.
         baseline: File of the control's.
     """
 
@@ -46,12 +42,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class SystemTest:
-    """What sacreBLEU's tests say of one system against another.
+    """Results of sacreBLEU's tests of one system against another.
 
     Attributes:
         metric: "BLEU" or "chrF".
         score: The system's score, 0 to 100.
-        baseline: The other's.
+        baseline: Score of the other system.
         bootstrap: p-value of the paired bootstrap (Koehn 2004).
         randomisation: p-value of paired approximate randomisation (Riezler and Maxwell 2005).
     """
@@ -65,14 +61,14 @@ class SystemTest:
 
 @dataclass(frozen=True)
 class PairedTests:
-    """The tests of one arm against its control on one metric, a seed each; p-values of seeds are never pooled.
+    """The tests of one arm against its control on one metric, one per seed; p-values of seeds are never pooled.
 
     Attributes:
         arm: Name of the arm.
         against: Name of its control.
         metric: "BLEU" or "chrF".
         seeds: The seeds that both have.
-        tests: One test a seed.
+        tests: One test per seed.
     """
 
     arm: str
@@ -102,29 +98,28 @@ class PairedTests:
         return sum(test.score < test.baseline and test.bootstrap <= LEVEL for test in self.tests)
 
 
-def paired_p_values(
+def compute_p_values(
     baseline: Sequence[str], systems: Mapping[str, Sequence[str]], references: Sequence[str]
 ) -> tuple[dict[str, tuple[SystemTest, ...]], dict[str, str]]:
-    """Return each system's tests against the baseline, and the signatures by what was done.
+    """Return each system's tests against the baseline, and the signature of each kind of test.
 
-    What `sacrebleu references -i baseline systems --paired-bs -m bleu chrf` and `--paired-ar` compute, at a seed that
-    the environment does not change.
+    Equals `sacrebleu references -i baseline systems --paired-bs -m bleu chrf` and `--paired-ar`, with a fixed seed.
 
     Args:
-        baseline: Its translations, one an item.
-        systems: The others' by name.
-        references: One an item.
+        baseline: Its translations, one per item.
+        systems: Translations of each system by name.
+        references: One per item.
 
     Example:
         >>> text = ["a small dog runs over the grass", "two birds sing in a tree", "it rains on the old town"] * 4
         >>> worse = [line.replace("a", "the") for line in text]
-        >>> tests, signatures = paired_p_values(worse, {"same": text}, text)
+        >>> tests, signatures = compute_p_values(worse, {"same": text}, text)
         >>> tests["same"][0].metric, tests["same"][0].score > tests["same"][0].baseline
         ('BLEU', True)
         >>> signatures["BLEU, paired bootstrap"].split("|")[1:3]
         ['bs:1000', 'seed:12345']
     """
-    # sacreBLEU takes a while to import, and a table of another task does without it
+    # slow to import, and not needed for other tasks
     import sacrebleu
     from sacrebleu.significance import PairedTest
 
@@ -132,7 +127,7 @@ def paired_p_values(
     signatures: dict[str, str] = {}
     for kind, name, samples in (("bs", "paired bootstrap", RESAMPLES), ("ar", "approximate randomisation", TRIALS)):
         named = [("baseline", baseline), *systems.items()]
-        # texts of some tasks are tokenised already, which sacreBLEU would remark on
+        # texts of some tasks are tokenized already, which sacreBLEU would remark on
         scorers = {"BLEU": sacrebleu.BLEU(force=True), "chrF": sacrebleu.CHRF()}
         with _fixed_seed():
             test = PairedTest(named, scorers, [references], test_type=kind, n_samples=samples)
@@ -150,32 +145,32 @@ def paired_p_values(
     return tests, signatures
 
 
-def do_paired_tests(pairs: Sequence[Pair], references: Path, kept: Path) -> Iterator[int]:
-    """Test every pair that `kept` does not know in its present form, and keep what was found; yields how many are done.
+def run_paired_tests(pairs: Sequence[Pair], references: Path, kept: Path) -> Iterator[int]:
+    """Test every pair whose result is not stored yet and store it; yields the number of pairs done.
 
     Args:
         pairs: The pairs.
         references: File of references, a line a test item.
-        kept: The file; written whole after each control.
+        kept: File of results, rewritten after each control.
 
     Raises:
         DataError: A file is missing or has another number of lines than the references.
     """
-    known = _read(kept)
-    keys = {pair: _key(pair, references) for pair in pairs}
+    known = _read_tests(kept)
+    keys = {pair: _make_key(pair, references) for pair in pairs}
     left = [pair for pair in pairs if keys[pair] not in known["tests"]]
     done = len(pairs) - len(left)
     yield done
-    expected = _lines(references) if left else []
-    left.sort(key=_group)
-    for _, members in groupby(left, _group):
+    expected = _read_lines(references) if left else []
+    left.sort(key=_group_key)
+    for _, members in groupby(left, _group_key):
         group = list(members)
-        baseline = _lines(group[0].baseline, len(expected))
-        systems = {pair.arm: _lines(pair.system, len(expected)) for pair in group}
-        tests, signatures = paired_p_values(baseline, systems, expected)
+        baseline = _read_lines(group[0].baseline, len(expected))
+        systems = {pair.arm: _read_lines(pair.system, len(expected)) for pair in group}
+        tests, signatures = compute_p_values(baseline, systems, expected)
         known["signatures"] |= signatures
         known["tests"] |= {keys[pair]: [vars(test) for test in tests[pair.arm]] for pair in group}
-        # what belongs to texts that are gone is not kept
+        # drop results of texts that no longer exist
         known["tests"] = {key: value for key, value in known["tests"].items() if key in keys.values()}
         write_json(kept, known)
         done += len(group)
@@ -185,17 +180,17 @@ def do_paired_tests(pairs: Sequence[Pair], references: Path, kept: Path) -> Iter
 def read_paired_tests(
     pairs: Sequence[Pair], references: Path, kept: Path
 ) -> tuple[tuple[PairedTests, ...], dict[str, str]]:
-    """Return what `kept` knows of the pairs as they lie on disk, by arm and metric, and the tests' signatures.
+    """Return the stored results of the pairs by arm and metric, and the signatures of the tests.
 
     Raises:
         DataError: `kept` is damaged.
     """
     if not kept.exists() or not references.exists():
         return (), {}
-    known = _read(kept)
+    known = _read_tests(kept)
     found: dict[tuple[str, str, str], dict[int, SystemTest]] = {}
     for pair in pairs:
-        for test in known["tests"].get(_key(pair, references), ()):
+        for test in known["tests"].get(_make_key(pair, references), ()):
             tests = found.setdefault((pair.arm, pair.against, test["metric"]), {})
             tests[pair.seed] = SystemTest(**test)
     summed = [PairedTests(*names, tuple(sorted(s)), tuple(s[seed] for seed in sorted(s))) for names, s in found.items()]
@@ -203,7 +198,7 @@ def read_paired_tests(
     return tuple(summed), known["signatures"] if summed else {}
 
 
-def _read(kept: Path) -> dict[str, Any]:
+def _read_tests(kept: Path) -> dict[str, Any]:
     if not kept.exists():
         return {"signatures": {}, "tests": {}}
     known = read_json(kept)
@@ -211,32 +206,32 @@ def _read(kept: Path) -> dict[str, Any]:
         tests = {str(key): [vars(SystemTest(**test)) for test in value] for key, value in known["tests"].items()}
         return {"signatures": {str(key): str(value) for key, value in known["signatures"].items()}, "tests": tests}
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise DataError(f"{kept} does not hold paired tests; delete it and give the same command again.") from None
+        raise DataError(f"{kept} does not hold paired tests; delete it and run the same command again.") from None
 
 
-def _key(pair: Pair, references: Path) -> str:
+def _make_key(pair: Pair, references: Path) -> str:
     import sacrebleu
 
     done = f"{sacrebleu.__version__} {METRICS} {SEED} {RESAMPLES} {TRIALS}"
     for path in (pair.baseline, pair.system):
         if not path.exists():
-            raise DataError(f"{path} does not exist; {_again(path)}")
+            raise DataError(f"{path} does not exist; {_say_how_to_redo(path)}")
     return digest(done, (references, pair.baseline, pair.system))
 
 
-def _group(pair: Pair) -> tuple[str, int]:
+def _group_key(pair: Pair) -> tuple[str, int]:
     return pair.against, pair.seed
 
 
-def _lines(path: Path, expected: int | None = None) -> list[str]:
+def _read_lines(path: Path, expected: int | None = None) -> list[str]:
     lines = [line for _, line in numbered_lines(path)]
     if expected is not None and len(lines) != expected:
-        raise DataError(f"{path} has {len(lines)} lines, its references {expected}; {_again(path)}")
+        raise DataError(f"{path} has {len(lines)} lines, its references {expected}; {_say_how_to_redo(path)}")
     return lines
 
 
-def _again(path: Path) -> str:
-    return f"delete the folder {path.parent} and give the same command again, which redoes this run alone."
+def _say_how_to_redo(path: Path) -> str:
+    return f"delete the folder {path.parent} and run the same command again, which redoes only this run."
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""What the finished runs of a comparison left on disk, read and checked as a whole.
-
-Owns the reading of `comparison.json`, `test.npz` and the folders of runs. A file that cannot be what it should be is
-refused by its name; runs that are not finished are left out.
-"""
+"""Reading and checking the finished runs of a comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ COMPARISON = "comparison.json"
 TEST = "test.npz"
 REFERENCES = "references.txt"
 PAIRED = "paired-tests.json"
-# The analysis that times steps in turn with those of plain, and its number.
+# The analysis that times steps in turn with those of plain, and its result.
 STEP_TIME, STEP_RATIO = "step-time", "step_ratio"
 MEASURES = (
     "distance",
@@ -38,7 +34,7 @@ MEASURES = (
     "particle_norm",
     "force_ratio",
 )
-AGAIN = "delete the folder {} and give the same command again, which redoes this run alone."
+AGAIN = "delete the folder {} and run the same command again, which redoes only this run."
 
 
 @dataclass(frozen=True)
@@ -48,21 +44,20 @@ class Run:
     Attributes:
         arm: Name of the arm, or of the baseline.
         seed: Its seed.
-        start: Which of its arm's earlier runs it began with, where the method acted in these; None where it drew
-            everything itself.
-        control: Name of the arm it is judged against; None for plain and for baselines.
-        baseline: Whether it is a row to compare with rather than an arm.
-        statistics: What is kept of each test item for the metric, [N] or [N, K].
-        predicted: Its answers, or what tells them apart, int [N].
+        start: Seed of its arm's earlier run that it started from, if the method acted in that run; else None.
+        control: Name of its control; None for plain and for baselines.
+        baseline: Whether it is a baseline rather than an arm.
+        statistics: Statistics of each test item for the metric, [N] or [N, K].
+        predicted: Its answers, or numbers that identify them, int [N].
         measures: `MEASURES` by name; None where one does not apply.
-        answered: Further numbers about its answers, by `metric.Measure.key`.
-        signatures: How each score was computed, by its name, where that is known.
+        answered: Further measures of its answers, by `metrics.Measure.key`.
+        signatures: Signature of each score by name, if known.
         parameters: Number of parameters, or None for a baseline.
         step_seconds: Median time of a training step, or None.
-        step_ratio: Time of a step over plain's where steps of both were timed in turn, else None.
-        settings: What determined the run, as JSON data.
+        step_ratio: Time of a step over plain's if steps of both were timed in turn, else None.
+        settings: Its settings, as JSON data.
         dev: Its score on dev after each epoch; empty for a baseline.
-        head_drops: What each of its heads is worth, a score each; empty where that was not measured.
+        head_drops: Cost of removing each head, one entry per score; empty if not measured.
         versions: Package to version.
         folder: Its folder.
     """
@@ -89,23 +84,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """A comparison as it lies on disk.
+    """A comparison as stored on disk.
 
     Attributes:
         task: Name of the task.
         scale: Name of the scale.
         primary: The metric that verdicts are about, named before the first run.
         metric: That metric.
-        shown: What is shown beside it.
-        difficulty: What the bins of test items are by, as in "number of operators".
+        shown: Further measures to show.
+        difficulty: The quantity that bins of test items are made of, such as "number of operators".
         data: Fingerprint of the data.
-        arms: Names of the arms asked for, in their order.
-        seeds: The seeds asked for.
+        arms: Names of the requested arms, in order.
+        seeds: The requested seeds.
         bins: Difficulty of each test item, int [N].
         runs: The finished runs.
-        paired: sacreBLEU's paired tests of each arm against its control, where they were done.
-        paired_signatures: How they were done.
-        described: The data in words; "" in a folder that does not say.
+        paired: sacreBLEU's paired tests of each arm against its control, if done.
+        paired_signatures: Their signatures.
+        described: Description of the data, or "".
     """
 
     task: str
@@ -125,7 +120,7 @@ class Results:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The runs that were asked for and are not finished."""
+        """The requested runs that are not finished."""
         finished = {(run.arm, run.seed) for run in self.runs}
         return tuple(f"{arm} seed {seed}" for arm in self.arms for seed in self.seeds if (arm, seed) not in finished)
 
@@ -135,7 +130,7 @@ def read_results(out: Path) -> Results:
 
     Raises:
         DataError: `out` holds no comparison or no finished run, or one of its files is damaged or belongs to
-            something else; the message names the file and what to do.
+            something else.
     """
     path = out / COMPARISON
     if not path.exists():
@@ -151,15 +146,15 @@ def read_results(out: Path) -> Results:
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
-    test = _arrays(out / TEST, ("bins",), f"delete {out / TEST} and give the same command again.")
-    places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _number(place)))
+    test = _read_arrays(out / TEST, ("bins",), f"delete {out / TEST} and run the same command again.")
+    places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _parse_seed(place)))
     runs = tuple(_read_run(place, metric, len(test["bins"])) for place in places)
     if not runs:
-        raise DataError(f"{out} holds no finished run; give the comparison's command again to go on with it.")
+        raise DataError(f"{out} holds no finished run; run the command of the comparison again to resume it.")
     for index, run in enumerate(runs):
         if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
             raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
-    paired, signatures = read_paired_tests(pairs_of(runs), out / REFERENCES, out / PAIRED)
+    paired, signatures = read_paired_tests(pair_with_controls(runs), out / REFERENCES, out / PAIRED)
     return Results(
         **names,
         metric=metric,
@@ -174,8 +169,8 @@ def read_results(out: Path) -> Results:
     )
 
 
-def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
-    """Return each run whose control has a run of the same seed, with that one, as files of their translations."""
+def pair_with_controls(runs: Sequence[Run]) -> tuple[Pair, ...]:
+    """Return pairs of each run and the run of its control with the same seed, as files of translations."""
     by_name = {(run.arm, run.seed): run for run in runs}
     return tuple(
         Pair(run.arm, run.control, run.seed, run.folder / TEXT, control.folder / TEXT)
@@ -184,17 +179,17 @@ def pairs_of(runs: Sequence[Run]) -> tuple[Pair, ...]:
     )
 
 
-def starts_of(runs: Iterable[Run]) -> tuple[int, ...] | None:
-    """Return which earlier run each run began with; None where they drew everything themselves.
+def read_starts(runs: Iterable[Run]) -> tuple[int, ...] | None:
+    """Return the seed of the earlier run that each run started from; None if they started from scratch.
 
     Raises:
-        DataError: Some did and some did not, as where runs were made by different versions.
+        DataError: Only some started from an earlier run, perhaps as different versions made them.
     """
     given = list(runs)
     known = tuple(run.start for run in given if run.start is not None)
     if known and len(known) != len(given):
         silent = next(run for run in given if run.start is None)
-        raise DataError(f"{silent.folder} does not say which earlier run it began with; {AGAIN.format(silent.folder)}")
+        raise DataError(f"{silent.folder} does not record the run it started from; {AGAIN.format(silent.folder)}")
     return known or None
 
 
@@ -204,7 +199,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
         record = read_json(path)
     except DataError:
         raise DataError(f"{path} is not readable as JSON; {again}") from None
-    answers = _arrays(path.with_name(PREDICTIONS), ("statistics", "predicted"), again)
+    answers = _read_arrays(path.with_name(PREDICTIONS), ("statistics", "predicted"), again)
     predicted, statistics = answers["predicted"].astype(np.int64), answers["statistics"]
     if len(predicted) != items:
         raise DataError(
@@ -221,15 +216,15 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             baseline="baseline" in settings,
             statistics=statistics,
             predicted=predicted,
-            measures={name: _float(record[name]) for name in MEASURES},
+            measures={name: _to_float(record[name]) for name in MEASURES},
             answered={
-                str(name): _float(value)
+                str(name): _to_float(value)
                 for name, value in dict(record.get("answers", {})).items()
                 if isinstance(value, int | float)
             },
             signatures={str(name): str(text) for name, text in dict(record.get("signatures", {})).items()},
             parameters=None if record["parameters"] is None else int(record["parameters"]),
-            step_seconds=_float(record["step_seconds"]),
+            step_seconds=_to_float(record["step_seconds"]),
             step_ratio=_read_step_ratio(analysis_file(path.parent, STEP_TIME), again),
             settings=settings,
             versions={str(name): str(version) for name, version in dict(record["versions"]).items()},
@@ -269,7 +264,7 @@ def _read_step_ratio(path: Path, remedy: str) -> float | None:
         raise DataError(f"{path} is not the record of step times; {remedy}") from None
 
 
-def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
+def _read_arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
     try:
         # numpy leaves a file open that it opened itself and could not read
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -283,10 +278,10 @@ def _arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArra
     return arrays
 
 
-def _float(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def _number(place: Path) -> int:
+def _parse_seed(place: Path) -> int:
     number = place.parent.name.removeprefix("seed-")
     return int(number) if number.isdigit() else -1

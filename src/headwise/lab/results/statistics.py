@@ -1,8 +1,4 @@
-"""Intervals, tests and verdicts in words for runs that share their test items and their seeds.
-
-Owns the one way in which two arms are compared: mean over seeds and test items, both resampled. Pure functions on
-arrays; must not know arms, tasks or files.
-"""
+"""Intervals, tests and verdicts for runs that share their test items and seeds: both are resampled."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from headwise.lab.results.drawing import draw_means, styles
+from headwise.lab.results.drawing import choose_styles, draw_means
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.figures import Picture, score_by_force
+from headwise.lab.results.figures import Picture, draw_score_by_force
 from headwise.lab.results.table import Table
 from headwise.plots.style import drawing, to_png, use_log_axis
 
@@ -30,7 +30,7 @@ def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tupl
     Each where at least two arms have both numbers.
     """
     drawn = (
-        score_by_force(table),
+        draw_score_by_force(table),
         _scatter("outputs-by-force", evidence, table, (FORCE, _force), (OUTPUTS, _outputs), log=True),
         _scatter("outputs-by-parameters", evidence, table, (PARAMETERS, _parameters), (OUTPUTS, _outputs)),
         _scatter("attention-by-parameters", evidence, table, (PARAMETERS, _parameters), (ATTENTION, _attention)),
@@ -64,7 +64,7 @@ def _scatter(
             use_log_axis(axes)
         axes.set_xlabel(across[0])
         axes.set_ylabel(up[0])
-        draw_means(axes, dots, styles(table))
+        draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
     alt = "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.2g}" for arm, found in dots.items()

@@ -13,7 +13,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import EPOCHS
-from headwise.lab.results.drawing import styles
+from headwise.lab.results.drawing import choose_styles
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import Run
@@ -47,7 +47,7 @@ def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -
     runs = [run for run in evidence.results.runs if len(run.dev) >= FEWEST]
     if not runs:
         return ()
-    style = styles(table)
+    style = choose_styles(table)
     names = [row.arm for row in table.arms]
     ends = []
     with drawing_panels(len(panels), COLUMNS, panel=(3.9, 2.6), margin=(0.0, 0.5)) as (figure, places):

@@ -1,0 +1,261 @@
+"""Making the table of a comparison from its runs: paired differences, adjusted tests and verdicts."""
+
+from __future__ import annotations
+
+import statistics as averages
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import NotFired
+from headwise.lab.experiment.metrics import Metric
+from headwise.lab.experiment.seeding import key
+from headwise.lab.results.head_drops import HeadDrops
+from headwise.lab.results.paired_tests import PairedTests
+from headwise.lab.results.runs import MEASURES, Results, Run, read_results, read_starts
+from headwise.lab.results.statistics import RESAMPLES, difference, holm, score, verdict
+from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
+
+# Two runs with equal answers whose measures differ by less than this are the same.
+SAME = 1e-6
+# Intervals of single bins are shown but not tested, so fewer resamples suffice.
+BIN_RESAMPLES = 500
+OWN_TEST = "no verdict (each its own test)"
+
+
+def read_table(out: Path) -> Table:
+    """Return the table of the comparison in folder `out`, from its finished runs.
+
+    Raises:
+        DataError: A file is missing or damaged; see `read_results`.
+        NotFired: An arm did the same as plain; see `make_table`.
+    """
+    return make_table(read_results(out))
+
+
+def make_table(results: Results) -> Table:
+    """Return the table of a comparison.
+
+    Each arm is judged by its difference to its control; Holm's adjustment covers these differences, one per arm. If
+    the control is not plain, the difference to plain is tested too, as a separate family.
+
+    Raises:
+        NotFired: An arm has plain's answers on all test items under every seed, and plain's measures to 1e-6: its
+            method did not act.
+    """
+    arms: dict[str, list[Run]] = {}
+    for run in results.runs:
+        arms.setdefault(run.arm, []).append(run)
+    for runs in arms.values():
+        runs.sort(key=lambda run: run.seed)
+    plain = arms.get(PLAIN)
+    if plain is not None:
+        for runs in arms.values():
+            _require_distinct(runs, plain)
+    rows = [_make_row(arms[name], arms, results) for name in _order_arms(arms, results.arms)]
+    adjusted = _mark_untested if results.metric.own_test else _adjust
+    judged = adjusted({row.arm: row.to_control for row in rows})
+    others = adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
+    bins, items = np.unique(results.bins, return_counts=True)
+    return Table(
+        task=results.task,
+        scale=results.scale,
+        primary=results.primary,
+        metric=results.metric,
+        shown=results.shown,
+        signatures=(
+            *dict.fromkeys(item for run in results.runs for item in run.signatures.items()),
+            *results.paired_signatures.items(),
+        ),
+        difficulty=results.difficulty,
+        data=results.data,
+        seeds=results.seeds,
+        bins=tuple(bins.tolist()),
+        items=tuple(items.tolist()),
+        rows=tuple(_judge(row, judged.get(row.arm), others.get(row.arm)) for row in rows),
+        paired=_select_paired(results.paired, {row.arm: row.seeds for row in rows}),
+        missing=results.missing,
+        versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
+    )
+
+
+def _order_arms(arms: Mapping[str, Sequence[Run]], requested: Sequence[str]) -> list[str]:
+    wanted = [name for name in requested if name in arms]
+    wanted += [name for name in arms if name not in wanted]
+    return sorted(wanted, key=lambda name: 0 if arms[name][0].baseline else 1 if name == PLAIN else 2)
+
+
+def _select_paired(paired: Sequence[PairedTests], seeds: Mapping[str, Sequence[int]]) -> tuple[PairedTests, ...]:
+    """Return the tests of the arms and seeds in the table, in its order, one metric after the other."""
+    metrics = list(dict.fromkeys(tests.metric for tests in paired))
+    known = [
+        tests.among([seed for seed in seeds[tests.arm] if seed in seeds[tests.against]])
+        for tests in paired
+        if tests.arm in seeds and tests.against in seeds
+    ]
+    known.sort(key=lambda tests: (metrics.index(tests.metric), list(seeds).index(tests.arm)))
+    return tuple(tests for tests in known if tests.seeds)
+
+
+def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: Results) -> Row:
+    first, metric = runs[0], results.metric
+    plain = arms.get(PLAIN, [])
+    other = [] if first.arm == PLAIN else plain
+    control = [] if first.control is None else arms.get(first.control, [])
+    masks = [results.bins == number for number in np.unique(results.bins)]
+    return Row(
+        arm=first.arm,
+        control=first.control,
+        baseline=first.baseline,
+        seeds=tuple(run.seed for run in runs),
+        score=score(_stack_values(runs, metric), seed=key("accuracy", first.arm), least=metric.least),
+        bins=tuple(
+            score(
+                _stack_values(runs, metric, mask),
+                seed=key("accuracy", first.arm),
+                resamples=BIN_RESAMPLES,
+                least=metric.least,
+            )
+            for mask in masks
+        ),
+        to_plain=_compare(runs, other, metric),
+        to_control=_compare(runs, control, metric),
+        bins_to_plain=tuple(
+            found.estimate
+            for mask in masks
+            if (found := _compare(runs, other, metric, mask, BIN_RESAMPLES)) is not None
+        ),
+        verdict="",
+        measures={name: _average(run.measures[name] for run in runs) for name in MEASURES},
+        answered={measure.key: _average(run.answered.get(measure.key) for run in runs) for measure in results.shown},
+        parameters=first.parameters,
+        step_ratio=_compute_step_ratio(runs, plain),
+        points=tuple(
+            Point(
+                run.seed,
+                float(metric.values(run.statistics).mean()),
+                run.measures["output_cosine"],
+                run.measures["force_ratio"],
+                run.answered,
+                run.dev,
+            )
+            for run in runs
+        ),
+        head_drops=_group_by_score(runs),
+        settings=first.settings,
+    )
+
+
+def _group_by_score(runs: Sequence[Run]) -> dict[str, tuple[HeadDrops, ...]]:
+    scores = dict.fromkeys(drops.score for run in runs for drops in run.head_drops)
+    return {score: tuple(drops for run in runs for drops in run.head_drops if drops.score == score) for score in scores}
+
+
+def _compare(
+    runs: Sequence[Run],
+    others: Sequence[Run],
+    metric: Metric,
+    mask: NDArray[np.bool_] | slice = slice(None),
+    resamples: int = RESAMPLES,
+) -> Difference | None:
+    pairs = _pair_runs(runs, others)
+    if not pairs:
+        return None
+    one = _stack_values([run for run, _ in pairs], metric, mask)
+    other = _stack_values([run for _, run in pairs], metric, mask)
+    name = others[0].arm
+    found = difference(
+        one,
+        other,
+        seed=key("difference", runs[0].arm, name),
+        resamples=resamples,
+        least=metric.least,
+        starts=read_starts(other for _, other in pairs),
+    )
+    return Difference(name, found)
+
+
+def _stack_values(
+    runs: Sequence[Run], metric: Metric, mask: NDArray[np.bool_] | slice = slice(None)
+) -> NDArray[np.float64]:
+    """Return the metric's values of the items of a bin, [S, N]."""
+    return np.stack([metric.values(run.statistics[mask]) for run in runs])
+
+
+def _pair_runs(runs: Sequence[Run], others: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Return the runs of two arms paired by seed; the one run of a baseline is paired with every seed."""
+    if runs[0].baseline:
+        return [(runs[0], other) for other in others]
+    by_seed = {run.seed: run for run in others}
+    return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+
+
+def _adjust(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
+    """Return the differences of one family of tests with adjusted p-values and verdicts."""
+    known = {arm: found for arm, found in family.items() if found is not None}
+    p_values = holm([found.estimate.p for found in known.values()])
+    return {
+        arm: replace(found, adjusted=p, verdict=verdict(found.estimate, p))
+        for (arm, found), p in zip(known.items(), p_values, strict=True)
+    }
+
+
+def _mark_untested(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
+    """Return differences that are not tested, as each model answered a test that it generated itself."""
+    return {arm: replace(found, verdict=OWN_TEST) for arm, found in family.items() if found is not None}
+
+
+def _judge(row: Row, to_control: Difference | None, to_plain: Difference | None) -> Row:
+    if row.control == PLAIN:
+        to_plain = to_control
+    words = to_control.verdict if to_control is not None else ""
+    if to_control is None and row.control is not None:
+        words = f"no verdict ({row.control} not run)"
+    return replace(row, to_control=to_control, to_plain=to_plain or row.to_plain, verdict=words)
+
+
+def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:
+    if runs[0].baseline or runs[0].arm == PLAIN:
+        return
+    pairs = _pair_runs(runs, plain)
+    if pairs and all(_have_same_results(run, other) for run, other in pairs):
+        raise NotFired(
+            f"arm {runs[0].arm} gave the answers of plain on all {len(runs[0].predicted)} test items under all "
+            f"{len(pairs)} seeds, with the same measures to {SAME:g}: its method did not act. Give it other settings "
+            "or leave it out, and remove its folder."
+        )
+
+
+def _have_same_results(run: Run, other: Run) -> bool:
+    # models that learned nothing may agree on one label although a method acted: compare measures too
+    measured = [
+        (run.measures[name], other.measures[name])
+        for name in MEASURES
+        if name != "force_ratio" and run.measures[name] is not None and other.measures[name] is not None
+    ]
+    # a model without attention has no measure in common with plain
+    return (
+        bool(measured)
+        and np.array_equal(run.predicted, other.predicted)
+        and all(
+            abs(one - two) <= SAME * max(1.0, abs(two)) for one, two in measured if one is not None and two is not None
+        )
+    )
+
+
+def _compute_step_ratio(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    timed = [run.step_ratio for run in runs if run.step_ratio is not None]
+    ratios = timed or [
+        run.step_seconds / other.step_seconds
+        for run, other in _pair_runs(runs, plain)
+        if run.step_seconds is not None and other.step_seconds
+    ]
+    return averages.median(ratios) if ratios else None
+
+
+def _average(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return averages.fmean(known) if known else None
