@@ -54,17 +54,17 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Return all of a tensor on this process: the tensor itself unless it is sharded.
 
-    >>> whole(torch.tensor([1.0, 2.0]))
+    >>> gather_full(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
-def share_of(parameter: Tensor, gradient: Tensor, across: int, *, everything: bool = False) -> Share:
+def read_share(parameter: Tensor, gradient: Tensor, across: int, *, everything: bool = False) -> Share:
     """Return what this process computes of a parameter, moving as little as its placements ask for.
 
     Some columns of every head are enough for the sums a rule needs: a process that holds them moves nothing. Where it
@@ -80,7 +80,7 @@ def share_of(parameter: Tensor, gradient: Tensor, across: int, *, everything: bo
         return Share(parameter, gradient)
     held: Any = parameter
     there: Any = gradient
-    columns = None if everything else _columns(held, across)
+    columns = None if everything else _place_columns(held, across)
     if columns is None:
         every = there.full_tensor()
         return Share(held.full_tensor(), every, give_back=lambda: write_own_part(gradient, every))
@@ -112,7 +112,7 @@ def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
     return [own.view(part.shape) for own, part in zip(sums, parts, strict=True)]
 
 
-def mean_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
+def average_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
     """Return the means of single numbers over the processes of a group, in one message, without gradients.
 
     Args:
@@ -130,16 +130,16 @@ def mean_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
 def write_own_part(target: Tensor, every: Tensor) -> None:
     """Write into `target` this process's part of a tensor that every process has; nothing is sent."""
     with torch.no_grad():
-        _local(target).copy_(_own_part(every, target))
+        _to_local(target).copy_(_take_own_part(every, target))
 
 
 def add_own_part(target: Tensor, every: Tensor) -> None:
     """Add to `target` this process's part of a tensor that every process has; nothing is sent."""
     with torch.no_grad():
-        _local(target).add_(_own_part(every, target))
+        _to_local(target).add_(_take_own_part(every, target))
 
 
-def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
+def gather_features(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
     """Return the features of all heads where tensor parallel left this process those of its own, differentiably.
 
     Every process then computes the same from them, so the gradient of its own part is its slice of the gradient.
@@ -152,10 +152,10 @@ def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, alo
         along: The axis of `parameter` along which heads are.
     """
     if is_sharded(tensor):
-        return whole(tensor)
+        return gather_full(tensor)
     if tensor.shape[axis] == size:
         return tensor
-    found = _divided(parameter, along)
+    found = _find_mesh(parameter, along)
     if found is None or tensor.shape[axis] * found[1] != size:
         return tensor
     from torch.distributed.tensor import DTensor, Shard
@@ -164,7 +164,7 @@ def gathered(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, alo
     return DTensor.from_local(tensor, mesh, [Shard(axis % tensor.dim())], run_check=False).full_tensor()
 
 
-def own_slice(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
+def select_own_heads(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
     """Return the part of `tensor`, given for all heads, that is of this process's heads under tensor parallel.
 
     Args:
@@ -176,13 +176,13 @@ def own_slice(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, al
     """
     if tensor.shape[axis] in (1, size):
         return tensor
-    found = _divided(parameter, along)
+    found = _find_mesh(parameter, along)
     if found is None or size * found[1] != tensor.shape[axis]:
         return tensor
     return tensor.narrow(axis, found[0].get_local_rank() * size, size)
 
 
-def scaled(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int) -> Tensor:
+def scale_features(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int) -> Tensor:
     """Return features times one factor each, [..., F] * [F], where a process may have some of the F features.
 
     Args:
@@ -191,21 +191,21 @@ def scaled(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int
         parameter: The weight that computes the features.
         along: The axis of `parameter` along which they are.
 
-    >>> scaled(torch.ones(3, 2), torch.tensor([2.0, 3.0]), None, 0)[0]
+    >>> scale_features(torch.ones(3, 2), torch.tensor([2.0, 3.0]), None, 0)[0]
     tensor([2., 3.])
     """
     if is_sharded(tensor):
-        return tensor * _replicated(factors, tensor)
-    return tensor * own_slice(factors, 0, tensor.shape[-1], parameter, along)
+        return tensor * _replicate(factors, tensor)
+    return tensor * select_own_heads(factors, 0, tensor.shape[-1], parameter, along)
 
 
-def pieces(parameter: Tensor | None, along: int) -> int:
+def count_parts(parameter: Tensor | None, along: int) -> int:
     """Return into how many parts tensor parallel or FSDP2 divides an axis of a parameter.
 
-    >>> pieces(torch.zeros(2, 2), 0)
+    >>> count_parts(torch.zeros(2, 2), 0)
     1
     """
-    found = _divided(parameter, along)
+    found = _find_mesh(parameter, along)
     return 1 if found is None else found[1]
 
 
@@ -217,7 +217,9 @@ def computes_part(owner: nn.Module, attribute: str, along: int) -> bool:
     >>> computes_part(nn.Linear(2, 2), "weight", 0)
     False
     """
-    return pieces(owner._parameters.get(attribute), along) > 1 and not getattr(owner, "_is_fsdp_managed_module", False)
+    return count_parts(owner._parameters.get(attribute), along) > 1 and not getattr(
+        owner, "_is_fsdp_managed_module", False
+    )
 
 
 def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
@@ -259,7 +261,7 @@ def refuse_flat_optimizer(optimizer: object) -> None:
             )
 
 
-def _columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
+def _place_columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
     """Return the placements by which every process has some columns, or None where they would be uneven."""
     from torch.distributed.tensor import Shard
 
@@ -272,7 +274,7 @@ def _columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
     return columns if parameter.shape[across] % pieces == 0 and (columns == placements or one_exchange) else None
 
 
-def _divided(parameter: Tensor | None, along: int) -> tuple[Any, int] | None:
+def _find_mesh(parameter: Tensor | None, along: int) -> tuple[Any, int] | None:
     """Return the one-dimensional mesh over which an axis of a parameter is divided, and its size."""
     if parameter is None or not is_sharded(parameter):
         return None
@@ -285,20 +287,20 @@ def _divided(parameter: Tensor | None, along: int) -> tuple[Any, int] | None:
     return inner, inner.size()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def _replicated(every: Tensor, like: Any) -> Any:
+def _replicate(every: Tensor, like: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
     return DTensor.from_local(every, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _own_part(every: Tensor, like: Tensor) -> Tensor:
+def _take_own_part(every: Tensor, like: Tensor) -> Tensor:
     if not is_sharded(like):
         return every
     sharded: Any = like
-    return _replicated(every, like).redistribute(placements=sharded.placements).to_local()
+    return _replicate(every, like).redistribute(placements=sharded.placements).to_local()

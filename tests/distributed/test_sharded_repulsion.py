@@ -30,7 +30,7 @@ from distributed.engines import (
     own,
 )
 from distributed.processes import Processes
-from headwise.parallel import whole
+from headwise.parallel import gather_full
 
 RATE, STEPS = 0.05, 3
 RULES = {
@@ -63,7 +63,7 @@ def trained(engine: str, rule: hw.Rule, model: nn.Module, divide: Any, **options
 
 def clip(model: nn.Module, norm: float) -> None:
     # torch's own refuses a model of which tensor parallel divides a part
-    total = torch.stack([whole(p.grad).square().sum() for p in model.parameters()]).sum().sqrt()
+    total = torch.stack([gather_full(p.grad).square().sum() for p in model.parameters()]).sum().sqrt()
     assert total > norm
     for parameter in model.parameters():
         parameter.grad.mul_(norm / float(total))
@@ -151,7 +151,7 @@ def assert_uneven_rows() -> None:
     for model in (expected, found):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULES["prior"]).apply()
     for one, together in zip(expected.parameters(), found.parameters(), strict=True):
-        torch.testing.assert_close(whole(together.grad), one.grad, rtol=0.0, atol=1e-12)
+        torch.testing.assert_close(gather_full(together.grad), one.grad, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", ["replicated rows", "replicated columns", "rows of heads"])
@@ -222,7 +222,7 @@ def assert_same_noise(engine: str) -> None:
             parameter.grad = torch.zeros_like(parameter)
         torch.rand(1 + dist.get_rank())
         hw.repel(optimizer, hw.find_heads(model), rule, seed=5, noise="apply").apply()
-        return {n.removeprefix("module."): whole(p.grad).clone() for n, p in model.named_parameters()}
+        return {n.removeprefix("module."): gather_full(p.grad).clone() for n, p in model.named_parameters()}
 
     alone, together = noise(made()), noise(ENGINES[engine](made()))
     for name, expected in alone.items():
@@ -254,10 +254,10 @@ def assert_left_alone(engine: str) -> None:
     spoilt = "layers.1.attention.k_proj.weight"
     if dist.get_rank() == 1:
         weights[spoilt].grad.to_local()[0, 0] = torch.inf
-    before = {name: whole(parameter.grad).clone() for name, parameter in weights.items()}
+    before = {name: gather_full(parameter.grad).clone() for name, parameter in weights.items()}
     repulsion.apply()
     for name, parameter in weights.items():
-        assert torch.equal(whole(parameter.grad), before[name]) == (name == spoilt), name
+        assert torch.equal(gather_full(parameter.grad), before[name]) == (name == spoilt), name
     assert [n for n, f in zip(repulsion.last.names, repulsion.last.finite, strict=True) if not f] == [
         "layers.1.attention key"
     ]

@@ -304,14 +304,14 @@ def test_an_implementation_without_scores_is_refused():
 def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
     from headwise.heads import huggingface
 
-    explicit = huggingface._explicit
+    explicit = huggingface._attend_explicitly
     computed: list[str] = []
 
     def counted(module, *args, **settings):
         computed.append(type(module).__name__)
         return explicit(module, *args, **settings)
 
-    monkeypatch.setattr(huggingface, "_explicit", counted)
+    monkeypatch.setattr(huggingface, "_attend_explicitly", counted)
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs(padded=True)
     heads = hw.find_heads(model)

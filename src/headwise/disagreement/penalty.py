@@ -31,7 +31,7 @@ from headwise.heads.heads import Heads, require_heads
 from headwise.heads.site import Site
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
-from headwise.parallel import mean_over
+from headwise.parallel import average_over
 
 # The fields of a capture that a similarity may read.
 READABLE = ("outputs", "values", "weights", "mean_weights")
@@ -252,7 +252,7 @@ class Disagreement(Handle):
                     sums.append(own)
                     counts.append(number)
         if self.across is not None:
-            counts = mean_over(self.across, counts)
+            counts = average_over(self.across, counts)
         total = None
         for weight, own, number in zip(weights, sums, counts, strict=True):
             value = own / number.clamp_min(torch.finfo(own.dtype).tiny if self.across else 1) * weight

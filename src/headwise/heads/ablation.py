@@ -17,8 +17,8 @@ from headwise.heads.capture import require_joined
 from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.site import Site
-from headwise.nn.checkpointing import in_checkpoint
-from headwise.nn.hooks import Handle, Hook, first_argument, with_first_argument
+from headwise.nn.checkpointing import is_in_checkpoint
+from headwise.nn.hooks import Handle, Hook, read_first_argument, replace_first_argument
 
 
 class Ablation(Handle):
@@ -35,8 +35,8 @@ class Ablation(Handle):
         for site, output_projection in [(site, site.expose()) for site in heads.sites]:
             projection = output_projection.module
             # first of all: what reads the input of W_O then reads what W_O gets, whoever was attached before
-            self._before(projection, self._zeroing(site), prepend=True)
-            self._before(site.module, _requiring(site, output_projection, projection))
+            self._before(projection, self._make_zeroing(site), prepend=True)
+            self._before(site.module, _make_check(site, output_projection, projection))
 
     @property
     def called(self) -> bool:
@@ -52,7 +52,7 @@ class Ablation(Handle):
                 f"({', '.join(silent[:6])}); the score cannot show their removal."
             )
 
-    def _left(self) -> None:
+    def _on_exit(self) -> None:
         self.verify()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,25 +62,25 @@ class Ablation(Handle):
         handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
         self._removers.append(handle.remove)
 
-    def _zeroing(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
-        def zeroed(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if in_checkpoint():
+    def _make_zeroing(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+        def zero(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if is_in_checkpoint():
                 raise NotFired(
                     f"{site.name or 'the model'}: heads are removed for evaluation; a backward pass after the block "
                     "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
                     "or gradients."
                 )
             self._reached.add(site.name)
-            outputs = first_argument(module, args, kwargs)
+            outputs = read_first_argument(module, args, kwargs)
             require_joined(outputs, site)
             keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
             keep[list(self.indices)] = 0.0
-            return with_first_argument(args, kwargs, site.scaled(outputs, keep))
+            return replace_first_argument(args, kwargs, site.scale_heads(outputs, keep))
 
-        return zeroed
+        return zero
 
 
-def _requiring(
+def _make_check(
     site: Site, output_projection: OutputProjection, projection: nn.Module
 ) -> Callable[[nn.Module, tuple, dict], None]:
     def require(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:

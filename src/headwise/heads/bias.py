@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.errors import MaskError, NotFired
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.site import Site
-from headwise.nn.checkpointing import recomputing
+from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle
 from headwise.nn.scores import ScoreCall
 
@@ -60,13 +60,13 @@ class HeadBias(Handle):
                 "module, or the function gave None for it (select the sites it is for)."
             )
 
-    def _left(self) -> None:
+    def _on_exit(self) -> None:
         self.verify()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "bias": None, "calls": dict.fromkeys(self.calls, 0)}
 
-    def of(self, site: Site, call: ScoreCall) -> Tensor | None:
+    def compute(self, site: Site, call: ScoreCall) -> Tensor | None:
         """Return the bias of one call of one site, broadcastable to [B, H, Q, K]; None where it has none.
 
         Raises:
@@ -75,16 +75,16 @@ class HeadBias(Handle):
         if call.cached and site.kind != "cross" and call.first + call.queries > call.keys:
             # a window of keys is cached: these are the newest
             call = replace(call, first_key=call.first + call.queries - call.keys)
-        computed, call = call.heads, replace(call, heads=site.heads_of(call.heads))
+        computed, call = call.heads, replace(call, heads=site.count_all_heads(call.heads))
         if isinstance(self.bias, Tensor):
-            found = _part(self.bias, call)
+            found = _select_part(self.bias, call)
         else:
             found = self.bias(site, call)
             if found is None:
                 return None
             if not isinstance(found, Tensor):
                 raise MaskError(f"{_name(site)}: the bias function gave a {type(found).__name__}; expected a tensor.")
-        found = _for_beams(found, call)
+        found = _repeat_for_beams(found, call)
         sizes = ((1, call.batch), (1, call.heads), (1, call.queries), (call.keys,))
         if found.dim() != 4 or any(size not in fits for size, fits in zip(found.shape, sizes, strict=True)):
             raise MaskError(
@@ -93,13 +93,13 @@ class HeadBias(Handle):
                 "Where lengths change from call to call, as in generate(), give a function of (site, call)."
             )
         if not found.is_floating_point():
-            raise MaskError(_not_additive(found))
+            raise MaskError(_describe_dtype(found))
         if torch.compiler.is_compiling():
             # a number that grows would be compiled anew at every call
             self.calls[site.name] = 1
-        elif not recomputing():
+        elif not is_recomputing():
             self.calls[site.name] += 1
-        return site.own_heads(found, 1, computed).to(call.device)
+        return site.select_own_heads(found, 1, computed).to(call.device)
 
 
 class _SiteBias:
@@ -109,7 +109,7 @@ class _SiteBias:
         self.handle, self.site = handle, site
 
     def __call__(self, call: ScoreCall) -> Tensor | None:
-        return self.handle.of(self.site, call)
+        return self.handle.compute(self.site, call)
 
 
 def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
@@ -149,7 +149,7 @@ def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
 
 def _check_values(bias: Tensor) -> None:
     if not bias.is_floating_point():
-        raise MaskError(_not_additive(bias))
+        raise MaskError(_describe_dtype(bias))
     if bias.dim() != 4:
         raise MaskError(
             f"the bias has shape {tuple(bias.shape)}; expected four axes: (batch or 1, heads or 1, queries or 1, keys)."
@@ -168,14 +168,14 @@ def _check_values(bias: Tensor) -> None:
             )
 
 
-def _not_additive(bias: Tensor) -> str:
+def _describe_dtype(bias: Tensor) -> str:
     return (
         f"the bias has dtype {bias.dtype}; expected an additive floating-point bias: for a mask that is True where "
         "attention is allowed, torch.where(mask, 0.0, -torch.inf)."
     )
 
 
-def _part(bias: Tensor, call: ScoreCall) -> Tensor:
+def _select_part(bias: Tensor, call: ScoreCall) -> Tensor:
     """Return the rows and columns of this call of a tensor made for the whole length, where there is a cache."""
     if not call.cached:
         return bias
@@ -187,7 +187,7 @@ def _part(bias: Tensor, call: ScoreCall) -> Tensor:
     return bias
 
 
-def _for_beams(bias: Tensor, call: ScoreCall) -> Tensor:
+def _repeat_for_beams(bias: Tensor, call: ScoreCall) -> Tensor:
     batch = bias.shape[0]
     if batch in (0, 1, call.batch) or call.batch % batch or torch.is_grad_enabled():
         return bias

@@ -71,7 +71,7 @@ class Padding:
     first: int = 0
     cached: bool = False
 
-    def of_queries(self, queries: int) -> Tensor | None:
+    def select_queries(self, queries: int) -> Tensor | None:
         """Return the padding of the call's own queries, the newest of its keys."""
         if self.keep is None or self.keep.shape[1] == queries:
             return self.keep
@@ -79,10 +79,10 @@ class Padding:
         return self.keep[:, start : start + queries]
 
 
-def padding_of(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
+def read_padding(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     """Return the padding of a call, from its arguments by name."""
-    first = cached_length(module, arguments.values())
-    return Padding(given_padding(module, arguments), first or 0, first is not None)
+    first = count_cached(module, arguments.values())
+    return Padding(read_key_padding(module, arguments), first or 0, first is not None)
 
 
 class Forward:
@@ -90,7 +90,7 @@ class Forward:
 
 
 @dataclass
-class Call:
+class OpenCapture:
     """A capture on its way: with the padding of its queries' own attention.
 
     Attributes:
@@ -105,7 +105,7 @@ class Call:
     queries: Padding
     forward: Forward | None
 
-    def finished(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
+    def finish(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.
 
         Args:
@@ -139,15 +139,15 @@ class Call:
             padding = Padding(capture.key_keep.any(1, keepdim=True))
         capture.query_keep = padding.keep
         if capture.outputs is not None:
-            capture.query_keep = padding.of_queries(capture.outputs.shape[1])
+            capture.query_keep = padding.select_queries(capture.outputs.shape[1])
         elif capture.weights is not None:
-            capture.query_keep = padding.of_queries(capture.weights.shape[2])
+            capture.query_keep = padding.select_queries(capture.weights.shape[2])
         elif capture.mean_weights is not None:
-            capture.query_keep = padding.of_queries(capture.mean_weights.shape[1])
+            capture.query_keep = padding.select_queries(capture.mean_weights.shape[1])
         read = next((tensor for tensor in capture.read if tensor is not None), None)
         if read is not None:
-            capture.key_keep = _for_batch(capture.key_keep, len(read))
-            capture.query_keep = _for_batch(capture.query_keep, len(read))
+            capture.key_keep = _expand_batch(capture.key_keep, len(read))
+            capture.query_keep = _expand_batch(capture.query_keep, len(read))
         return capture
 
     def _require_values(self, name: str) -> None:
@@ -179,13 +179,15 @@ def split_heads(joined: Tensor, site: Site) -> Tensor:
         ShapeError: The last axis is not H * e.
     """
     require_joined(joined, site)
-    return site.all_heads(joined, -1, site.num_heads * site.head_size).unflatten(-1, (site.num_heads, site.head_size))
+    return site.gather_heads(joined, -1, site.num_heads * site.head_size).unflatten(
+        -1, (site.num_heads, site.head_size)
+    )
 
 
 def require_joined(joined: Tensor, site: Site) -> None:
     """Raise `ShapeError` unless this is what W_O of a site gets: [..., H * e], or its part under tensor parallel."""
     width = site.num_heads * site.head_size
-    if joined.dim() == 0 or site.features_of(joined.shape[-1]) != width:
+    if joined.dim() == 0 or site.count_all_features(joined.shape[-1]) != width:
         raise ShapeError(
             f"{site.name or 'the model'} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
             f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
@@ -193,30 +195,30 @@ def require_joined(joined: Tensor, site: Site) -> None:
         )
 
 
-def _for_batch(keep: Tensor | None, batch: int) -> Tensor | None:
+def _expand_batch(keep: Tensor | None, batch: int) -> Tensor | None:
     # a mask may be given once for all sequences
     return keep if keep is None or keep.shape[0] == batch else keep.expand(batch, -1)
 
 
-def parameter_names(module: nn.Module) -> tuple[str, ...]:
+def list_parameters(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a module's forward."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind not in variadic)
 
 
-def named_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
+def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments of a call by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def cached_length(module: nn.Module, arguments: Iterable[object]) -> int | None:
+def count_cached(module: nn.Module, arguments: Iterable[object]) -> int | None:
     """Return how many tokens were in the cache that an attention module was called with; None without a cache."""
     cache: Any = next((value for value in arguments if hasattr(value, "get_seq_length")), None)
     return None if cache is None else int(cache.get_seq_length(getattr(module, "layer_idx", None) or 0))
 
 
-def given_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:
+def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:
     """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask.
 
     Args:
@@ -231,10 +233,10 @@ def given_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor 
     crossed = arguments.get("encoder_hidden_states") is not None and "encoder_attention_mask" in arguments
     names = ("encoder_attention_mask",) if crossed else ("attention_mask", "mask")
     mask = next((arguments[name] for name in names if isinstance(arguments.get(name), Tensor)), None)
-    return real_keys(mask) if isinstance(mask, Tensor) else None
+    return find_real_keys(mask) if isinstance(mask, Tensor) else None
 
 
-def real_keys(mask: Tensor) -> Tensor | None:
+def find_real_keys(mask: Tensor) -> Tensor | None:
     """Return True where some query may attend to a key, from a mask in transformers' convention.
 
     A real token may always be attended to by itself, under causality and in a window too; padding by none.
@@ -249,7 +251,7 @@ def real_keys(mask: Tensor) -> Tensor | None:
     Example:
         >>> import torch
         >>> causal_and_padded = torch.tensor([[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]).bool()
-        >>> real_keys(causal_and_padded)
+        >>> find_real_keys(causal_and_padded)
         tensor([[ True,  True, False]])
     """
     if mask.dim() not in (2, 3, 4):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from headwise.heads.heads import Heads
-from headwise.nn.checkpointing import outside_graphs, recomputing
+from headwise.nn.checkpointing import is_recomputing, outside_graphs
 from headwise.nn.hooks import Hook
 
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -37,7 +37,7 @@ def drops_layers(model: nn.Module) -> bool:
     return model.training and any((getattr(config, name, 0) or 0) > 0 for name in LAYER_DROPS)
 
 
-def are_partial() -> bool:
+def is_partial() -> bool:
     """Return whether forwards give back a part of an earlier one now."""
     return _partial.get()
 
@@ -73,14 +73,14 @@ class Forwards:
         self._failed = failed
         self.causal: dict[nn.Module, bool] = {}
         model = heads.model
-        entered, left = Hook(model, self._entered), Hook(model, self._left)
+        entered, left = Hook(model, self._on_call), Hook(model, self._on_return)
         self._stops: list[Callable[[], None]] = [
             model.register_forward_pre_hook(entered, with_kwargs=True, prepend=True).remove,
             # a forward that ends in an error has ended too
             model.register_forward_hook(left, always_call=True).remove,
         ]
         for site in heads.sites:
-            told = Hook(site.module, self._told)
+            told = Hook(site.module, self._on_site_call)
             self._stops.append(site.module.register_forward_pre_hook(told, with_kwargs=True).remove)
 
     def remove(self) -> None:
@@ -91,20 +91,20 @@ class Forwards:
 
     # a count in a compiled graph would have every forward compiled anew
     @outside_graphs
-    def _entered(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-        if not recomputing():
+    def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        if not is_recomputing():
             self.number += 1
             self.inside = True
             self.generating = kwargs.get("past_key_values") is not None
 
     @outside_graphs
-    def _left(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        if not recomputing():
+    def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
+        if not is_recomputing():
             self.inside = False
             # what torch hands to such a hook after an error
             if output is None:
                 self._failed()
 
-    def _told(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    def _on_site_call(self, module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if isinstance(kwargs.get("is_causal"), bool):
             self.causal[module] = kwargs["is_causal"]

@@ -84,14 +84,14 @@ class Heads:
             raise SettingError(f"kind() was given nothing; expected some of {', '.join(KINDS)}.")
         for kind in kinds:
             require_choice("kind", kind, KINDS)
-        return self._selected(tuple(site for site in self.sites if site.kind in kinds), f"of kind {', '.join(kinds)}")
+        return self._select(tuple(site for site in self.sites if site.kind in kinds), f"of kind {', '.join(kinds)}")
 
     def where(self, pattern: str) -> Heads:
         """Return the heads whose site name matches a shell pattern, for example "decoder.*"."""
         if not isinstance(pattern, str):
             raise SettingError(f"pattern is {pattern!r}; expected a shell pattern of site names, such as 'decoder.*'.")
         kept = tuple(site for site in self.sites if fnmatch.fnmatchcase(site.name, pattern))
-        return self._selected(kept, f"named like {pattern!r}")
+        return self._select(kept, f"named like {pattern!r}")
 
     def projection(self, *projections: str) -> Heads:
         """Return the same sites with fewer projections: what repulsion acts on."""
@@ -109,7 +109,7 @@ class Heads:
         """Return `slices()`, under its name in version 0.1."""
         return self.slices()
 
-    def _selected(self, sites: tuple[Site, ...], description: str) -> Heads:
+    def _select(self, sites: tuple[Site, ...], description: str) -> Heads:
         if not sites:
             names = ", ".join(f"{site.name or '(model)'} [{site.kind}]" for site in self.sites[:8])
             raise LayoutError(f"no attention {description} among {len(self.sites)} sites: {names}.")
@@ -161,7 +161,7 @@ def require_heads(given: object) -> None:
         >>> require_heads(hw.find_heads(nn.MultiheadAttention(8, 2)))
     """
     if not isinstance(given, Heads):
-        raise SettingError(f"heads is {_described(given)}; expected heads of a model: hw.find_heads(model).")
+        raise SettingError(f"heads is {_describe(given)}; expected heads of a model: hw.find_heads(model).")
     present = {id(module) for module in given.model.modules()}
     for site in given:
         if id(site.module) not in present:
@@ -177,7 +177,7 @@ def _require_current(site: Site) -> None:
     for head_slice, before, now in zip(site.slices, site.found_at, site.paths(), strict=True):
         if before != now:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)
-            there = None if place is None else _at(site, place)
+            there = None if place is None else _find_module(site, place)
             raise LayoutError(
                 f"{head_slice.name} is not where the model calls it any more"
                 f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
@@ -187,12 +187,12 @@ def _require_current(site: Site) -> None:
             raise LayoutError(head_slice.vanished)
 
 
-def _at(site: Site, place: str) -> object:
+def _find_module(site: Site, place: str) -> object:
     try:
         return site.module.get_submodule(place)
     except AttributeError:
         return None
 
 
-def _described(given: object) -> str:
+def _describe(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"

@@ -24,19 +24,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwise.errors import LayoutError, NotFired
-from headwise.heads.capture import cached_length
+from headwise.heads.capture import count_cached
 from headwise.heads.huggingface_config import UNDERNEATH, lend
 from headwise.heads.site import Site
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import Asked, asked, recomputing
+from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.hooks import Hook
 from headwise.nn.scores import (
     Bias,
     Listeners,
     Observer,
     ScoreCall,
-    added,
-    without_empty_rows,
+    clear_empty_rows,
+    sum_masks,
 )
 
 LISTENERS = "_headwise_listeners"
@@ -83,7 +83,7 @@ class InterfaceScores:
             module.__dict__[LISTENERS] = Listeners()
         listeners: Listeners = module.__dict__[LISTENERS]
         listeners.add(listener)
-        hook = Hook(module, _place_of_call)
+        hook = Hook(module, _record_position)
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
         def stop() -> None:
@@ -96,7 +96,7 @@ class InterfaceScores:
         return stop
 
 
-def _place_of_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     named = getattr(module.config, "_attn_implementation", None)
     if named not in UNDERNEATH:
         raise NotFired(
@@ -105,7 +105,7 @@ def _place_of_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
             "model.set_attn_implementation('sdpa'), or remove() what is attached."
         )
     listeners: Listeners = module.__dict__[LISTENERS]
-    first = cached_length(module, (*args, *kwargs.values()))
+    first = count_cached(module, (*args, *kwargs.values()))
     listeners.first, listeners.cached = first or 0, first is not None
 
 
@@ -113,19 +113,19 @@ def _attend_over_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    answer = _asked(module, query, key)
+    answer = _resolve_request(module, query, key)
     capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
     if answer.weights or (answer.mean_weights and capped):
-        output, _ = _explicit(module, query, key, value, attention_mask, answer, **settings)
+        output, _ = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
         if not answer.beside or not answer.weights:
             return output, None
         answer = replace(answer, mean_weights=False)
     if not answer.biases and not answer.mean_weights:
         return stock(module, query, key, value, attention_mask, **settings)
-    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)
     if answer.mean_weights:
         everything = mask if mask is None or empty is None else mask.masked_fill(empty, -math.inf)
-        _show(module, None, mean_weights(query, key, everything, scale=settings.get("scaling")))
+        _notify(module, None, mean_weights(query, key, everything, scale=settings.get("scaling")))
     if not answer.biases:
         return stock(module, query, key, value, attention_mask, **settings)
     assert mask is not None  # a bias is always a mask
@@ -139,22 +139,22 @@ def _attend_over_sdpa(
 def _attend_over_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    answer = _asked(module, query, key)
+    answer = _resolve_request(module, query, key)
     if not answer.biases and not answer.weights and not answer.mean_weights:
         stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
         return stock(module, query, key, value, attention_mask, **settings)
-    attended = _explicit(module, query, key, value, attention_mask, answer, **settings)
+    attended = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
     if not answer.beside or not answer.weights or answer.biases:
         return attended
     stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     return stock(module, query, key, value, attention_mask, **settings)
 
 
-def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:
+def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
     listeners: Listeners | None = module.__dict__.get(LISTENERS)
     if listeners is None:
-        if not recomputing():
-            return Asked()
+        if not is_recomputing():
+            return Request()
         # only its checkpoint knows
         listeners = Listeners()
     call = ScoreCall(
@@ -168,15 +168,15 @@ def _asked(module: nn.Module, query: Tensor, key: Tensor) -> Asked:
         device=query.device,
     )
 
-    def kept(frame: Any) -> None:
+    def keep_view(frame: Any) -> None:
         # the recomputation must find our implementation although the listener may be gone by then
         weakref.finalize(frame, lend(module)).atexit = False
 
-    return asked(module, listeners.observers, listeners.biases, call, kept)
+    return resolve_request(module, listeners.observers, listeners.biases, call, keep_view)
 
 
-def _total(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Asked, settings: dict
+def _build_mask(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Request, settings: dict
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return everything that is added to the scores, and the rows that are left without a key."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
@@ -195,16 +195,16 @@ def _total(
         least = torch.finfo(query.dtype).min
         return (torch.where(mask, own, least) if mask.dtype == torch.bool else own + mask), None
     terms = [*answer.biases, *([] if own is None else [own])] or [query.new_zeros(1, 1, 1, 1)]
-    return without_empty_rows(added(mask, causal, terms, query.shape[2], key.shape[2], query.dtype))
+    return clear_empty_rows(sum_masks(mask, causal, terms, query.shape[2], key.shape[2], query.dtype))
 
 
-def _explicit(
+def _attend_explicitly(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    answer: Asked,
+    answer: Request,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -214,7 +214,7 @@ def _explicit(
     """Attend with the weights in sight: O = dropout(softmax(scale Q K^T + everything added)) V."""
     if settings.get("s_aux") is not None:
         raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases are out of reach.")
-    mask, empty = _total(module, query, key, attention_mask, answer, settings)
+    mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -227,16 +227,16 @@ def _explicit(
     weights = torch.softmax(scores, dim=-1, dtype=None if exact else torch.float32).to(value.dtype)
     if empty is not None:
         weights = weights.masked_fill(empty, 0.0)
-    _show(module, weights, mean_of(weights) if answer.mean_weights else None)
+    _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
     dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
     return (dropped @ value).transpose(1, 2).contiguous(), dropped
 
 
-def _show(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:
+def _notify(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:
     listeners: Listeners | None = module.__dict__.get(LISTENERS)
-    if listeners is not None and not recomputing():
+    if listeners is not None and not is_recomputing():
         for observer in listeners.observers:
-            observer.shown(None, weights, None, mean)
+            observer.notify(None, weights, None, mean)
 
 
 AttentionInterface.register("headwise", _attend_over_sdpa)

@@ -23,35 +23,35 @@ OURS = {under: ours for ours, under in UNDERNEATH.items()}
 
 
 @cache
-def _view_of(config_class: type) -> type:
+def _make_view_class(config_class: type) -> type:
     """Return a class whose instances are configurations that name our implementation over the one of another."""
 
-    def named(view: Any) -> str | None:
+    def read_name(view: Any) -> str | None:
         name = view.headwise_original._attn_implementation
         return OURS.get(name or "eager", name)
 
-    def rename(view: Any, name: object) -> None:
+    def write_name(view: Any, name: object) -> None:
         view.headwise_original._attn_implementation = name
 
     def original(view: Any, _protocol: int) -> tuple:
         # asked for by copy and by pickle: a copy of the module has the configuration itself
-        return _itself, (view.headwise_original,)
+        return _return_original, (view.headwise_original,)
 
     members = {
         "__slots__": ("headwise_original",),
         "__module__": config_class.__module__,
         "__reduce_ex__": original,
-        "_attn_implementation": property(named, rename),
+        "_attn_implementation": property(read_name, write_name),
     }
     return type(config_class.__name__, (config_class,), members)
 
 
-def _itself(config: object) -> object:
+def _return_original(config: object) -> object:
     return config
 
 
-def _view(config: object) -> Any:
-    view: Any = object.__new__(_view_of(type(config)))
+def _make_view(config: object) -> Any:
+    view: Any = object.__new__(_make_view_class(type(config)))
     # one dictionary: what is set on either is set on both
     object.__setattr__(view, "__dict__", vars(config))
     object.__setattr__(view, "headwise_original", config)
@@ -85,7 +85,7 @@ def lend(module: nn.Module) -> Callable[[], None]:
                 f"{type(module).__name__} runs the attention implementation {named!r}, where single heads' weights "
                 "and biases are out of reach; call model.set_attn_implementation('sdpa') first."
             )
-        loan = _loans[module] = _Loan(config, _view(config))
+        loan = _loans[module] = _Loan(config, _make_view(config))
         module.config = loan.view
     loan.holders += 1
     ended = False

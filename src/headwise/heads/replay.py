@@ -19,13 +19,13 @@ from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.site import Site
-from headwise.nn.hooks import first_argument
+from headwise.nn.hooks import read_first_argument
 
 Edit = Callable[[Tensor], None]
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """The first call that a module got during a forward pass, to be made again."""
 
     module: nn.Module
@@ -34,11 +34,11 @@ class Call:
 
     def __post_init__(self) -> None:
         # the forward goes on, and may write into what it passed
-        self.args, self.kwargs = _fresh(tree_map(_double, (self.args, self.kwargs)))
+        self.args, self.kwargs = _copy(tree_map(_to_double, (self.args, self.kwargs)))
 
     def again(self) -> None:
         """Make the call once more, with copies of what it got: a cache must not grow."""
-        args, kwargs = _fresh((self.args, self.kwargs))
+        args, kwargs = _copy((self.args, self.kwargs))
         self.module(*args, **kwargs)
 
 
@@ -53,7 +53,7 @@ class Replay:
         draws: What queries, keys and values are replaced by, [..., M, e] each; known after the first call.
     """
 
-    def __init__(self, site: Site, call: Call) -> None:
+    def __init__(self, site: Site, call: RecordedCall) -> None:
         self.site, self.call = site, call
         self.draws: dict[str, Tensor] = {}
         self._inputs: dict[int | None, tuple[Any, Any]] = {}
@@ -64,8 +64,8 @@ class Replay:
         Args:
             edits: For each projection to change, what changes its features [..., M, e] in place.
         """
-        with self._in_hand(edits):
-            seen = self._outputs_seen()
+        with self._take_over(edits):
+            seen = self._record_outputs()
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
@@ -81,16 +81,16 @@ class Replay:
         Raises:
             NotFired: The module in the place of W_O was not called.
         """
-        seen = self._outputs_seen()
+        seen = self._record_outputs()
         if not seen:
             raise NotFired(f"{self.name}: the module found in the place of W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
-    def _outputs_seen(self) -> list[Tensor]:
+    def _record_outputs(self) -> list[Tensor]:
         seen: list[Tensor] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(first_argument(module, args, kwargs).detach().clone())
+            seen.append(read_first_argument(module, args, kwargs).detach().clone())
 
         handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
         try:
@@ -100,7 +100,7 @@ class Replay:
         return seen
 
     @contextmanager
-    def _in_hand(self, edits: Mapping[str, Edit]) -> Iterator[None]:
+    def _take_over(self, edits: Mapping[str, Edit]) -> Iterator[None]:
         """Inside the block, the first projection of each call of the site returns drawn and edited features."""
         done: set[int | None] = set()
         module: Any = self.site.module
@@ -108,9 +108,9 @@ class Replay:
         for projecting in {id(head_slice.module): head_slice.module for head_slice in self.site.slices}.values():
             slices = [head_slice for head_slice in self.site.slices if head_slice.module is projecting]
             if projecting is None:
-                module._project = self._projected(slices, edits)
+                module._project = self._make_project(slices, edits)
             else:
-                hook = self._returned(slices, edits, done)
+                hook = self._make_hook(slices, edits, done)
                 handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
         try:
             yield
@@ -119,13 +119,13 @@ class Replay:
             for handle in handles:
                 handle.remove()
 
-    def _returned(self, slices: list[HeadSlice], edits: Mapping[str, Edit], done: set[int | None]):
+    def _make_hook(self, slices: list[HeadSlice], edits: Mapping[str, Edit], done: set[int | None]):
         def returned(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if id(module) in done:
                 # further calls project something else: the positions of DeBERTa
                 return None
             done.add(id(module))
-            self._inputs[id(module)] = tree_map(_drawn, args), tree_map(_drawn, kwargs)
+            self._inputs[id(module)] = tree_map(_draw_like, args), tree_map(_draw_like, kwargs)
             if not isinstance(output, Tensor):
                 self.refuse(f"its {slices[0].projection} projection returns a {type(output).__name__}, not a tensor")
             output = output.clone()
@@ -135,9 +135,9 @@ class Replay:
 
         return returned
 
-    def _projected(self, slices: list[HeadSlice], edits: Mapping[str, Edit]):
+    def _make_project(self, slices: list[HeadSlice], edits: Mapping[str, Edit]):
         def projected(*inputs: Tensor) -> tuple[Tensor, ...]:
-            self._inputs[None] = tuple(_drawn(tensor) for tensor in inputs), {}
+            self._inputs[None] = tuple(_draw_like(tensor) for tensor in inputs), {}
             outputs = [output.clone() for output in self._torch_project(*inputs)]
             for head_slice, output in zip(slices, outputs, strict=True):
                 self._replace(head_slice, output.unflatten(-1, (head_slice.heads, head_slice.head_size)), edits)
@@ -148,7 +148,7 @@ class Replay:
     def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit]) -> None:
         if head_slice.projection not in self.draws:
             # on a grid, so that a norm over all heads is the same to the bit after a shift, in float32 too
-            drawn = noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
+            drawn = draw_noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
             self.draws[head_slice.projection] = (drawn * 4.0).round() / 4.0
         features.copy_(self.draws[head_slice.projection])
         if head_slice.projection in edits:
@@ -185,21 +185,21 @@ class Replay:
         return self.site.name or "the model"
 
 
-def noise(like: Tensor, seed: int = 50) -> Tensor:
+def draw_noise(like: Tensor, seed: int = 50) -> Tensor:
     """Return standard normal numbers of the same shape, the same at each call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
 
-def _drawn(value: object) -> object:
-    return noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _draw_like(value: object) -> object:
+    return draw_noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _double(value: object) -> object:
+def _to_double(value: object) -> object:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _fresh(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except (TypeError, RuntimeError):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwise.errors import LayoutError
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.nn.scores import Scores
-from headwise.parallel import computes_part, gathered, own_slice, pieces, scaled
+from headwise.parallel import computes_part, count_parts, gather_features, scale_features, select_own_heads
 
 PROJECTIONS = ("query", "key", "value")
 KINDS = ("self", "decoder", "cross", "pooling")
@@ -116,7 +116,7 @@ class Site:
         query = self.slices[0]
         return computes_part(query.owner, query.attribute, query.axis)
 
-    def all_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
+    def gather_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
         """Return `tensor` for all heads, differentiably, where tensor parallel computes some of them in each process.
 
         Args:
@@ -125,32 +125,32 @@ class Site:
             size: Its size for all heads.
         """
         query = self.slices[0]
-        return gathered(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
+        return gather_features(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
 
-    def own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
+    def select_own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
         """Return the part of `tensor`, given for all heads along an axis, of the `heads` this process computes with."""
         query = self.slices[0]
-        return own_slice(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
+        return select_own_heads(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
 
-    def scaled(self, joined: Tensor, factors: Tensor) -> Tensor:
+    def scale_features(self, joined: Tensor, factors: Tensor) -> Tensor:
         """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
         query = self.slices[0]
         every = factors.repeat_interleave(self.head_size)
-        return scaled(joined, every, query.owner._parameters.get(query.attribute), query.axis)
+        return scale_features(joined, every, query.owner._parameters.get(query.attribute), query.axis)
 
-    def heads_of(self, computed: int) -> int:
+    def count_all_heads(self, computed: int) -> int:
         """Return how many heads there are in all processes together where this one computes some: H, or as given."""
-        return self._of_all(computed, self.num_heads)
+        return self._count_all(computed, self.num_heads)
 
-    def features_of(self, computed: int) -> int:
+    def count_all_features(self, computed: int) -> int:
         """Return the same of their features: H * e, or as given."""
-        return self._of_all(computed, self.num_heads * self.head_size)
+        return self._count_all(computed, self.num_heads * self.head_size)
 
-    def _of_all(self, computed: int, size: int) -> int:
+    def _count_all(self, computed: int, size: int) -> int:
         if computed == size:
             return size
         query = self.slices[0]
-        parts = pieces(query.owner._parameters.get(query.attribute), query.axis)
+        parts = count_parts(query.owner._parameters.get(query.attribute), query.axis)
         return size if computed * parts == size else computed
 
     @property

@@ -17,19 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, NotFired, SettingError
 from headwise.heads.capture import (
-    Call,
     Capture,
     Forward,
+    OpenCapture,
     Padding,
-    named_arguments,
-    padding_of,
-    parameter_names,
+    list_parameters,
+    name_arguments,
+    read_padding,
     split_heads,
 )
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.site import Site
-from headwise.nn.checkpointing import recomputing
-from headwise.nn.hooks import Handle, Hook, first_argument
+from headwise.nn.checkpointing import is_recomputing
+from headwise.nn.hooks import Handle, Hook, read_first_argument
 from headwise.nn.scores import Attended, Observer
 
 # A loop that trains for this many calls without reading its taps holds every graph it has built.
@@ -90,7 +90,7 @@ class Taps(Handle):
         self.heads = heads
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
         self.beside = beside
-        self._calls: list[Call] = []
+        self._calls: list[OpenCapture] = []
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
         self._transient = False
@@ -125,7 +125,7 @@ class Taps(Handle):
                 "the first forward), and what ran without gradients is dropped when the model trains on."
             )
         asked = {"outputs": self.outputs, "values": self.values, "weights": self.weights}
-        return [call.finished(**asked, mean_weights=self.mean_weights) for call in calls]
+        return [call.finish(**asked, mean_weights=self.mean_weights) for call in calls]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -146,21 +146,21 @@ class Taps(Handle):
 
     def _attach(self) -> None:
         model = self.heads.model
-        self._before(model, self._model_called)
-        self._keep(model.register_forward_hook(Hook(model, self._model_returned)))
+        self._before(model, self._on_model_call)
+        self._keep(model.register_forward_hook(Hook(model, self._on_model_return)))
         crossed = {(site.stack, site.layer) for site in self.heads.sites if site.kind == "cross"}
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self._before(site.module, self._queries_called(site))
+                self._before(site.module, self._make_queries_hook(site))
         for site in self.heads.sites:
             output_projection = (
                 site.expose()
                 if self.outputs or isinstance(site.module, nn.MultiheadAttention)
                 else site.output_projection
             )
-            self._before(site.module, self._site_called(site))
+            self._before(site.module, self._make_site_hook(site))
             if self.outputs and output_projection is not None:
-                self._before(output_projection.module, self._outputs_given(site))
+                self._before(output_projection.module, self._make_outputs_hook(site))
             inside = isinstance(site.module, nn.MultiheadAttention)
             if self.mean_weights and site.divided:
                 raise LayoutError(
@@ -168,7 +168,7 @@ class Taps(Handle):
                     "so their mean is out of reach; read weights=True, or take Position() without recompute."
                 )
             if self.weights or self.mean_weights or (self.values and inside):
-                listener = Observer(self._see(site), self.weights, self.mean_weights, self.beside)
+                listener = Observer(self._make_observer(site), self.weights, self.mean_weights, self.beside)
                 self._removers.append(site.reach_scores().listen(listener))
             if self.values and not inside:
                 if site.value_module is None:
@@ -176,7 +176,7 @@ class Taps(Handle):
                         f"{site.name or 'the model'} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
-                hook = Hook(site.value_module, self._values_projected(site))
+                hook = Hook(site.value_module, self._make_values_hook(site))
                 self._keep(site.value_module.register_forward_hook(hook))
 
     def _before(self, module: nn.Module, function: Callable[[nn.Module, tuple, dict], None]) -> None:
@@ -185,15 +185,15 @@ class Taps(Handle):
     def _keep(self, handle: RemovableHandle) -> None:
         self._removers.append(handle.remove)
 
-    def _silent(self) -> bool:
+    def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
-        return self._paused or recomputing()
+        return self._paused or is_recomputing()
 
     def _accumulates(self) -> bool:
         return self.heads.model.training and torch.is_grad_enabled()
 
-    def _model_called(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if self._silent():
+    def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        if self._is_silent():
             return
         if self._running:
             # the forward before was broken off: half of it must not enter the next penalty
@@ -203,14 +203,14 @@ class Taps(Handle):
             self._padding = {}
         self._forward, self._running = Forward(), True
 
-    def _model_returned(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+    def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
         self._running = False
 
-    def _site_called(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
-        names = parameter_names(site.module)
+    def _make_site_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
+        names = list_parameters(site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._silent():
+            if self._is_silent():
                 return
             accumulates = self._accumulates()
             if accumulates and self._transient:
@@ -223,11 +223,11 @@ class Taps(Handle):
                     if call.capture.site is not site or (self._running and call.forward is not None)
                 ]
             self._transient = not accumulates
-            own = padding_of(module, named_arguments(names, args, kwargs))
+            own = read_padding(module, name_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
             self._calls.append(
-                Call(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
+                OpenCapture(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
             )
             if len(self._calls) > UNREAD_CALLS * len(self.heads):
                 raise NotFired(
@@ -237,51 +237,53 @@ class Taps(Handle):
 
         return called
 
-    def _queries_called(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
-        names = parameter_names(site.module)
+    def _make_queries_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
+        names = list_parameters(site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not self._silent():
-                self._padding[site.stack, site.layer] = padding_of(module, named_arguments(names, args, kwargs))
+            if not self._is_silent():
+                self._padding[site.stack, site.layer] = read_padding(module, name_arguments(names, args, kwargs))
 
         return called
 
-    def _newest(self, site: Site) -> Capture | None:
-        if self._silent():
+    def _find_newest(self, site: Site) -> Capture | None:
+        if self._is_silent():
             return None
         return next((call.capture for call in reversed(self._calls) if call.capture.site is site), None)
 
-    def _outputs_given(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
+    def _make_outputs_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             output_projection = site.output_projection
             capture = (
-                self._newest(site) if output_projection is not None and module is output_projection.module else None
+                self._find_newest(site)
+                if output_projection is not None and module is output_projection.module
+                else None
             )
             if capture is not None:
-                capture.outputs = split_heads(first_argument(module, args, kwargs), site)
+                capture.outputs = split_heads(read_first_argument(module, args, kwargs), site)
 
         return called
 
-    def _values_projected(self, site: Site) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def _make_values_hook(self, site: Site) -> Callable[[nn.Module, tuple, Tensor], None]:
         head_slice = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            capture = self._newest(site)
+            capture = self._find_newest(site)
             if capture is not None:
-                capture.values = head_slice.features(site.all_heads(output, -1, head_slice.along))
+                capture.values = head_slice.features(site.gather_heads(output, -1, head_slice.along))
 
         return called
 
-    def _see(self, site: Site) -> Callable[[Attended], None]:
+    def _make_observer(self, site: Site) -> Callable[[Attended], None]:
         def see(attended: Attended) -> None:
-            capture = self._newest(site)
+            capture = self._find_newest(site)
             if capture is None:
                 return
             if attended.values is not None:
                 capture.key_keep = attended.key_keep
                 capture.values = attended.values if self.values else None
             if self.weights and attended.weights is not None:
-                capture.weights = site.all_heads(attended.weights, 1, site.num_heads)
+                capture.weights = site.gather_heads(attended.weights, 1, site.num_heads)
             if self.mean_weights:
                 capture.mean_weights = attended.mean_weights
 

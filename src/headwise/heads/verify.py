@@ -17,9 +17,9 @@ from torch import nn
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.head_slice import HeadSlice, check_head_slice
 from headwise.heads.heads import Heads, require_heads
-from headwise.heads.replay import Call, Replay
+from headwise.heads.replay import RecordedCall, Replay
 from headwise.heads.site import Site
-from headwise.heads.verify_experiments import Experiments, learned_queries
+from headwise.heads.verify_experiments import Experiments, check_learned_queries
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
             f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
             "arguments, (x,), or a mapping of names."
         )
-    twin, copies = _copied(heads.model, tuple(heads.sites))
-    _without_flash(twin.eval())
+    twin, copies = _copy_model(heads.model, tuple(heads.sites))
+    _disable_flash(twin.eval())
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
@@ -99,17 +99,17 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
     for site in sites:
         site.expose()
     with torch.no_grad():
-        calls = _calls(twin, sites, lambda: twin(*positional, **given))
+        calls = _record_calls(twin, sites, lambda: twin(*positional, **given))
         twin.double()
         for site, call in zip(sites, calls, strict=True):
-            _run(site, call)
+            _verify_site(site, call)
     return Verification(tuple(site.name for site in sites), skipped)
 
 
-def _run(site: Site, call: Call) -> None:
+def _verify_site(site: Site, call: RecordedCall) -> None:
     try:
         if [head_slice.projection for head_slice in site.slices] == ["query"]:
-            learned_queries(Replay(site, call))
+            check_learned_queries(Replay(site, call))
         else:
             Experiments(Replay(site, call)).run()
     except HeadwiseError:
@@ -122,7 +122,7 @@ def _run(site: Site, call: Call) -> None:
         ) from error
 
 
-def _without_flash(twin: nn.Module) -> None:
+def _disable_flash(twin: nn.Module) -> None:
     for module in twin.modules():
         config: Any = getattr(module, "config", None)
         if "flash" in str(getattr(config, "_attn_implementation", "")):
@@ -130,23 +130,23 @@ def _without_flash(twin: nn.Module) -> None:
             config._attn_implementation = "sdpa"
 
 
-def _calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[Call]:
+def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[RecordedCall]:
     """Run the model once and return, for each site, the smallest call that runs it and its output projection."""
     names = {id(module): name for name, module in twin.named_modules()}
-    seen: dict[str, Call] = {}
+    seen: dict[str, RecordedCall] = {}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in seen:
-                seen[name] = Call(module, args, kwargs)
+                seen[name] = RecordedCall(module, args, kwargs)
 
         return called
 
     wanted: dict[str, list[str]] = {}
     for site in sites:
         assert site.output_projection is not None
-        common = _common(site.name, names[id(site.output_projection.owner)])
-        wanted[site.name] = [common[:depth] for depth in _depths(common)]
+        common = _find_common_parent(site.name, names[id(site.output_projection.owner)])
+        wanted[site.name] = [common[:depth] for depth in _list_cuts(common)]
     around = {*(place for places in wanted.values() for place in places), *wanted}
     handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
     try:
@@ -167,7 +167,7 @@ def _calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]
     return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
 
 
-def _common(first: str, second: str) -> str:
+def _find_common_parent(first: str, second: str) -> str:
     """Return the name of the innermost module that holds both modules."""
     both = []
     for a, b in zip(first.split("."), second.split("."), strict=False):
@@ -177,44 +177,44 @@ def _common(first: str, second: str) -> str:
     return ".".join(both)
 
 
-def _depths(name: str) -> list[int]:
+def _list_cuts(name: str) -> list[int]:
     """Return where to cut a dotted name for itself, its parent, and so on up to the model."""
     cuts = [len(name), *(i for i in range(len(name) - 1, 0, -1) if name[i] == "."), 0]
     return list(dict.fromkeys(cuts))
 
 
-def _copied(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
+def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
     """Return a copy of the model and the same sites read in the copy."""
     memo: dict[int, object] = {}
     twin = copy.deepcopy(model, memo)
 
-    def again(module: nn.Module | None) -> nn.Module | None:
+    def find_copy(module: nn.Module | None) -> nn.Module | None:
         found = None if module is None else memo.get(id(module))
         return found if isinstance(found, nn.Module) else None
 
-    def same_slice(head_slice: HeadSlice) -> HeadSlice:
-        owner = again(head_slice.owner)
+    def copy_slice(head_slice: HeadSlice) -> HeadSlice:
+        owner = find_copy(head_slice.owner)
         assert owner is not None  # the heads are those of the model as it is
-        return replace(head_slice, owner=owner, module=again(head_slice.module))
+        return replace(head_slice, owner=owner, module=find_copy(head_slice.module))
 
     copies = []
     for site in sites:
-        module = again(site.module)
+        module = find_copy(site.module)
         assert module is not None
         output_projection = site.output_projection
-        output_owner = None if output_projection is None else again(output_projection.owner)
+        output_owner = None if output_projection is None else find_copy(output_projection.owner)
         copies.append(
             replace(
                 site,
                 model=twin,
                 module=module,
-                slices=tuple(same_slice(head_slice) for head_slice in site.slices),
+                slices=tuple(copy_slice(head_slice) for head_slice in site.slices),
                 # an aggregator may stand in the place of W_O since the heads were found
-                output=None if site.output is None or again(site.output.owner) is None else same_slice(site.output),
+                output=None if site.output is None or find_copy(site.output.owner) is None else copy_slice(site.output),
                 output_projection=None
                 if output_projection is None or output_owner is None
                 else replace(output_projection, owner=output_owner),
-                value_module=again(site.value_module),
+                value_module=find_copy(site.value_module),
             )
         )
     return twin, copies

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import LayoutError
-from headwise.heads.replay import Replay, noise
+from headwise.heads.replay import Replay, draw_noise
 
 # Where nothing may change, what is left in float64 is rounding; a change of the kind sought is far above it.
 UNCHANGED = 1e-9
@@ -38,12 +38,12 @@ class Experiments:
                 f"{self.replay.name}: called twice with the same inputs in float64 it gave two results, or none that "
                 "is finite, so nothing can be proved; it draws random numbers, keeps state or cannot take float64."
             )
-        self._weights_make_features()
-        self._features_of_a_head_share_its_weights()
-        self._heads_are_apart()
-        self._queries_ask_and_keys_are_asked()
+        self._check_weights_make_features()
+        self._check_features_share_weights()
+        self._check_heads_are_apart()
+        self._check_queries_and_keys()
 
-    def _weights_make_features(self) -> None:
+    def _check_weights_make_features(self) -> None:
         """The rows of a head in the weight make its features, and no others."""
         for head_slice in self.site.slices:
             if head_slice.obstacle is not None:
@@ -56,14 +56,14 @@ class Experiments:
             for what, view in views:
                 for head in range(head_slice.heads):
                     saved = view[head].clone()
-                    view[head] += noise(saved)
-                    changed = _changes(before, self.replay.project(head_slice), (-2,))
+                    view[head] += draw_noise(saved)
+                    changed = _find_changes(before, self.replay.project(head_slice), (-2,))
                     view[head] = saved
                     self._require(
                         f"changing the {head_slice.projection} {what} of head {head}", changed, [head], "features"
                     )
 
-    def _features_of_a_head_share_its_weights(self) -> None:
+    def _check_features_share_weights(self) -> None:
         """Constant values: with V_jc = u_j for all features c, O_tc = sum_j A_tj u_j is one number a head.
 
         Two such inputs and the zero one cancel what is added to O and what multiplies it (relative positions, gates).
@@ -88,7 +88,7 @@ class Experiments:
         if spread > UNCHANGED:
             self.replay.refuse(f"with equal values in all features of a head they differ by {spread:.1e} in its output")
 
-    def _heads_are_apart(self) -> None:
+    def _check_heads_are_apart(self) -> None:
         """Changing the query, key or value of a head changes its outputs, and no others."""
         before = self.replay.heads({})
         for projection, head_slice in self.slices.items():
@@ -96,13 +96,13 @@ class Experiments:
             for head in range(head_slice.heads):
 
                 def change(features: Tensor, head: int = head) -> None:
-                    features[..., head, :] = _shifted(features[..., head, :])
+                    features[..., head, :] = _shift(features[..., head, :])
 
-                changed = _changes(before, self.replay.heads({projection: change}), (-2,))
+                changed = _find_changes(before, self.replay.heads({projection: change}), (-2,))
                 own = list(range(head * members, (head + 1) * members))
                 self._require(f"changing the {projection} features of head {head}", changed, own, "heads")
 
-    def _queries_ask_and_keys_are_asked(self) -> None:
+    def _check_queries_and_keys(self) -> None:
         """The query of a token changes the output at its own position only; its key that of all who attend to it."""
         before = self.replay.heads({})
         tokens = {projection: draw.shape[:-2].numel() for projection, draw in self.replay.draws.items()}
@@ -116,9 +116,9 @@ class Experiments:
                 place = tuple(int(i) for i in torch.unravel_index(torch.tensor(token), shape))
 
                 def change(features: Tensor, place: tuple[int, ...] = place) -> None:
-                    features[place] = _shifted(features[place])
+                    features[place] = _shift(features[place])
 
-                counts.append(len(_changes(before, self.replay.heads({projection: change}), (0,))))
+                counts.append(len(_find_changes(before, self.replay.heads({projection: change}), (0,))))
         if max(reached["query"]) > 1:
             self.replay.refuse(
                 f"changing the query of one token changed the output at {max(reached['query'])} positions"
@@ -134,29 +134,29 @@ class Experiments:
     def _require(self, what: str, changed: list[int], own: list[int], things: str) -> None:
         others = [head for head in changed if head not in own]
         if others:
-            self.replay.refuse(f"{what} changed the {things} of heads {_listed(others)}; true heads would not")
+            self.replay.refuse(f"{what} changed the {things} of heads {_format_heads(others)}; true heads would not")
         missed = [head for head in own if head not in changed]
         if missed:
-            self.replay.refuse(f"{what} did not change the {things} of heads {_listed(missed)}; true heads would")
+            self.replay.refuse(f"{what} did not change the {things} of heads {_format_heads(missed)}; true heads would")
 
 
-def _changes(before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
+def _find_changes(before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
     """Return the indices along `axes` at which two tensors differ by more than rounding."""
     scale = before.abs().max().clamp_min(1e-12)
     others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
     return ((after - before).abs() / scale > UNCHANGED).amax(others).nonzero().flatten().tolist()
 
 
-def _shifted(features: Tensor) -> Tensor:
+def _shift(features: Tensor) -> Tensor:
     """Return the features of heads [..., e] in another order: other heads, whose mean and norm are the same."""
     return features.roll(1, -1) if features.shape[-1] > 1 else -features
 
 
-def _listed(heads: list[int]) -> str:
+def _format_heads(heads: list[int]) -> str:
     return ", ".join(map(str, heads[:6])) + (", ..." if len(heads) > 6 else "")
 
 
-def learned_queries(replay: Replay) -> None:
+def check_learned_queries(replay: Replay) -> None:
     """Raise unless changing the rows of each head's learned query changes the output of that head and of no other.
 
     Raises:

@@ -114,8 +114,8 @@ class FlexMask:
             keys = torch.nn.functional.pad(allowed.sum(2), (0, padding)).unflatten(-1, (-1, block)).sum(-1)
             full.append(keys == block * block)
             partial.append((keys > 0) & ~full[-1])
-        partial_counts, partial_order = _listed(torch.stack(partial, 2))
-        full_counts, full_order = _listed(torch.stack(full, 2))
+        partial_counts, partial_order = _list_blocks(torch.stack(partial, 2))
+        full_counts, full_order = _list_blocks(torch.stack(full, 2))
         return BlockMask.from_kv_blocks(
             partial_counts,
             partial_order,
@@ -172,7 +172,7 @@ class FlexMask:
         return FlexMask(keep, first, last, table, dense, role, number, empty, causal)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks of keys each block of queries has, and their indices, those first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     return counts, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)

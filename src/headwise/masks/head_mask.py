@@ -268,7 +268,7 @@ class HeadMask:
             real = keep[sentence].nonzero().squeeze(1)
             part = own[sentence][:, real[:, None], real[None, :]]
             regular = torch.ones(len(real), len(real), dtype=torch.bool)
-            drawn = _drawn(part, regular.tril() if self.causal else regular, int(seed))
+            drawn = _draw_keys(part, regular.tril() if self.causal else regular, int(seed))
             roles[sentence, :, real[:, None], real[None, :]] = drawn
         return replace(self, roles=roles.to(self.roles.device))
 
@@ -283,11 +283,12 @@ class HeadMask:
         padding = "" if self.keep is None else f" of which {int((~self.keep).sum())} padding"
         parts = [
             (
-                f"{_counted(self.batch, 'sentence')}, {_counted(self.batch * self.tokens, 'token')}{padding}, "
-                f"{_counted(self.num_heads, 'head')}{', causal' if self.causal else ''}"
+                f"{_format_count(self.batch, 'sentence')}, "
+                f"{_format_count(self.batch * self.tokens, 'token')}{padding}, "
+                f"{_format_count(self.num_heads, 'head')}{', causal' if self.causal else ''}"
             ),
             *([f"allowed in {', '.join(said)}".replace("%", " %")] if said else []),
-            _counted(self.num_heads - len(said), "regular head"),
+            _format_count(self.num_heads - len(said), "regular head"),
         ]
         return f"HeadMask({'; '.join(parts)})"
 
@@ -312,7 +313,7 @@ class HeadMask:
             raise MaskError(f"keep is on {keep.device} and the roles on {self.roles.device}; expected one device.")
 
 
-def _drawn(part: Tensor, regular: Tensor, seed: int) -> Tensor:
+def _draw_keys(part: Tensor, regular: Tensor, seed: int) -> Tensor:
     """Return as many keys a row as `part` [R, n, n] has, drawn among the regular ones [n, n]."""
     counts = (part & regular).sum(-1, keepdim=True)
     order = torch.rand(part.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~regular, 2.0)
@@ -333,5 +334,5 @@ def _require_floating(dtype: torch.dtype) -> None:
         raise MaskError(f"dtype is {dtype}; expected a floating-point type for an additive mask.")
 
 
-def _counted(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError, require_integer
-from headwise.nn.checkpointing import asked
-from headwise.nn.scores import Attended, Bias, Observer, ScoreCall, added, without_empty_rows
+from headwise.nn.checkpointing import resolve_request
+from headwise.nn.scores import Attended, Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
 
 class _GlorotLinear(nn.Linear):
@@ -84,11 +84,11 @@ class AdditiveAttention(nn.Module):
         scores = self.score(torch.tanh(self.hidden(states))).transpose(1, 2).unsqueeze(2)
         batch, _, _, keys = scores.shape
         call = ScoreCall(batch, self.num_heads, 1, keys, dtype=scores.dtype, device=scores.device)
-        extra, empty = asked(self, self.observers, self.biases, call), None
+        extra, empty = resolve_request(self, self.observers, self.biases, call), None
         allowed = None if keep is None else keep[:, None, None, :]
         if extra.biases or allowed is not None:
             biases = extra.biases or (scores.new_zeros(()),)
-            mask, empty = without_empty_rows(added(allowed, False, biases, 1, keys, scores.dtype))
+            mask, empty = clear_empty_rows(sum_masks(allowed, False, biases, 1, keys, scores.dtype))
             scores = scores + mask
         weights = torch.softmax(scores, dim=-1)
         weights = weights if empty is None else weights.masked_fill(empty, 0.0)

@@ -74,7 +74,7 @@ class _MeanWeights(torch.autograd.Function):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         mean = torch.zeros(batch, length, keys.shape[2], dtype=dtype, device=queries.device)
         for head in range(heads):
-            mean += _weights(queries, keys, mask, scale, causal, head)
+            mean += _compute_weights(queries, keys, mask, scale, causal, head)
         return mean.div_(heads)
 
     @staticmethod
@@ -94,11 +94,11 @@ class _MeanWeights(torch.autograd.Function):
             to_mask = torch.zeros_like(mask, dtype=grads[0].dtype)
         with torch.autocast(queries.device.type, enabled=False):
             for head in range(heads):
-                weights = _weights(queries, keys, mask, ctx.scale, ctx.causal, head)
+                weights = _compute_weights(queries, keys, mask, ctx.scale, ctx.causal, head)
                 product = weights * towards
                 scores = product.sub_(weights * product.sum(-1, keepdim=True))
                 if to_mask is not None:
-                    own = _of_head(to_mask, head)
+                    own = _select_head(to_mask, head)
                     own += scores.sum_to_size(own.shape)
                 scores = (scores * ctx.scale).to(queries.dtype)
                 to_queries[:, head] = scores @ keys[:, head // share]
@@ -106,14 +106,16 @@ class _MeanWeights(torch.autograd.Function):
         return to_queries, to_keys.to(keys.dtype), to_mask, None, None
 
 
-def _weights(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, head: int) -> Tensor:
+def _compute_weights(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, head: int
+) -> Tensor:
     """The weights of one head, [B, Q, K], in single precision at least; rows without a key are 0."""
     key = keys[:, head // (queries.shape[1] // keys.shape[1])]
     with torch.autocast(queries.device.type, enabled=False):
         scores = (queries[:, head] * scale) @ key.mT
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
-        own = _of_head(mask, head)
+        own = _select_head(mask, head)
         scores = scores.masked_fill_(~own, -math.inf) if own.dtype == torch.bool else scores.add_(own)
     if causal:
         rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
@@ -123,7 +125,7 @@ def _weights(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, c
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
-def _of_head(mask: Tensor, head: int) -> Tensor:
+def _select_head(mask: Tensor, head: int) -> Tensor:
     """The view of a mask for one head, broadcastable to [B, Q, K]; a head axis of 1 is that of all."""
     if mask.dim() < 3:
         return mask

@@ -24,7 +24,7 @@ outside_graphs = _disable_dynamo
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What one call of an attention module is asked to do beside attending.
 
     Attributes:
@@ -40,46 +40,46 @@ class Asked:
     beside: bool = False
 
 
-class _Forward:
+class _CheckpointedForward:
     """What the calls of each module were asked inside one checkpointed forward."""
 
     def __init__(self) -> None:
-        self.calls: dict[nn.Module, list[Asked]] = {}
+        self.calls: dict[nn.Module, list[Request]] = {}
         self._served: dict[tuple[int, int], int] = {}
 
-    def next(self, module: nn.Module) -> Asked:
+    def next(self, module: nn.Module) -> Request:
         """Return what the module's next call was asked, in the recomputation that is running now."""
         calls = self.calls.get(module)
         if calls is None:
-            return Asked()
+            return Request()
         key = (torch._C._current_graph_task_id(), id(module))
         index = self._served.get(key, 0)
         self._served[key] = index + 1
         return calls[min(index, len(calls) - 1)]
 
 
-_forwards: WeakKeyDictionary[Any, _Forward] = WeakKeyDictionary()
+_forwards: WeakKeyDictionary[Any, _CheckpointedForward] = WeakKeyDictionary()
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Return whether this is the recomputation of a checkpoint: a forward inside a backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def in_checkpoint() -> bool:
+def is_in_checkpoint() -> bool:
     """Return whether this forward runs inside an activation checkpoint, and so is run again in the backward pass."""
     if torch.compiler.is_compiling():
         return False
     return _checkpoint_frame()[0] is not None if torch.is_grad_enabled() else _in_reentrant_checkpoint()
 
 
-def asked(
+def resolve_request(
     module: nn.Module,
     observers: tuple[Observer, ...],
     biases: tuple[Bias, ...],
     call: ScoreCall,
     kept: Callable[[Any], None] | None = None,
-) -> Asked:
+) -> Request:
     """Return what a call of `module` is asked: by its listeners, or as its forward was if this is its recomputation.
 
     Args:
@@ -92,12 +92,12 @@ def asked(
     Raises:
         NotFired: The module is recomputed and it cannot be told with which biases it ran.
     """
-    again = recomputing()
+    again = is_recomputing()
     if again:
         frame, original = _checkpoint_frame()
         if frame is not None and not original:
             forward = _forwards.get(frame)
-            return Asked() if forward is None else forward.next(module)
+            return Request() if forward is None else forward.next(module)
         if biases or any(one.biases for forward in _forwards.values() for one in forward.calls.get(module, ())):
             raise NotFired(
                 f"{type(module).__name__} is computed again in a backward pass, and the checkpoint does not tell which "
@@ -107,7 +107,7 @@ def asked(
     weights = any(observer.weights for observer in observers)
     mean = any(observer.mean_weights for observer in observers)
     if not biases and not weights and not mean:
-        return Asked()
+        return Request()
     compiling = torch.compiler.is_compiling()
     if biases and not compiling and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
         raise NotFired(
@@ -115,11 +115,11 @@ def asked(
             "activation checkpoint; use use_reentrant=False."
         )
     beside = all(observer.beside for observer in observers if observer.weights)
-    answer = Asked(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean, beside)
+    answer = Request(tuple(tensor for bias in biases if (tensor := bias(call)) is not None), weights, mean, beside)
     frame = None if compiling or again else _checkpoint_frame()[0]
     if frame is not None:
         if frame not in _forwards:
-            _forwards[frame] = _Forward()
+            _forwards[frame] = _CheckpointedForward()
         _forwards[frame].calls.setdefault(module, []).append(answer)
         if kept is not None:
             kept(frame)

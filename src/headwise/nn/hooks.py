@@ -41,7 +41,7 @@ class Hook:
 
     def __reduce__(self) -> tuple:
         # asked for by copy and by pickle
-        return _forgotten, ()
+        return _forget, ()
 
 
 class Handle:
@@ -72,9 +72,9 @@ class Handle:
     ) -> None:
         self.remove()
         if kind is None:
-            self._left()
+            self._on_exit()
 
-    def _left(self) -> None:
+    def _on_exit(self) -> None:
         """Do what the end of a block without an error asks for."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def require_original(module: nn.Module) -> None:
         )
 
 
-def first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def read_first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the first tensor a module was called with, by position or by name.
 
     Raises:
@@ -102,7 +102,7 @@ def first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Te
 
     Example:
         >>> import torch
-        >>> first_argument(nn.Linear(2, 2), (), {"input": torch.tensor([1.0, 2.0])})
+        >>> read_first_argument(nn.Linear(2, 2), (), {"input": torch.tensor([1.0, 2.0])})
         tensor([1., 2.])
     """
     given = args[0] if args else next(iter(kwargs.values()), None)
@@ -111,10 +111,10 @@ def first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Te
     return given
 
 
-def with_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple, dict[str, Any]]:
+def replace_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of a call with another tensor in the place of the first.
 
-    >>> with_first_argument((), {"input": 1, "out": 2}, 3)
+    >>> replace_first_argument((), {"input": 1, "out": 2}, 3)
     ((), {'input': 3, 'out': 2})
     """
     if args:
@@ -122,9 +122,9 @@ def with_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) -> 
     return args, {**kwargs, next(iter(kwargs)): tensor}
 
 
-def _nothing(_module: nn.Module, *_call: Any) -> None:
+def _do_nothing(_module: nn.Module, *_call: Any) -> None:
     return None
 
 
-def _forgotten() -> Callable[..., None]:
-    return _nothing
+def _forget() -> Callable[..., None]:
+    return _do_nothing

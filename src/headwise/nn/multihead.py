@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import asked
-from headwise.nn.scores import Bias, Observer, ScoreCall, added, without_empty_rows
+from headwise.nn.checkpointing import resolve_request
+from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
 # People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
 VERY_NEGATIVE = -5e3
@@ -89,25 +89,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         _require_fitting(self, query, key, value, key_padding_mask)
 
         causal_hint = is_causal and key_padding_mask is None and not need_weights
-        mask = _merged_mask(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
+        mask = _merge_masks(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
         q, k, v = self._project(query, key, value)
         q, k, v = (tensor.unflatten(-1, (self.num_heads, self.head_dim)) for tensor in (q, k, v))
         observed_values = v
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
-        extra, empty = asked(self, self.observers, self.biases, call), None
+        extra, empty = resolve_request(self, self.observers, self.biases, call), None
         total = mask
         if extra.biases:
             biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
-            total = added(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
-            mask, empty = without_empty_rows(total)
+            total = sum_masks(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
+            mask, empty = clear_empty_rows(total)
             causal_hint = False
 
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights or extra.weights:
-            weights = _attention_weights(q, k, mask, causal_hint)
+            weights = _compute_weights(q, k, mask, causal_hint)
             weights = weights if empty is None else weights.masked_fill(empty, 0.0)
         if weights is not None and (need_weights or not extra.beside):
             dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
@@ -116,9 +116,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
             heads = heads if empty is None else heads.masked_fill(empty, 0.0)
             dropped = None
-        mean = _mean(q, k, total, causal_hint, weights) if extra.mean_weights else None
+        mean = _average_weights(q, k, total, causal_hint, weights) if extra.mean_weights else None
         for observer in self.observers:
-            observer.shown(observed_values, weights, valid_keys(key_padding_mask), mean)
+            observer.notify(observed_values, weights, valid_keys(key_padding_mask), mean)
 
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         returned = dropped if need_weights else None
@@ -253,7 +253,7 @@ def _require_fitting(
         raise ShapeError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected {(batch, keys)}.")
 
 
-def _merged_mask(
+def _merge_masks(
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
@@ -287,11 +287,11 @@ def _merged_mask(
     return mask if mask is None or appended == 0 else F.pad(mask, (0, appended))
 
 
-def _mean(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, weights: Tensor | None) -> Tensor:
+def _average_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, weights: Tensor | None) -> Tensor:
     return mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
 
 
-def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _compute_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

@@ -50,7 +50,7 @@ class Observer:
     mean_weights: bool = False
     beside: bool = False
 
-    def shown(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
+    def notify(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
         """Call the function with what it asked for of one call."""
         self.see(Attended(values, weights if self.weights else None, keep, mean if self.mean_weights else None))
 
@@ -162,7 +162,7 @@ class TorchScores:
         return stop
 
 
-def added(
+def sum_masks(
     mask: Tensor | None, causal: bool, biases: Sequence[Tensor], queries: int, keys: int, dtype: torch.dtype
 ) -> Tensor:
     """Return one additive mask [B or 1, H or 1, Q or 1, K] in `dtype`: the biases, and -inf where a mask forbids.
@@ -190,7 +190,7 @@ def added(
     return torch.where(forbidden, -math.inf, total + mask.to(dtype))
 
 
-def without_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+def clear_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return an additive mask without rows of -inf alone, and where they were, [.., .., Q or 1, 1].
 
     A query that may attend to nothing has O_h = 0 and weights 0, as torch's scaled dot product attention has it for

@@ -18,7 +18,7 @@ from headwise.errors import HeadwiseError, LayoutError, SettingError, require_in
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.site import PROJECTIONS
-from headwise.parallel import add_own_part, is_sharded, require_readable, whole, write_own_part
+from headwise.parallel import add_own_part, gather_full, is_sharded, require_readable, write_own_part
 from headwise.repulsion.gram import geometry, geometry_from_grams, require_nonzero, shifted_gram
 from headwise.repulsion.rules import Rule
 
@@ -60,7 +60,7 @@ class ParticleGroup:
 
     def whole_views(self) -> list[Tensor]:
         """Return `views()` of the whole parameters, gathered from the processes that hold them."""
-        return self.views([whole(head_slice.parameter) for head_slice in self.slices])
+        return self.views([gather_full(head_slice.parameter) for head_slice in self.slices])
 
     def gradients(self) -> list[Tensor] | None:
         """Return the gradient of each parameter, or None unless every one has a gradient and is trainable."""
@@ -280,7 +280,7 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
     with torch.no_grad():
         for head_slice in heads.slices():
             sharded = is_sharded(head_slice.parameter)
-            every = whole(head_slice.parameter)
+            every = gather_full(head_slice.parameter)
             view = head_slice.view(every)
             size = view.float().square().mean().sqrt()
             generator = torch.Generator(view.device).manual_seed(
@@ -321,7 +321,7 @@ def _require_finite(head_slice: HeadSlice) -> None:
     if head_slice.parameter.is_meta:
         raise LayoutError(f"{head_slice.name} is on the meta device and has no values; load the weights first.")
     with torch.no_grad():
-        sound = head_slice.view(whole(head_slice.parameter)).isfinite().flatten(1).all(1)
+        sound = head_slice.view(gather_full(head_slice.parameter)).isfinite().flatten(1).all(1)
     if not sound.all():
         raise HeadwiseError(
             f"{head_slice.name} holds NaN or infinity in {head_slice.projection} heads "

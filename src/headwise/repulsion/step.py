@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.heads.head_slice import HeadSlice
-from headwise.parallel import Share, share_of
+from headwise.parallel import Share, read_share
 from headwise.repulsion.gram import (
     GramSums,
     add_over_processes,
@@ -85,7 +85,7 @@ def _share(head_slice: HeadSlice, gradient: Tensor, shares: dict[int, Share], *,
     """Return the share of a head slice's parameter; several slices of one parameter write into one share."""
     known = id(head_slice.parameter)
     if known not in shares or (everything and shares[known].groups):
-        shares[known] = share_of(head_slice.parameter, gradient, 1 - head_slice.axis, everything=everything)
+        shares[known] = read_share(head_slice.parameter, gradient, 1 - head_slice.axis, everything=everything)
     return shares[known]
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from headwise.errors import MaskError, NotFired, SettingError
 from headwise.heads.bias import bias_heads
-from headwise.heads.forward_scope import Forwards, are_partial, drops_layers
+from headwise.heads.forward_scope import Forwards, drops_layers, is_partial
 from headwise.heads.heads import Heads
 from headwise.heads.site import Site
 from headwise.masks.head_mask import HeadMask
-from headwise.nn.checkpointing import outside_graphs, recomputing
+from headwise.nn.checkpointing import is_recomputing, outside_graphs
 from headwise.nn.hooks import Hook
 from headwise.nn.scores import ScoreCall
 from headwise.roles.build import Roles
@@ -82,7 +82,7 @@ class Guidance:
             self.verify()
         finally:
             # set it even if `verify` raises: the error must not repeat forever
-            self._set_mask(mask, excused=are_partial() or drops_layers(self.heads.model))
+            self._set_mask(mask, excused=is_partial() or drops_layers(self.heads.model))
         return self
 
     def verify(self) -> None:
@@ -190,7 +190,7 @@ class Guidance:
     def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
             return None
-        if not recomputing():
+        if not is_recomputing():
             self(kwargs[ROLE_MASK])
         return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
 

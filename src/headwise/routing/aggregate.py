@@ -135,7 +135,7 @@ class _GatherHeads:
         self.site = site
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self.site.all_heads(args[0], -1, self.site.num_heads * self.site.head_size), *args[1:])
+        return (self.site.gather_heads(args[0], -1, self.site.num_heads * self.site.head_size), *args[1:])
 
 
 def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
