@@ -132,7 +132,7 @@ class Site:
         query = self.slices[0]
         return select_own_heads(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
 
-    def scale_features(self, joined: Tensor, factors: Tensor) -> Tensor:
+    def scale_heads(self, joined: Tensor, factors: Tensor) -> Tensor:
         """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
         query = self.slices[0]
         every = factors.repeat_interleave(self.head_size)
