@@ -41,7 +41,7 @@ class Hook:
 
     def __reduce__(self) -> tuple:
         # asked for by copy and by pickle
-        return _forget, ()
+        return _forgotten, ()
 
 
 class Handle:
@@ -126,5 +126,5 @@ def _do_nothing(_module: nn.Module, *_call: Any) -> None:
     return None
 
 
-def _forget() -> Callable[..., None]:
+def _forgotten() -> Callable[..., None]:
     return _do_nothing
