@@ -17,7 +17,7 @@ from headwise.lab.papers.repulsive.graphs import GRAPHS
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.results.evidence import match_seeds, read_evidence
 from headwise.lab.results.runs import REFERENCES
-from headwise.lab.tasks.graph2text.rating import FORM, KEY
+from headwise.lab.tasks.graph2text.rating_form import FORM, KEY
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from lab.tasks.graph2text.graph_sets import write_triples
 

@@ -10,8 +10,8 @@ import pytest
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
-from headwise.lab.tasks.graph2text.rating import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
-from headwise.lab.tasks.graph2text.rating_results import ratings_grid, read_ratings, record_ratings
+from headwise.lab.tasks.graph2text.rating_form import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
+from headwise.lab.tasks.graph2text.ratings import ratings_grid, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.tasks.graph2text.graph_sets import write_triples
 

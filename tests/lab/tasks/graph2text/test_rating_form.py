@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.tasks.graph2text.rating import CRITERIA, Item, write_rating
-from headwise.lab.tasks.graph2text.rating_results import read_ratings
+from headwise.lab.tasks.graph2text.rating_form import CRITERIA, Item, write_rating
+from headwise.lab.tasks.graph2text.ratings import read_ratings
 from report.chromium import Chromium, find_chromium
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\"><b>"

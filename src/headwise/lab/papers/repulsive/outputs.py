@@ -11,7 +11,7 @@ from pathlib import Path
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.tasks.graph2text.rating import outputs_page, read_items, write_rating
+from headwise.lab.tasks.graph2text.rating_form import outputs_page, read_items, write_rating
 
 READ, RATED = 10, 50
 OUTPUTS = "outputs.html"

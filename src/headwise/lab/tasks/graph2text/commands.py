@@ -44,7 +44,7 @@ def rate(
     """Write a form on which raters compare the texts of two runs, and a page of all texts."""
     with stoppable("stopped."):
         from headwise.lab.experiment.run_folder import prepare_folder
-        from headwise.lab.tasks.graph2text.rating import outputs_page, read_items, write_rating
+        from headwise.lab.tasks.graph2text.rating_form import outputs_page, read_items, write_rating
 
         found = read_items(run, against, data)
         names = (_name(run), _name(against))
@@ -64,7 +64,7 @@ def ratings(
     ] = False,
 ) -> None:
     """Count the wins, losses and ties that raters gave."""
-    from headwise.lab.tasks.graph2text.rating_results import ratings_grid, read_ratings, record_ratings
+    from headwise.lab.tasks.graph2text.ratings import ratings_grid, read_ratings, record_ratings
 
     found = read_ratings(key, files)
     standard_console().print(ratings_grid(found))

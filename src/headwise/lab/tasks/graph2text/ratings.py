@@ -18,7 +18,7 @@ from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.seeding import key
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.statistics import Estimate, estimate
-from headwise.lab.tasks.graph2text.rating import CRITERIA, SIDES
+from headwise.lab.tasks.graph2text.rating_form import CRITERIA, SIDES
 
 ANALYSIS = "ratings"
 VALUES: Mapping[str, int] = {"win": 1, "lose": -1, "tie": 0}
