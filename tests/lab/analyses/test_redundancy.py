@@ -23,7 +23,7 @@ from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-from headwise.lab.tasks.translation.loss import negative_log_likelihood
+from headwise.lab.tasks.translation.decoding import negative_log_likelihood
 from headwise.lab.tasks.translation.task import translated
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained

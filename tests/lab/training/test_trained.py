@@ -16,7 +16,7 @@ from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import analysis_file
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation.loss import negative_log_likelihood
+from headwise.lab.tasks.translation.decoding import negative_log_likelihood
 from headwise.lab.tasks.translation.model import PADDING, START
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained

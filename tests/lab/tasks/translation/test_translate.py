@@ -22,8 +22,7 @@ from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings
 from headwise.lab.tasks.translation import decoding
 from headwise.lab.tasks.translation.decoding import EXTRA, LONGER
-from headwise.lab.tasks.translation.translate import translate_lines
-from headwise.lab.tasks.translation.translator import open_translator
+from headwise.lab.tasks.translation.translator import open_translator, translate_lines
 from headwise.lab.training.train import train_run
 from lab.streamed import answered, started
 from lab.tasks.translation.test_translation_task import ARM, TOY, settings

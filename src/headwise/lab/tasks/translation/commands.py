@@ -31,8 +31,7 @@ def translate(
     """Translate standard input to standard output, line by line."""
     with stoppable("stopped."):
         from headwise.errors import DataError
-        from headwise.lab.tasks.translation.translate import translate_lines
-        from headwise.lab.tasks.translation.translator import open_translator
+        from headwise.lab.tasks.translation.translator import open_translator, translate_lines
 
         translator = open_translator(run, beams=beams, length_penalty=length_penalty, batch=batch, pipeline=pipeline)
         if pipeline is not None and not translator.parsed:

@@ -35,8 +35,7 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
-from headwise.lab.tasks.translation.decoding import decoded
-from headwise.lab.tasks.translation.loss import negative_log_likelihood, pair_losses
+from headwise.lab.tasks.translation.decoding import decoded, negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation.marian import Marian
 from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.own_corpus import FORMS, corpus_at

@@ -1,17 +1,14 @@
-"""A finished run of the translation task as something that translates.
-
-Owns what of a run is needed for that: its weights, its subwords, and what its roles are made from. Reading its
-settings is `finished`'s, building the model again `trained`'s.
-"""
+"""A finished run of the translation task that translates lines of text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headwise.errors import require_integer, require_range
+from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.data.subwords import END, Subwords, read_subwords
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided
@@ -138,3 +135,45 @@ def open_translator(
     model = translation_model(scale, subwords.vocabulary_size)
     restore_run(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)
+
+
+def translate_lines(
+    translator: Translator,
+    lines: Iterable[TextLine],
+    output: IO[bytes],
+    *,
+    window: int,
+    warn: Callable[[str], None] = lambda _sentence: None,
+    done: Callable[[int], None] = lambda _lines: None,
+) -> None:
+    """Write one line for each line, in their order: its translation, or nothing where it holds nothing.
+
+    Lines are translated window by window; inside a window those of like length go together.
+
+    Args:
+        translator: What translates.
+        lines: The lines; blanks around them do not count.
+        output: As `line_streams.answer_lines` takes it.
+        window: Likewise.
+        warn: Told, in a sentence, of each line too long to be translated whole.
+        done: As `line_streams.answer_lines` takes it.
+
+    Raises:
+        SettingError: `window` is below 1.
+        DataError: A line cannot be read.
+    """
+
+    def translations(held: list[TextLine]) -> list[str]:
+        sources = translator.encode([line.text.strip() for line in held])
+        for line, source in zip(held, sources, strict=True):
+            if line.cut or len(source) > translator.longest:
+                warn(_too_long(line, len(source), translator.longest))
+        return translator.translate([source[: translator.longest] for source in sources])
+
+    answer_lines(lines, translations, output, window=window, done=done)
+
+
+def _too_long(line: TextLine, subwords: int, longest: int) -> str:
+    size = f"over {LONGEST_LINE:,} bytes" if line.cut else f"{subwords:,} subwords"
+    kept = min(subwords, longest)
+    return f"line {line.number} has {size}; its first {kept:,} subwords are translated: give one sentence a line."
