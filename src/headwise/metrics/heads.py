@@ -58,7 +58,7 @@ def head_distance(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     """
     items = _select_outputs("outputs", outputs, keep)
     distances = torch.cdist(items, items, compute_mode="donot_use_mm_for_euclid_dist")
-    return _mean_over_pairs(distances).mean()
+    return _average_pairs(distances).mean()
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def parameter_cosine(particles: Tensor) -> ParameterCosine:
     _require_particles("particles", particles, "[*, M, D]")
     units = torch.nn.functional.normalize(particles.double(), dim=-1)
     cosines = units @ units.mT
-    return ParameterCosine(_mean_over_pairs(cosines), _mean_over_pairs(cosines.abs()))
+    return ParameterCosine(_average_pairs(cosines), _average_pairs(cosines.abs()))
 
 
 @torch.no_grad()
@@ -167,7 +167,7 @@ class OutputMoments:
 
     def linear_cka(self) -> Tensor:
         """Return the mean of `linear_cka_matrix` over pairs i < j, a float64 scalar."""
-        return _mean_over_pairs(self.linear_cka_matrix())
+        return _average_pairs(self.linear_cka_matrix())
 
     def linear_cka_matrix(self) -> Tensor:
         """Return the linear CKA of each pair of heads, [H, H] in [0, 1]; ones on the diagonal, 0 for a constant head.
@@ -330,7 +330,7 @@ def _entropy(rows: Tensor) -> Tensor:
     return torch.special.entr(rows).sum(-1)
 
 
-def _mean_over_pairs(matrices: Tensor) -> Tensor:
+def _average_pairs(matrices: Tensor) -> Tensor:
     """Return the mean above the diagonal, [*, H, H] -> [*]."""
     heads = matrices.shape[-1]
     return matrices.triu(1).sum((-2, -1)) / (heads * (heads - 1) / 2)

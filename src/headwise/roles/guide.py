@@ -159,7 +159,7 @@ class Guidance:
         taking = Hook(model, self._take_mask)
         self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
         self._stops.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
-        self._stops.append(bias_heads(self.heads, self._bias).remove)
+        self._stops.append(bias_heads(self.heads, self._compute_bias).remove)
         for site in self.heads.sites:
             _guided[site.module] = weakref.ref(self)
 
@@ -195,7 +195,7 @@ class Guidance:
         return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
 
     @outside_graphs
-    def _bias(self, site: Site, call: ScoreCall) -> Tensor | None:
+    def _compute_bias(self, site: Site, call: ScoreCall) -> Tensor | None:
         if self._paused:
             return None
         mask = self._mask

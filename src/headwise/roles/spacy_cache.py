@@ -11,6 +11,7 @@ import secrets
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ def _pack(parses: Mapping[bytes, Parse]) -> dict[str, np.ndarray]:
         "keys": np.frombuffer(b"".join(parses), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
         "counts": _shrink([len(parse.heads) for parse in every]),
         # differences are small numbers, positions are not
-        "starts": _shrink(_subtract_previous(parse.starts) for parse in every),
+        "starts": _shrink(b - a for parse in every for a, b in pairwise((0, *parse.starts))),
         "lengths": _shrink(e - s for parse in every for s, e in zip(parse.starts, parse.ends, strict=True)),
         "heads": _shrink(head - word for parse in every for word, head in enumerate(parse.heads)),
         "relations": _shrink(number[relation] for parse in every for relation in parse.relations),
@@ -109,22 +110,14 @@ def _pack(parses: Mapping[bytes, Parse]) -> dict[str, np.ndarray]:
     }
 
 
-def _shrink(numbers: Iterable[int] | Iterable[list[int]]) -> np.ndarray:
+def _shrink(numbers: Iterable[int]) -> np.ndarray:
     """Return integers as an array of the smallest type that holds them."""
-    flat = [n for item in numbers for n in (item if isinstance(item, list) else [item])]
+    flat = list(numbers)
     low, high = min(flat, default=0), max(flat, default=0)
     for kind in (np.int8, np.int16, np.int32):
         if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
             return np.array(flat, dtype=kind)
     return np.array(flat, dtype=np.int64)
-
-
-def _subtract_previous(starts: Iterable[int]) -> list[int]:
-    before, steps = 0, []
-    for start in starts:
-        steps.append(start - before)
-        before = start
-    return steps
 
 
 def _read(path: Path) -> dict[bytes, Parse]:

@@ -149,7 +149,7 @@ def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool)
         )
     if keeps and any(is_sharded(parameter) for parameter in old.parameters()):
         raise LayoutError(
-            f"{name}: its output projection is split by tensor parallelism, and this aggregator gives it all heads; "
+            f"{name}: its output projection is divided by tensor parallelism, and this aggregator gives it all heads; "
             "leave it out of the plan of parallelize_module."
         )
 

@@ -118,10 +118,10 @@ class _Chunked(torch.autograd.Function):
                 "the backward pass of an aggregator ran with create_graph=True; aggregators are differentiable once, "
                 "so compute the gradient without it."
             )
-        return _backward(ctx, *grad_outputs)
+        return _backpropagate(ctx, *grad_outputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backpropagate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     plan: _Plan = ctx.plan
     heads, *weights = ctx.saved_tensors
     need_heads, *need_weights = ctx.needs_input_grad[1:]
@@ -135,7 +135,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         leaf = rows.detach().requires_grad_(need_heads)
         with torch.enable_grad(), _autocast(heads, ctx.autocast):
             votes = plan.votes(leaf, *vote_leaves)
-        d_votes, d_routing = _routing_gradient(votes.detach(), row_grad, routing_weights, plan)
+        d_votes, d_routing = _backpropagate_routing(votes.detach(), row_grad, routing_weights, plan)
         routing_sums = _accumulate(routing_sums, d_routing)
         wanted = [leaf, *wanted_weights] if need_heads else wanted_weights
         if wanted:
@@ -152,7 +152,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, torch.cat(d_heads) if need_heads else None, *results
 
 
-def _routing_gradient(
+def _backpropagate_routing(
     votes: Tensor, grad: Tensor, routing_weights: Sequence[Tensor], plan: _Plan
 ) -> tuple[Tensor, list[Tensor]]:
     routing = _cast_weights(votes, [weight.detach() for weight in routing_weights])

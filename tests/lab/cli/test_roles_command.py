@@ -123,7 +123,7 @@ def test_the_command_end_to_end_and_its_refusals(
     assert "IDF(2 documents, 3 words)" in page
 
     assert "the sentence is empty" in refused(capsys, " ", "--pipeline", "toy")
-    assert "no pipeline of spaCy could be loaded from 'absent'" in refused(capsys, "a", "--pipeline", "absent")
+    assert "no spaCy pipeline could be loaded from 'absent'" in refused(capsys, "a", "--pipeline", "absent")
     both = ("a", "--pipeline", "toy", "--corpus", "corpus.txt", "--idf", "corpus.txt")
     assert "--corpus and --idf were both given" in refused(capsys, *both)
     Path("empty.txt").write_text("\n", encoding="utf-8")
