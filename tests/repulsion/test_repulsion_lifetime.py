@@ -157,7 +157,7 @@ def test_nothing_is_acted_on_after_removal_nor_after_the_with_block():
     take_steps(model, optimizer, 2, 3)
     assert handle.steps == 2
     for call in (handle.apply, handle.verify):
-        with pytest.raises(hw.NotFired, match="no longer attached"):
+        with pytest.raises(hw.NotFired, match="not attached"):
             call()
 
 

@@ -155,8 +155,8 @@ def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup
         return [FunctionGroup(f"{site.name} scores".strip(), site.slices, site.module.hidden)] if selected else []
     if site.num_heads != site.key_value_heads:
         raise SettingError(
-            f"{site.name}: {site.num_heads} query heads share {site.key_value_heads} key/value heads, so that no head "
-            "has a function of its own parameters alone; use SVGD, which repels parameters."
+            f"{site.name}: {site.num_heads} query heads share {site.key_value_heads} key/value heads, so that the "
+            "function of a head depends on shared parameters; use SVGD, which repels parameters."
         )
     slices = {head_slice.projection: head_slice for head_slice in site.slices}
     found = []
