@@ -56,7 +56,7 @@ def test_a_copy_of_the_handle_tells_that_its_hooks_are_lost():
     *_, twin = copy.deepcopy((model, optimizer, handle))
     with pytest.raises(hw.NotFired, match="copied or unpickled"):
         twin.verify()
-    with pytest.raises(hw.NotFired, match="no longer attached to its optimizer"):
+    with pytest.raises(hw.NotFired, match="not attached to its optimizer anymore"):
         twin.apply()
     handle.verify(optimizer)
 

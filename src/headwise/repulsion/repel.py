@@ -217,7 +217,7 @@ class Repulsion(Handle):
         """
         for attachment in self._attachments:
             if not attachment.attached:
-                raise NotFired("the repulsion is no longer attached to its optimizer; call hw.repel again.")
+                raise NotFired("the repulsion is not attached to its optimizer anymore; call hw.repel again.")
             if not attachment.applied:
                 self._act(attachment, scale=None)
                 attachment.mark()
