@@ -1,7 +1,4 @@
-"""Files that are there whole or not at all.
-
-Owns `write_whole`. Must not know what is written.
-"""
+"""Atomic file writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Refusals: the exception types of headwise and the checks behind every message a user sees.
+"""Exception types, and the checks behind every message a user sees.
 
-A message says what was given, what was expected and what to do, with names and numbers. Nothing here
-imports another module of headwise.
+A message says what was given, what was expected and what to do, with names and numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 class HeadwiseError(Exception):
-    """Any refusal by headwise; every other exception type here derives from it."""
+    """Base class of all exceptions raised by headwise."""
 
 
 class SettingError(HeadwiseError, ValueError):

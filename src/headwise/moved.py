@@ -15,6 +15,9 @@ MOVED = {
     "headwise.particles": "headwise.repulsion",
     "headwise.cosine_rules": "headwise.repulsion",
     "headwise.mean_weights": "headwise.nn",
+    # named by pickled models
+    "headwise.hooks": "headwise.nn.hooks",
+    "headwise.scores": "headwise.nn.scores",
     "headwise.votes": "headwise.routing",
     "headwise.aggregators": "headwise.routing",
     "headwise.gates": "headwise.routing",

@@ -1,8 +1,7 @@
-"""Parameters that several processes hold together (DTensor), and what each of them computes of a whole.
+"""Sharded parameters (DTensor), and which part of a whole each process computes.
 
-Owns the reading of placements: which part of a parameter is here, what has to be summed over processes, how a part goes
-back where it came from. Must not know about heads or rules. Everything here is collective: every process of the
-parameter's mesh calls it, in the same order. `torch.distributed` is imported where it is needed.
+All functions are collective: every process of the parameter's mesh calls them in the same order. `torch.distributed` is
+imported only where needed. Engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are recognized by name and refused.
 """
 
 from __future__ import annotations
@@ -65,16 +64,16 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def read_share(parameter: Tensor, gradient: Tensor, across: int, *, everything: bool = False) -> Share:
-    """Return what this process computes of a parameter, moving as little as its placements ask for.
+    """Return what this process computes of a parameter, moving as little data as its placements allow.
 
     Some columns of every head are enough for the sums a rule needs: a process that holds them moves nothing. Where it
-    holds rows, columns are exchanged for them, and back; where they do not divide evenly, everybody gets everything.
+    holds rows, columns are exchanged for them, and back; if they do not divide evenly, every process gets all.
 
     Args:
         parameter: A matrix, sharded or not.
         gradient: Its gradient, in any placement.
         across: The axis along which no heads are counted: 1 where heads are rows.
-        everything: Whether to get everything in any case.
+        everything: Whether to get everything regardless.
     """
     if not is_sharded(parameter):
         return Share(parameter, gradient)
@@ -96,7 +95,7 @@ def read_share(parameter: Tensor, gradient: Tensor, across: int, *, everything: 
 
 
 def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of these tensors over the processes of each group, in one message a group.
+    """Return the sums of these tensors over the processes of each group, in one message per group.
 
     >>> [part.tolist() for part in sum_over((), [torch.ones(2)])]
     [[1.0, 1.0]]

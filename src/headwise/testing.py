@@ -1,6 +1,6 @@
-"""Laws and fixtures for testing a particle rule or a layout row of one's own.
+"""Checks for your own particle rule or layout row.
 
-Each check raises `AssertionError` with what was violated, so it reads well inside any test runner.
+Each check raises `AssertionError` and names what was violated, so it works in any test runner.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_rule(rule: Rule, *, count: int = 4, width: int = 6, seed: int = 0) -> 
         _require(torch.allclose(forces.gradient, total), f"{rule} on {name} particles: the forces do not add up.")
         if name == "equal":
             still = bool((forces.repulsion.abs() <= 1e-12).all())
-            _require(still, f"{rule}: equal heads repel one another; nothing says in which direction.")
+            _require(still, f"{rule}: equal heads repel one another; no direction is defined.")
 
 
 def check_layout(

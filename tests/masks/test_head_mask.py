@@ -120,7 +120,7 @@ def test_random_masks_have_as_many_keys_a_row_and_come_from_the_sentence_alone()
     assert torch.equal(alone.roles[0, :, :6, :6], drawn.roles[1])
     causal = hw.HeadMask(roles, keep, 3, causal=True).randomized([7, 8])
     assert not causal.roles.triu(1).any()
-    with pytest.raises(hw.SettingError, match="one a sentence"):
+    with pytest.raises(hw.SettingError, match="one per sentence"):
         mask.randomized([7])
 
 
@@ -168,7 +168,7 @@ def test_the_text_of_a_mask_says_sizes_and_shares():
         ({"num_heads": 1}, "2 different heads of 0 to 0"),
         ({"num_heads": 4, "heads": (3, 4)}, r"\(3, 4\).*0 to 3"),
         ({"heads": (1, 1)}, r"\(1, 1\)"),
-        ({"names": ("a", "a")}, "all different"),
+        ({"names": ("a", "a")}, "one distinct name per role"),
         ({"keep": torch.ones(2, 3, dtype=torch.int64)}, "keep is a tensor of torch.int64"),
         ({"keep": torch.ones(2, 4, dtype=torch.bool)}, r"keep has shape \(2, 4\); expected \(sentences, 3\)"),
         ({"roles": torch.zeros(3, 2, 3, 3, dtype=torch.bool), "keep": torch.ones(2, 3, dtype=torch.bool)}, r"\(3, 3\)"),

@@ -179,7 +179,7 @@ def test_heads_without_values_are_refused():
         (lambda m: setattr(m, "v_proj", nn.Linear(12, 20)), r"v_proj\.weight .* a Linear has taken its place"),
         (
             lambda m: nn.utils.parametrizations.weight_norm(m.v_proj),
-            r"v_proj\.weight is no longer a parameter of ParametrizedLinear: something took its place",
+            r"v_proj\.weight is no longer a parameter of ParametrizedLinear: it was replaced",
         ),
     ],
     ids=["wrapped", "replaced", "parametrized"],

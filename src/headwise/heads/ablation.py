@@ -1,6 +1,6 @@
 """Removing heads from a model, and how much each one matters.
 
-A head is removed by zeroing its slice of the output projection's input, in any model whose W_O was found.
+A head is removed by zeroing its slice of the output projection's input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headwise.nn.hooks import Handle, Hook, read_first_argument, replace_first_a
 
 
 class Ablation(Handle):
-    """Heads taken out of a model until `remove()` or the end of a `with` block; made by `ablate`.
+    """Heads removed from a model until `remove()` or the end of a `with` block; returned by `ablate`.
 
     On leaving the block it raises `NotFired` where no forward pass went through a site.
     """
@@ -88,7 +88,7 @@ def _make_check(
             raise NotFired(
                 f"{site.name or 'the model'}: its output projection is now a "
                 f"{type(output_projection.module).__name__}, put there after ablate(), and would get the removed "
-                "heads whole; call remove() on the ablation and ablate again."
+                "heads unchanged; call remove() on the ablation and ablate again."
             )
 
     return require
@@ -115,7 +115,7 @@ class Importance:
 
 
 def ablate(heads: Heads, *indices: int) -> Ablation:
-    """Remove heads, by index, from every site of `heads`; returns a handle that puts them back.
+    """Remove heads, by index, from every site of `heads`; returns a handle that restores them.
 
     O_h = 0 for each h in `indices` before W_O (Michel et al. 2019 call it masking a head).
 
@@ -149,8 +149,8 @@ def importance(heads: Heads, score: Callable[[], float]) -> Importance:
 
     Args:
         heads: The sites whose heads are removed, one at a time.
-        score: Runs the model on the user's data and returns its score; called once whole and once a head, without
-            gradients.
+        score: Runs the model on the user's data and returns its score; called once for the whole model and once per
+            head, without gradients.
 
     Raises:
         NotFired: `score` did not run the model.

@@ -1,8 +1,4 @@
-"""A bias of its own on the attention scores of each head, in a model as it is.
-
-Owns `bias_heads` and its handle: which bias a call gets, checked against the call. The adding is done where the scores
-are, by `nn` and the bridges. Role masks stand on this.
-"""
+"""A separate bias on the attention scores of each head of an existing model."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ BiasFunction = Callable[[Site, ScoreCall], Tensor | None]
 
 
 class HeadBias(Handle):
-    """A bias on the scores of heads until `remove()` or the end of a `with` block; made by `bias_heads`.
+    """A bias on the scores of heads, until `remove()` or the end of a `with` block; returned by `bias_heads`.
 
     A forward belongs to the bias it ran with: when activation checkpointing computes it again in the backward pass, it
     has that bias again, also after `remove()` or under another one.
@@ -95,7 +91,7 @@ class HeadBias(Handle):
         if not found.is_floating_point():
             raise MaskError(_describe_dtype(found))
         if torch.compiler.is_compiling():
-            # a number that grows would be compiled anew at every call
+            # a number that grows would recompile at every call
             self.calls[site.name] = 1
         elif not is_recomputing():
             self.calls[site.name] += 1
@@ -113,7 +109,7 @@ class _SiteBias:
 
 
 def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
-    """Add a bias to the attention scores of each head; returns a handle that takes it away.
+    """Add a bias to the attention scores of each head; returns a handle that removes it.
 
     A_h = softmax(Q_h K_h^T / sqrt(e) + mask + bias_h). What the model masks stays masked: a bias of 0 changes nothing,
     causality and padding included. A query whose mask and bias leave it no key has A_h = 0 and O_h = 0.

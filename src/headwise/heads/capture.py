@@ -1,6 +1,7 @@
 """What one call of an attention module computed, and which of its tokens were real.
 
-Owns the records; `taps` fills them. Must not know hooks.
+Masks come in two conventions: torch's `key_padding_mask` (True is padding) and transformers' `attention_mask` (True, 1
+or an additive 0 may be attended to), which also holds causality and windows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 class Capture:
     """What one call of one site computed.
 
-    A deep copy has the same site, and tensors of its own without their graph.
+    A deep copy shares the site and has detached copies of the tensors.
 
     Attributes:
         site: The attention module.
@@ -45,7 +46,7 @@ class Capture:
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
-        """What was computed of the heads, None for what was not asked for."""
+        """What was computed of the heads, None for what was not requested."""
         return self.outputs, self.values, self.weights, self.mean_weights
 
     @property
@@ -109,13 +110,13 @@ class OpenCapture:
         """Return the capture with the padding of its queries, one row a sequence.
 
         Args:
-            outputs: Whether outputs were asked for.
-            values: Whether values were asked for.
-            weights: Whether attention weights were asked for.
-            mean_weights: Whether their mean over heads was asked for.
+            outputs: Whether outputs were requested.
+            values: Whether values were requested.
+            weights: Whether attention weights were requested.
+            mean_weights: Whether their mean over heads was requested.
 
         Raises:
-            NotFired: Something asked for was not computed in the call where it is read.
+            NotFired: Something requested was not computed in the call where it is read.
         """
         capture = self.capture
         name = capture.site.name or "the model"
@@ -128,14 +129,14 @@ class OpenCapture:
             self._require_values(name)
         if (weights and capture.weights is None) or (mean_weights and capture.mean_weights is None):
             raise NotFired(
-                f"{name} was called but computed its attention in another way than the one its weights are read in; "
-                "attach after any set_attn_implementation()."
+                f"{name} was called but computed its attention by another implementation than the one its weights "
+                "are read from; attach after any set_attn_implementation()."
             )
         # whose queries are no tokens of the keys' sequence has another padding
         cross = capture.site.kind == "cross"
         padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
         if capture.site.kind == "pooling" and capture.key_keep is not None:
-            # a text of padding alone is no text: its one query pools nothing
+            # a text of padding alone is no text, and its one query pools nothing
             padding = Padding(capture.key_keep.any(1, keepdim=True))
         capture.query_keep = padding.keep
         if capture.outputs is not None:
@@ -163,7 +164,7 @@ class OpenCapture:
         if values is None:
             raise NotFired(
                 f"{name} was called but its values were not computed in the call: the module that projects them may "
-                "have been replaced after this was attached. Call find_heads again, and attach anew."
+                "have been replaced after this was attached. Call find_heads again, and attach again."
             )
         if keep is not None and keep.shape[1] != values.shape[1]:
             raise NotFired(
@@ -256,7 +257,7 @@ def find_real_keys(mask: Tensor) -> Tensor | None:
     """
     if mask.dim() not in (2, 3, 4):
         return None
-    # 1 may attend, or an additive 0 may: the values tell, and asking them on the host would wait for the device
+    # 1 may attend, or an additive 0 may: the values tell, and reading them would synchronize with the device
     allowed = mask > 0 if mask.is_floating_point() else mask != 0
     if mask.is_floating_point():
         allowed = allowed | ((mask > VERY_NEGATIVE) & ~allowed.any())

@@ -1,7 +1,4 @@
-"""Which forward pass is running: the calls of the sites that one call of the model holds belong together.
-
-Owns `Forwards`, and whether forwards are partial now. Must not know what is done in a forward.
-"""
+"""Which calls of attention modules belong to one forward pass of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _partial: ContextVar[bool] = ContextVar("partial forwards", default=False)
 
 @contextmanager
 def partial_forwards() -> Iterator[None]:
-    """Say that forwards inside the block give back a part of an earlier one, so that sites may rightly be silent."""
+    """Mark forwards inside the block as partial: they reuse parts of an earlier one, so some attentions may not run."""
     token = _partial.set(True)
     try:
         yield
@@ -32,18 +29,18 @@ def partial_forwards() -> Iterator[None]:
 
 
 def drops_layers(model: nn.Module) -> bool:
-    """Return whether a forward may leave layers out by chance: LayerDrop, while a model of transformers is trained."""
+    """Return whether a forward may skip layers at random: LayerDrop, while a model of transformers is trained."""
     config = getattr(model, "config", None)
     return model.training and any((getattr(config, name, 0) or 0) > 0 for name in LAYER_DROPS)
 
 
 def is_partial() -> bool:
-    """Return whether forwards give back a part of an earlier one now."""
+    """Return whether forwards are partial now."""
     return _partial.get()
 
 
 class Forwards:
-    """Counts the forwards of a model, and keeps what they were told.
+    """Counts the forwards of a model, and records some of their arguments.
 
     Recomputation by activation checkpointing is no forward.
 
@@ -55,7 +52,7 @@ class Forwards:
         number: Forwards begun so far.
         inside: Whether one is running; False while a part of the model is called alone.
         generating: Whether the last one was given a cache, as `generate()` gives it.
-        causal: For each site's module whose last call said so (is_causal=...), whether it was causal.
+        causal: For each site's module whose last call was given is_causal, its value.
 
     Example:
         >>> import headwise as hw
@@ -89,7 +86,7 @@ class Forwards:
             stop()
         self._stops = []
 
-    # a count in a compiled graph would have every forward compiled anew
+    # a count in a compiled graph would recompile every forward
     @outside_graphs
     def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recomputing():

@@ -87,9 +87,9 @@ class HeadSlice:
         if reason is not None:
             return f"{self.name} {reason}."
         return (
-            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: something took its place after its "
-            "heads were found (a parametrization, pruning, sharding). Take that off, or call find_heads again, which "
-            "says what can still be done."
+            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: it was replaced after its "
+            "heads were found (a parametrization, pruning, sharding). Undo that, or call find_heads again, which "
+            "tells what can still be done."
         )
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class HeadSlice:
 
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
-    """The place of the module that plays W_O: its input is the concatenated heads [B, Q, H * e]."""
+    """Where the module that plays W_O is; its input is the concatenated heads [B, Q, H * e]."""
 
     owner: nn.Module
     attribute: str

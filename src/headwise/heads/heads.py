@@ -17,7 +17,7 @@ from headwise.heads.site import KINDS, PROJECTIONS, Site
 class Heads:
     """The attention heads of a model: immutable, printable, selectable.
 
-    Made by `find_heads`. Every selector returns a new collection and refuses to return an empty one.
+    Returned by `find_heads`. Every selector returns a new collection and refuses to return an empty one.
 
     Example:
         >>> import headwise as hw

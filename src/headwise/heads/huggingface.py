@@ -1,10 +1,10 @@
-"""The attention scores of transformers' models, through its attention interface.
+"""The attention scores of transformers models, through the attention interface.
 
-Owns two implementations of that interface, "headwise" over sdpa and "headwise_eager" over each family's own eager
-function. While somebody listens to a module, its configuration seems to name one of them (see `configurations`). A
-module nobody listens to computes what the implementation underneath computes, to the bit.
+Two implementations of that interface are registered: "headwise" over sdpa and "headwise_eager" over each family's own
+eager function. While something listens to a module, its configuration names one of them (see `huggingface_config`). A
+module without listeners computes exactly what the underlying implementation computes.
 
-Imported by `find_heads` alone, and only for models whose modules come from transformers.
+Imported by `find_heads` only, and only for models whose modules come from transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A view of a model's configuration that names an attention implementation of ours, lent to one module.
+"""A view of a model's configuration that names our attention implementation, lent to one module.
 
-The configuration itself is never changed, so that what is copied, saved or built from it is as if nobody had a view;
-and what is changed in it, the attention implementation included, the view shows at once.
+The configuration itself never changes, so copies, saved files and models built from it are unaffected. Changes to it,
+including the attention implementation, show in the view at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One attention called again, with its projected queries, keys and values in our hands.
-
-Owns the repeated call and what is written into it. What that proves is `experiments`' business.
-"""
+"""Repeated calls of one attention module with chosen queries, keys and values."""
 
 from __future__ import annotations
 

@@ -24,18 +24,18 @@ class Site:
         model: The model it was found in.
         name: Dotted name of the module in the model; empty when the model is the attention module.
         module: The attention module.
-        kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder), "cross", or "pooling" (learned
-            queries, one for the whole sequence and head).
+        kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder), "cross", or "pooling" (one
+            learned query per head for the whole sequence).
         layer: Index of the layer in its stack, from 0.
         stack: Dotted name of that stack, for example "encoder.layers".
-        layout: Name of the layout row that found it.
+        layout: Name of the layout row that matched.
         num_heads: Query heads H.
         key_value_heads: Key/value heads G; H unless queries are grouped.
         head_size: Width e of one head.
         slices: The query, key and value head slices; the query alone in additive attention, whose keys and values are
             shared by all heads.
         output: The head slice of W_O (columns are heads), or None where W_O was not found.
-        output_projection: The place of the module that plays W_O, or None where it was not found.
+        output_projection: Where the module that plays W_O is, or None where it was not found.
         value_module: The module whose output holds the projected values, at `slices[2].features(output)`; None where
             no module call returns them (`nn.MultiheadAttention`).
         prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
@@ -87,7 +87,7 @@ class Site:
         """
         if self.output_projection is None:
             raise LayoutError(
-                f"{self.name or 'the model'} ({type(self.module).__name__}): no output projection was found beside "
+                f"{self.name or 'the model'} ({type(self.module).__name__}): no output projection was found next to "
                 "its query, key and value; name it in the layout row (output=...)."
             )
         if self.prepare is not None:
@@ -133,7 +133,7 @@ class Site:
         return select_own_heads(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
 
     def scale_heads(self, joined: Tensor, factors: Tensor) -> Tensor:
-        """Return what W_O gets, [..., H * e] or this process's part of it, times one factor a head, [H]."""
+        """Return what W_O gets, [..., H * e] or this process's part of it, times one factor per head, [H]."""
         query = self.slices[0]
         every = factors.repeat_interleave(self.head_size)
         return scale_features(joined, every, query.owner._parameters.get(query.attribute), query.axis)

@@ -1,8 +1,6 @@
 """Reading the values, attention weights and outputs of each head during a forward pass.
 
-Owns the hooks and the bookkeeping of calls. Outputs are read at the module that plays W_O, values where they are
-projected, weights where the scores of a module are reached. What cannot be read is refused when the tap is attached,
-and a site that did not fire is refused when the captures are read.
+Outputs are read at the module that plays W_O, values where they are projected, weights where the scores are computed.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ UNREAD_CALLS = 64
 
 
 class Taps(Handle):
-    """Captures of chosen sites, from a forward pass until they are read.
+    """Reads chosen attentions during forward passes and keeps the captures until they are read.
 
     While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an
     encoder called twice gives two captures a site; the next forward drops those of one that an error broke off.
@@ -51,14 +49,14 @@ class Taps(Handle):
         values: Whether to read V_g.
         weights: Whether to read attention weights; they are computed explicitly, as torch does with need_weights, and
             only while this is attached. A model of transformers may run sdpa or eager then.
-        beside: Whether weights are computed beside the attention, whose own numbers then stay what they are to the bit;
-            it costs one attention more. Without, the module attends with the weights that are read.
+        beside: Whether weights are computed separately, so that the attention's own numbers stay identical to the bit,
+            at the cost of one more attention. Otherwise the module attends with the weights that are read.
         mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
-            over the sdpa of transformers it is computed one head at a time, beside fused attention, and the weights of
-            the heads are not kept.
+            over the sdpa of transformers it is computed one head at a time, in addition to fused attention, and the
+            weights of the heads are not kept.
 
     Raises:
-        SettingError: Nothing was asked for.
+        SettingError: Nothing was requested.
         LayoutError: A site cannot be read that way.
 
     Example:
@@ -84,7 +82,7 @@ class Taps(Handle):
         require_heads(heads)
         if not (outputs or values or weights or mean_weights):
             raise SettingError(
-                "Taps was asked to read nothing; expected some of outputs, values, weights, mean_weights."
+                "Taps was given nothing to read; expected at least one of outputs, values, weights, mean_weights."
             )
         super().__init__()
         self.heads = heads
@@ -165,7 +163,7 @@ class Taps(Handle):
             if self.mean_weights and site.divided:
                 raise LayoutError(
                     f"{site.name or 'the model'}: under tensor parallel no process computes the weights of all heads, "
-                    "so their mean is out of reach; read weights=True, or take Position() without recompute."
+                    "so their mean is out of reach; read weights=True, or use Position() without recompute."
                 )
             if self.weights or self.mean_weights or (self.values and inside):
                 listener = Observer(self._make_observer(site), self.weights, self.mean_weights, self.beside)

@@ -1,8 +1,4 @@
-"""Proof that a layout reads a model's heads rightly, by experiments on a copy.
-
-Identities that hold for any set of rows prove nothing; the ones in `experiments` hold for true heads only. Owns the
-copy, in float64, and the calls in it that are made again.
-"""
+"""Proof, by experiments on a float64 copy, that a layout reads a model's heads correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from headwise.heads.verify_experiments import Experiments, check_learned_queries
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         sites: Names of the sites proved.
@@ -42,7 +38,7 @@ class Verification:
 
 
 def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verification:
-    """Prove that the rows read as heads are the model's heads; raise where they are not.
+    """Prove that the heads found are the model's heads; raise if they are not.
 
     Each attention of a copy in evaluation mode is called again in float64 with random queries, keys and values, and:
     (1) changing the weight rows of a head changes its features and no others; (2) where all features of a head have

@@ -1,7 +1,7 @@
-"""Experiments that only true heads pass, on one attention site.
+"""Experiments on one attention that only true heads pass.
 
-What they prove holds for every softmax attention, whatever norms, positions, biases or gates it has; none of it holds
-for another set of features.
+What they test holds for every softmax attention, whatever its norms, positions, biases or gates, and for no other set
+of features.
 """
 
 from __future__ import annotations

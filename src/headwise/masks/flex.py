@@ -1,7 +1,7 @@
-"""Role masks in the form flex attention takes, as tables of tokens rather than of pairs of tokens.
+"""Role masks for flex attention, stored as tables of tokens rather than of pairs of tokens.
 
-Owns `FlexMask`. A window needs a number and the word of each token, a role that allows columns (separators, rare words)
-one boolean a key. A role of pairs (dependencies) keeps its boolean mask. Must not know words, roles or models.
+A window needs one number and the word of each token; a role that allows columns (separators, rare words) needs one
+boolean per key. A role of pairs (dependencies) keeps its boolean mask.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FlexMask:
         """
         keep, first, last, role, number = self.keep, self.first, self.last, self.role, self.number
         causal, own = self.causal, self.empty == "self"
-        # a table of no columns could not be indexed, not even for heads that do not ask it
+        # an empty table could not be indexed, even for heads that do not use it
         columns = self.columns if self.columns.shape[1] else keep[:, None]
         pairs = self.pairs if self.pairs.shape[1] else keep[:, None, None, :]
         several = pairs.shape[2] > 1

@@ -1,8 +1,4 @@
-"""Which key each query of each head may attend to, and the forms every attention takes that in.
-
-Owns `HeadMask`: role masks for some heads, padding beside them, causality, and what happens to a query that a role
-leaves without a key. Must not know words, roles or models.
-"""
+"""Which key each query of each head may attend to, and its export to every form of attention."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from headwise.errors import MaskError, SettingError, require_choice, require_int
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadMask:
-    """Masks of some heads of an attention, and padding for all of them; True = may attend.
+    """Masks for some heads of an attention, and padding for all heads; True = may attend.
 
     softmax((Q K^T + M_r) / sqrt(e)) V with M_r = 0 where True and -inf elsewhere (Wang et al. 2021, eq. 2; we add M_r
     after the scaling, which is the same). Padding and causality are kept apart from the roles and hold for all heads.
@@ -76,7 +72,7 @@ class HeadMask:
                 f"heads is {heads} for {count} roles; expected {count} different heads of 0 to {total - 1}."
             )
         if len(names) != count or len(set(names)) != count:
-            raise MaskError(f"names is {names} for {count} roles; expected one name a role, all different.")
+            raise MaskError(f"names is {names} for {count} roles; expected one distinct name per role.")
         for field, value in (("heads", heads), ("names", names), ("num_heads", total)):
             object.__setattr__(self, field, value)
         if self.keep is not None:
@@ -257,10 +253,10 @@ class HeadMask:
         gets depends on its seed and its own tokens, not on the batch or its padding.
 
         Args:
-            seeds: One integer a sentence.
+            seeds: One integer per sentence.
         """
         if len(seeds) != self.batch:
-            raise SettingError(f"{len(seeds)} seeds were given for {self.batch} sentences; expected one a sentence.")
+            raise SettingError(f"{len(seeds)} seeds were given for {self.batch} sentences; expected one per sentence.")
         roles = torch.zeros(self.batch, self.roles.shape[1], self.tokens, self.tokens, dtype=torch.bool)
         keep = torch.ones(self.batch, self.tokens, dtype=torch.bool) if self.keep is None else self.keep.cpu()
         own = self.roles.cpu().expand(self.batch, -1, self.tokens, -1)

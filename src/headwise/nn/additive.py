@@ -1,7 +1,4 @@
-"""Additive attention whose heads are learned queries: the attention of self-attentive sentence embeddings.
-
-Owns `AdditiveAttention`. Must not know about layouts, taps or methods.
-"""
+"""Additive attention whose heads are learned queries, as in self-attentive sentence embeddings."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ class _GlorotLinear(nn.Linear):
     """Linear with the draw of Lin et al.'s code (Glorot and Bengio 2010); torch's own starts attention out flat."""
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw new weights."""
         nn.init.xavier_uniform_(self.weight)
 
 
 class AdditiveAttention(nn.Module):
-    """Multi-head additive attention over a sequence, one learned query a head.
+    """Multi-head additive attention over a sequence, with one learned query per head.
 
     A = softmax(W_2 tanh(W_1 H^T)), M = A H (Lin et al. 2017, Eq. 6 and 7), with H [L, d] the states of a sequence, W_1
     [a, d] shared by all heads, and row h of W_2 [r, a] the query of head h: its particle under `repel`. Keys and values
     are shared, so there is nothing else of a head to act on. Neither matrix has a bias: the paper's have none. Both are
-    drawn as in Glorot and Bengio 2010.
+    initialized as in Glorot and Bengio 2010.
 
-    The heads, side by side, pass through the module `output`, which does nothing: there taps read them and `ablate`
-    removes them. Observers and biases of `headwise.nn.scores` are heard as in `headwise.nn.MultiheadAttention`.
+    The concatenated heads pass through the identity module `output`, where taps read them and `ablate` removes them.
+    Observers and biases work as in `headwise.nn.MultiheadAttention`.
 
     Args:
         embed_dim: Width d of the states, and of each head's output.
@@ -61,7 +58,7 @@ class AdditiveAttention(nn.Module):
         self.output = nn.Identity()
 
     def forward(self, states: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the outputs of all heads side by side, [B, r * d], and the attention weights, [B, r, L].
+        """Return the concatenated outputs of all heads, [B, r * d], and the attention weights, [B, r, L].
 
         Args:
             states: H, [B, L, d].
@@ -98,5 +95,5 @@ class AdditiveAttention(nn.Module):
         return self.output(heads.flatten(1).unsqueeze(1)).squeeze(1), weights.squeeze(2)
 
     def __getstate__(self) -> dict:
-        # what listens to this module belongs to it: a copy or a pickle is nobody's
+        # copies and pickles have no listeners
         return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}

@@ -1,8 +1,8 @@
 """The mean of attention weights over heads, one head at a time: [B, Q, K] without [B, H, Q, K].
 
-The position term of Li et al. 2021 needs no more than this mean. Fused attention gives no weights; here those of each
-head are made anew from its queries and keys, in the forward pass and again in the backward pass, and only queries, keys
-and the mask are kept between the two. No module here.
+The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so those of each head
+are recomputed from queries and keys in the forward pass and again in the backward pass. Only queries, keys and the mask
+are kept in between.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def mean_weights(
     A query that may attend to nothing has weights 0, as in torch's scaled dot product attention. Differentiable once,
     in queries, keys and an additive mask.
 
-    Scores are made once more in the forward pass and twice more in the backward pass than with the weights at hand.
+    Scores are computed once more in the forward pass and twice more in the backward pass than if the weights were kept.
 
     Args:
         queries: [B, H, Q, e], floating.
         keys: [B, G, K, e] with G dividing H: query head h belongs to key head h // (H / G).
         mask: Broadcastable to [B, H, Q, K]: boolean, True = may attend, or additive. None for none.
         scale: Multiplies the scores; 1/sqrt(e) when None.
-        causal: Whether query i sees keys 0 to i only; beside the mask.
+        causal: Whether query i sees keys 0 to i only, in addition to the mask.
 
     Returns:
         [B, Q, K].
@@ -61,7 +61,7 @@ def mean_weights(
 
 
 def mean_of(weights: Tensor) -> Tensor:
-    """The same from the weights [B, H, Q, K] themselves, where they are at hand."""
+    """The same mean from given weights [B, H, Q, K]."""
     return weights.mean(1, dtype=torch.promote_types(weights.dtype, torch.float32))
 
 
@@ -81,8 +81,8 @@ class _MeanWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise HeadwiseError(
-                "a gradient through the mean of attention weights was asked for with create_graph=True; it is "
-                "differentiable once. Take Position() without recompute."
+                "a gradient through the mean of attention weights was requested with create_graph=True; it is "
+                "differentiable once. Use Position() without recompute."
             )
         # dS = A (G - sum_k A G), a head at a time, with G/H the gradient of each head's weights
         queries, keys, mask = ctx.saved_tensors

@@ -1,6 +1,6 @@
-"""What a checkpointed forward was asked, so that its recomputation in the backward pass is asked the same.
+"""Repeats the biases and observers of a checkpointed forward when it is recomputed in the backward pass.
 
-By then the biases and observers of that forward may be gone, or others attached. Must not know heads.
+By then those listeners may be gone, or others attached.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ outside_graphs = _disable_dynamo
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of an attention module is asked to do beside attending.
+    """What one call of an attention module computes in addition to its output.
 
     Attributes:
         biases: Added to its scores, each broadcastable to [B, H, Q, K].
         weights: Whether the attention weights are computed explicitly.
         mean_weights: Whether their mean over heads is computed.
-        beside: Whether the weights are computed beside the attention and not in its course.
+        beside: Whether the weights are computed separately from the attention.
     """
 
     biases: tuple[Tensor, ...] = ()
@@ -41,14 +41,14 @@ class Request:
 
 
 class _CheckpointedForward:
-    """What the calls of each module were asked inside one checkpointed forward."""
+    """The requests of each module's calls in one checkpointed forward."""
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, list[Request]] = {}
         self._served: dict[tuple[int, int], int] = {}
 
     def next(self, module: nn.Module) -> Request:
-        """Return what the module's next call was asked, in the recomputation that is running now."""
+        """Return the request of the module's next call, in the recomputation that is running."""
         calls = self.calls.get(module)
         if calls is None:
             return Request()
@@ -80,7 +80,7 @@ def resolve_request(
     call: ScoreCall,
     kept: Callable[[Any], None] | None = None,
 ) -> Request:
-    """Return what a call of `module` is asked: by its listeners, or as its forward was if this is its recomputation.
+    """Return the request of a call of `module`: from its listeners, or in a recomputation that of its first forward.
 
     Args:
         module: The attention module.

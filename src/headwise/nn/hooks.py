@@ -1,7 +1,4 @@
-"""What is attached to the modules of a model: hooks that serve one module, and handles that take them off.
-
-Owns `Hook`, `Handle` and the reading of a hook's arguments. Must not know about heads.
-"""
+"""Hooks that serve one module, and handles that remove them."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from headwise.errors import NotFired, ShapeError
 
 
 class Hook:
-    """A forward hook or pre-hook of one module, forgotten when that module is copied or pickled.
+    """A forward hook or pre-hook of one module, dropped when that module is copied or pickled.
 
-    What observes or changes a model belongs to that model: a deep copy must not be observed in its stead, and a
-    pickle cannot hold the observer. Both get a hook that does nothing.
+    A deep copy must not be observed in place of the original, and a pickle cannot hold the observer. Both get a hook
+    that does nothing.
 
     Args:
         module: The module served; a call by another one is ignored.
@@ -40,7 +37,7 @@ class Hook:
         return None
 
     def __reduce__(self) -> tuple:
-        # asked for by copy and by pickle
+        # for copy and pickle
         return _forgotten, ()
 
 
@@ -55,7 +52,7 @@ class Handle:
 
     @property
     def attached(self) -> bool:
-        """Whether it is attached still."""
+        """Whether it is still attached."""
         return bool(self._removers)
 
     def remove(self) -> None:
@@ -75,10 +72,10 @@ class Handle:
             self._on_exit()
 
     def _on_exit(self) -> None:
-        """Do what the end of a block without an error asks for."""
+        """Run at the end of a block without an error."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # asked for by copy and by pickle: what detaches the original is not the copy's to call
+        # for copy and pickle: a copy must not detach the original
         return {**vars(self), "_removers": []}
 
 
@@ -112,7 +109,7 @@ def read_first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
 
 
 def replace_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of a call with another tensor in the place of the first.
+    """Return the arguments of a call with the first one replaced.
 
     >>> replace_first_argument((), {"input": 1, "out": 2}, 3)
     ((), {'input': 3, 'out': 2})

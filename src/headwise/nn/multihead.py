@@ -1,8 +1,4 @@
-"""Attention modules whose output projection can be seen.
-
-Owns: `MultiheadAttention`, torch's own module with the concatenated heads passed to `out_proj` as a module
-call, and `adopt`, which turns a stock module into it in place. Must not know about layouts, taps or methods.
-"""
+"""torch's multi-head attention with a visible output projection, and a way to convert stock modules to it."""
 
 from __future__ import annotations
 
@@ -136,7 +132,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def __getstate__(self) -> dict:
-        # what listens to this module belongs to it: a copy or a pickle is nobody's
+        # copies and pickles have no listeners
         return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,4 @@
-"""The attention scores of one call: who sees the weights made of them, and what is added to them.
-
-Owns the types an attention module and its listeners exchange, and the arithmetic of masks and biases. Must not know
-modules' layouts.
-"""
+"""The attention scores of one call: observers of the weights, and biases added to the scores."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from headwise.errors import LayoutError
 
 @dataclass(frozen=True)
 class Attended:
-    """What one call of an attention module computed, for whoever observes it.
+    """What one call of an attention module computed, for its observers.
 
     Attributes:
         values: Projected values, [B, K, H, e]; None where the observer reads them elsewhere.
@@ -42,7 +38,7 @@ class Observer:
         see: The function.
         weights: Whether it needs the weights; the module then attends with them.
         mean_weights: Whether it needs their mean over heads.
-        beside: Whether the weights are computed beside the attention, which stays as it is to the bit.
+        beside: Whether the weights are computed separately, so that the attention stays identical to the bit.
     """
 
     see: Callable[[Attended], None]
@@ -51,7 +47,7 @@ class Observer:
     beside: bool = False
 
     def notify(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
-        """Call the function with what it asked for of one call."""
+        """Call the function with what it needs of one call."""
         self.see(Attended(values, weights if self.weights else None, keep, mean if self.mean_weights else None))
 
 
@@ -60,7 +56,7 @@ class ScoreCall:
     """One call of an attention module, for a function that makes a bias for it.
 
     Attributes:
-        batch: Sequences B; with beam search, beams of one example lie together.
+        batch: Sequences B; with beam search, beams of one example are adjacent.
         heads: Query heads H.
         queries: Queries Q of this call; 1 while generating with a cache.
         keys: Keys K, cached ones included.
@@ -96,7 +92,7 @@ class Bias(Protocol):
 
 
 class Scores(Protocol):
-    """How the scores of one attention module are reached; a site carries it."""
+    """How listeners reach the scores of one attention module."""
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it.
@@ -116,14 +112,14 @@ class Listeners:
         self.first, self.cached = 0, False
 
     def add(self, listener: Observer | Bias) -> None:
-        """Take a listener in."""
+        """Add a listener."""
         if isinstance(listener, Observer):
             self.observers = (*self.observers, listener)
         else:
             self.biases = (*self.biases, listener)
 
     def discard(self, listener: Observer | Bias) -> None:
-        """Let a listener go."""
+        """Remove a listener."""
         self.observers = tuple(other for other in self.observers if other is not listener)
         self.biases = tuple(other for other in self.biases if other is not listener)
 
@@ -131,12 +127,12 @@ class Listeners:
         return bool(self.observers or self.biases)
 
     def __reduce__(self) -> tuple:
-        # asked for by copy and by pickle
+        # for copy and pickle
         return Listeners, ()
 
 
 class TorchScores:
-    """The scores of a torch attention module; it must be headwise's own by the time somebody listens."""
+    """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
