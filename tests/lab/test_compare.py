@@ -20,10 +20,9 @@ from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arms
 from headwise.lab.experiment.job import Failure, Watch
 from headwise.lab.experiment.run_folder import first_difference, read_progress, write_json
-from headwise.lab.jobs.job import do_job
-from headwise.lab.jobs.pool import default_workers
-from headwise.lab.jobs.progress import Bars, Clock, Lines, watch_for
-from headwise.lab.jobs.workers import run_jobs
+from headwise.lab.jobs.pool import count_workers
+from headwise.lab.jobs.progress import Bars, Clock, Lines, choose_watch
+from headwise.lab.jobs.workers import do_job, run_jobs
 from headwise.lab.results.runs import read_results
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.task import LogicTask
@@ -140,7 +139,7 @@ def shown(on: Console) -> str:
 
 def test_without_a_terminal_each_run_is_a_line(tmp_path):
     on, (one, two) = console(), jobs(tmp_path, "a", "b")
-    with watch_for(on, [one, two], finished=3) as watch:
+    with choose_watch(on, [one, two], finished=3) as watch:
         assert isinstance(watch, Lines)
         watch.started(one)
         write_json(_made(one.folder) / "progress.json", {"step": 10, "steps": 10, "note": "dev 87.1 %"})
@@ -154,7 +153,7 @@ def test_without_a_terminal_each_run_is_a_line(tmp_path):
 
 def test_on_a_terminal_there_is_a_bar_a_run_and_one_for_all(tmp_path):
     on, (one, two) = console(terminal=True), jobs(tmp_path, "a", "b")
-    with watch_for(on, [one, two], finished=2) as watch:
+    with choose_watch(on, [one, two], finished=2) as watch:
         assert isinstance(watch, Bars)
         watch.started(one)
         write_json(_made(one.folder) / "progress.json", {"step": 5, "steps": 10, "note": "dev 50.0 %"})
@@ -303,7 +302,7 @@ def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
 
 
 def test_workers_are_the_cores_of_this_process():
-    assert 1 <= default_workers() <= (os.cpu_count() or 1)
+    assert 1 <= count_workers() <= (os.cpu_count() or 1)
 
 
 def _made(folder: Path) -> Path:

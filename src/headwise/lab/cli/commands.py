@@ -70,7 +70,7 @@ def compare(
     from headwise.lab.compare import compare as run
     from headwise.lab.experiment.arm_text import parse_arms
     from headwise.lab.jobs.launchers import Launcher
-    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.jobs.pool import count_workers
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -83,7 +83,7 @@ def compare(
         chosen,
         out or Path("runs") / f"{task}-{chosen.name}",
         data,
-        default_workers() if workers is None else workers,
+        count_workers() if workers is None else workers,
         options=options,
         launcher=Launcher(launcher, parse_launch_options(launch or ())),
     )
@@ -108,7 +108,7 @@ def tune(
 ) -> None:
     """Search an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
     require_task(task)
-    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.jobs.pool import count_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
@@ -128,7 +128,7 @@ def tune(
         chosen,
         out or Path("runs") / f"tune-{task}-{chosen.name}",
         data,
-        default_workers() if workers is None else workers,
+        count_workers() if workers is None else workers,
     )
     with stoppable():
         tuned = run(tuning, standard_console())
@@ -170,7 +170,7 @@ def reproduce(
     workers: Workers = None,
 ) -> None:
     """Run the experiments of a paper's table or figure, and test each of its claims."""
-    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.jobs.pool import count_workers
     from headwise.lab.papers import listing as lists
     from headwise.lab.papers import run as reproducing
     from headwise.lab.papers.data import require_data, with_data
@@ -186,7 +186,7 @@ def reproduce(
     seeds = reproducing.seeds_at(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    workers = default_workers() if workers is None else workers
+    workers = count_workers() if workers is None else workers
     options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained)
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
@@ -282,7 +282,7 @@ def probe(
     from headwise.errors import require_integer
     from headwise.lab.data.probing_files import PROBES
     from headwise.lab.frozen.open import open_frozen
-    from headwise.lab.jobs.pool import default_workers
+    from headwise.lab.jobs.pool import count_workers
     from headwise.lab.probing.fit import Classifier
     from headwise.lab.probing.request import Asked, task_files
     from headwise.lab.probing.run import probe_model
@@ -306,7 +306,7 @@ def probe(
             asked,
             out,
             cache,
-            default_workers() if workers is None else workers,
+            count_workers() if workers is None else workers,
             standard_console(),
             shlex.join(words),
         )

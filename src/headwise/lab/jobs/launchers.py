@@ -1,7 +1,6 @@
-"""Jobs handed to an engine that runs them elsewhere: Slurm by submitit, or Ray. The folders are the same as ever.
+"""Running jobs elsewhere: on Slurm by submitit, or on Ray. Accelerate launches one training, and submits no jobs.
 
-Owns what is asked of an engine, and the refusal of one that is not there. The engines' libraries are optional and are
-imported when they are asked for. Every process must see the folders under the same paths.
+Both libraries are optional. Every process must see the folders under the same paths.
 """
 
 from __future__ import annotations
@@ -16,27 +15,26 @@ from typing import Any, Protocol
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.job import Failure, Job, Watch
-from headwise.lab.jobs.job import do_job
-from headwise.lab.jobs.workers import attempt
+from headwise.lab.jobs.workers import attempt, do_job
 
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2
-# What an engine says of a process that died may hold all of its log.
+# The error of a process that died may contain its whole log.
 LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Where runs are done: here, or by an engine with options of its own.
+    """Where runs are done: on this machine, or by an engine with its options.
 
     Attributes:
-        name: "local" is the pool of processes on this machine; "slurm" or "ray".
+        name: "local" for a pool of processes on this machine, "slurm" or "ray".
         options: For Slurm, parameters of submitit's executor (slurm_partition, timeout_min, gpus_per_node, ...), or
-            cluster="local" for processes that submitit starts here; for Ray, `address` and options of its tasks
+            cluster="local" for local processes started by submitit; for Ray, `address` and options of its tasks
             (num_cpus, num_gpus, ...).
 
     Raises:
-        SettingError: There is no such launcher, or "local" was given options.
+        SettingError: The launcher is unknown, or "local" was given options.
     """
 
     name: str = "local"
@@ -52,14 +50,14 @@ LOCAL = Launcher()
 
 
 class Submitted(Protocol):
-    """A job that an engine has."""
+    """A submitted job."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly; does not wait."""
+        """Return whether it has ended or failed, without waiting."""
         ...
 
     def result(self) -> Failure | None:
-        """Return what `do_one` returned; raises where its process died."""
+        """Return the result of `do_one`; raises if its process died."""
         ...
 
     def cancel(self) -> None:
@@ -68,14 +66,14 @@ class Submitted(Protocol):
 
 
 class Engine(Protocol):
-    """What runs jobs elsewhere."""
+    """Runs jobs elsewhere."""
 
     def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Begin `function(job)` somewhere."""
+        """Submit `function(job)`."""
         ...
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Release its resources."""
         ...
 
 
@@ -88,31 +86,31 @@ def open_engine(launcher: Launcher, out: Path) -> Engine:
     """Return the engine of a launcher that is not local.
 
     Args:
-        launcher: Which one, with its options.
+        launcher: The launcher.
         out: A folder for the engine's own files.
 
     Raises:
-        SettingError: Its library is not installed, or refuses an option.
+        SettingError: Its library is not installed or rejects an option.
     """
     return _Slurm(launcher.options, out) if launcher.name == "slurm" else _Ray(launcher.options)
 
 
 def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watch) -> list[Failure]:
-    """Hand jobs to an engine in their order, some at once, and return the failures.
+    """Submit jobs to an engine in order, a limited number at once, and return the failures.
 
-    A job whose process died, or was taken away, is a failure; what it had trained is in its folder, and the same
-    command goes on from there.
+    A job whose process died or was preempted is a failure; its checkpoint is in its folder, and the same command
+    resumes it.
 
     Args:
-        engine: Where they run; closed at the end.
+        engine: The engine; closed at the end.
         jobs: The jobs.
-        at_once: How many it has at once at most.
-        watch: Told when a job starts and ends, and ticked in between.
+        at_once: Maximum number of jobs submitted at once.
+        watch: Notified when a job starts and ends, and ticked in between.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; what was submitted was cancelled.
+        KeyboardInterrupt: Ctrl-C; submitted jobs were canceled.
     """
-    pending, failures = [_anywhere(job) for job in jobs], list[Failure]()
+    pending, failures = [_resolve_paths(job) for job in jobs], list[Failure]()
     shown = {place.folder: job for place, job in zip(pending, jobs, strict=True)}
     running: list[tuple[Job, Submitted]] = []
     try:
@@ -126,7 +124,7 @@ def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watc
                 if not submitted.done():
                     still.append((job, submitted))
                     continue
-                failure = _outcome(shown[job.folder], submitted)
+                failure = _read_outcome(shown[job.folder], submitted)
                 failures += [] if failure is None else [failure]
                 watch.ended(shown[job.folder], failure)
             running = still
@@ -143,7 +141,7 @@ def _never() -> bool:
     return False
 
 
-def _outcome(job: Job, submitted: Submitted) -> Failure | None:
+def _read_outcome(job: Job, submitted: Submitted) -> Failure | None:
     try:
         failure = submitted.result()
     except Exception as error:
@@ -153,7 +151,7 @@ def _outcome(job: Job, submitted: Submitted) -> Failure | None:
     return None if failure is None else dataclasses.replace(failure, job=job)
 
 
-def _anywhere(job: Job) -> Job:
+def _resolve_paths(job: Job) -> Job:
     """Return a job whose paths mean the same in another working directory."""
     settings: Any = job.settings
     places = {name: getattr(settings, name, None) for name in ("data", "cache")}
@@ -162,7 +160,7 @@ def _anywhere(job: Job) -> Job:
     return dataclasses.replace(job, folder=job.folder.resolve(), settings=settings)
 
 
-def _library(name: str, extra: str) -> Any:
+def _import_library(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -172,10 +170,10 @@ def _library(name: str, extra: str) -> Any:
 
 
 class _Slurm:
-    """Slurm by submitit, whose own files lie in a folder beside the runs."""
+    """Slurm by submitit, which writes its files next to the runs."""
 
     def __init__(self, options: Mapping[str, Any], out: Path) -> None:
-        submitit = _library("submitit", "slurm")
+        submitit = _import_library("submitit", "slurm")
         given = {"cluster": "slurm", **options}
         try:
             self._executor = submitit.AutoExecutor(folder=str(out / ".submitit"), cluster=given.pop("cluster"))
@@ -185,7 +183,7 @@ class _Slurm:
             raise SettingError(f"launcher slurm: submitit says {error}") from None
 
     def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Submit it to the queue."""
+        """Submit to the queue."""
         return self._executor.submit(function, job)
 
     def close(self) -> None:
@@ -193,10 +191,10 @@ class _Slurm:
 
 
 class _Ray:
-    """A Ray cluster: the one at `address`, or one started on this machine."""
+    """The Ray cluster at `address`, or one started on this machine."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._ray = _library("ray", "ray")
+        self._ray = _import_library("ray", "ray")
         given = dict(options)
         address = given.pop("address", None)
         self._own = not self._ray.is_initialized()
@@ -204,17 +202,17 @@ class _Ray:
             if self._own:
                 own = {} if address is None else {"address": address}
                 self._ray.init(include_dashboard=False if address is None else None, log_to_driver=False, **own)
-            # a job that died is not begun again behind the back of whoever watches
+            # a job that died is reported, not restarted silently
             self._remote = self._ray.remote(**{"num_cpus": 1, "max_retries": 0, **given})
         except (ValueError, TypeError, ConnectionError) as error:
             raise SettingError(f"launcher ray: Ray says {error}") from None
 
     def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Begin a task."""
+        """Start a task."""
         return _RayTask(self._ray, self._remote(function).remote(job))
 
     def close(self) -> None:
-        """Stop the cluster, where it was started here."""
+        """Stop the cluster if it was started here."""
         if self._own:
             self._ray.shutdown()
 
@@ -224,7 +222,7 @@ class _RayTask:
         self._ray, self._reference = ray, reference
 
     def done(self) -> bool:
-        """Whether its value, or its error, is there."""
+        """Return whether its value or error is available."""
         return bool(self._ray.wait([self._reference], timeout=0)[0])
 
     def result(self) -> Failure | None:

@@ -1,7 +1,4 @@
-"""Jobs on a pool of processes, watched on the console: trainings, and then what is measured of the trained models.
-
-Owns how many run side by side, and which analyses are left to do. Processes are `workers`', what a job does `jobs`'.
-"""
+"""Running jobs in parallel with progress on the console: training runs, then analyses of the trained models."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from headwise.lab.analyses.registry import AnalysisSettings, find_analysis, is_a
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs.job import do_job
 from headwise.lab.jobs.launchers import Engine, run_elsewhere
-from headwise.lab.jobs.progress import watch_for
+from headwise.lab.jobs.progress import choose_watch
 from headwise.lab.jobs.torchrun import run_together
-from headwise.lab.jobs.workers import run_jobs
+from headwise.lab.jobs.workers import do_job, run_jobs
 from headwise.lab.training import processes
 
 
@@ -29,7 +25,7 @@ def do_jobs(
     """Run jobs on a pool, or an engine elsewhere, with progress on the console; `finished` others count as done."""
     if not jobs:
         return []
-    with watch_for(console, jobs, finished) as watch:
+    with choose_watch(console, jobs, finished) as watch:
         if processes.launched():
             return run_together(jobs, watch)
         if engine is not None:
@@ -38,7 +34,7 @@ def do_jobs(
 
 
 def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
-    """Do one of `analyses.ANALYSES` on each of these runs that has a trained model and not yet this analysis.
+    """Do an analysis on each of these runs that has a trained model and not yet this analysis.
 
     Returns:
         The analyses that failed.
@@ -51,15 +47,12 @@ def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) 
     ]
     left = [job for job in every if not is_analyzed(job.settings, job.folder)]
     for job in left:
-        # how far its training was says nothing about the analysis
+        # the progress of training is not that of the analysis
         (job.folder / run_folder.PROGRESS).unlink(missing_ok=True)
     return do_jobs(left, len(every) - len(left), workers, console)
 
 
-def default_workers() -> int:
-    """Return how many one-thread runs this machine does side by side: the cores this process may use.
-
-    With a GPU it is at most four: more of them only wait for each other.
-    """
+def count_workers() -> int:
+    """Return the default number of parallel workers: the number of available cores, at most four with a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 4) if torch.cuda.is_available() else cores

@@ -1,7 +1,4 @@
-"""What a person sees while runs go: a bar a running run and one for all, or plain lines where there is no terminal.
-
-Owns the screen. Reads how far a run is from its folder, so it needs nothing from the process that does it.
-"""
+"""Progress of jobs on the console: bars on a terminal, plain lines elsewhere, read from the folders of runs."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.experiment.run_folder import read_progress
 
-# Less work than this says nothing about the pace.
+# Minimum share of the work done before a remaining time is estimated.
 LEAST_SHARE = 0.02
 
 
-def watch_for(console: Console, jobs: Sequence[Job], finished: int) -> Bars | Lines:
+def choose_watch(console: Console, jobs: Sequence[Job], finished: int) -> Bars | Lines:
     """Return bars on a terminal and plain lines elsewhere.
 
     Args:
-        console: Where to show.
-        jobs: The runs still to do.
-        finished: Runs that were finished before.
+        console: The console.
+        jobs: The unfinished runs.
+        finished: Number of runs finished before.
     """
     return (Bars if console.is_terminal else Lines)(console, jobs, finished)
 
@@ -44,13 +41,13 @@ class Lines(Watch):
         pass
 
     def started(self, job: Job) -> None:
-        """Say that a run starts."""
+        """Print that a run starts."""
         resumed = read_progress(job.folder)
         where = f" at step {resumed.step:,}" if resumed is not None and resumed.step else ""
         self._say(f"{job.name} starts{where}")
 
     def ended(self, job: Job, failure: Failure | None) -> None:
-        """Say how a run ended and when the rest will have."""
+        """Print how a run ended and the remaining time."""
         self._clock.end(job)
         if failure is not None:
             self._say(str(failure))
@@ -65,7 +62,7 @@ class Lines(Watch):
 
 
 class Bars(Watch):
-    """Live bars, one for each running run and one for all of them with the time that is left."""
+    """Live bars, one for each active run and one for all with the remaining time."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
         self.finished, self.total = finished, finished + len(jobs)
@@ -93,7 +90,7 @@ class Bars(Watch):
         self._bars[job] = self._progress.add_task(job.name, total=1.0, note="")
 
     def ended(self, job: Job, failure: Failure | None) -> None:
-        """Take the bar away; what failed stays on the screen."""
+        """Remove the bar; a failure stays on the screen."""
         self._clock.end(job)
         self._progress.remove_task(self._bars.pop(job))
         if failure is None:
@@ -103,7 +100,7 @@ class Bars(Watch):
         self.tick()
 
     def tick(self) -> None:
-        """Move the bars."""
+        """Update the bars."""
         for job, bar in self._bars.items():
             cell = read_progress(job.folder)
             if cell is not None and cell.steps:
@@ -118,7 +115,7 @@ class Bars(Watch):
 
 
 class Clock:
-    """How much of the work of the jobs is done, and how long the rest takes at the pace since the start."""
+    """Share of the work done, and the remaining time at the pace since the start."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
@@ -135,7 +132,7 @@ class Clock:
         return sum(job.weight * (1.0 if job in self._ended else _share(job)) for job in self.jobs) / self._work
 
     def remaining_text(self) -> str:
-        """Return ", about 4 min left", or nothing while there is no pace to judge by."""
+        """Return ", about 4 min left", or nothing while there is no estimate."""
         share, seconds = self.share(), time.monotonic() - self._began
         fresh = share - self._at_first
         if fresh < LEAST_SHARE or share >= 1.0:

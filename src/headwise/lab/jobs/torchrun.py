@@ -1,7 +1,6 @@
-"""Runs that several processes train together: the first one has the command, the others follow it from run to run.
+"""Commands under torchrun or `accelerate launch`: the first process runs the command, the others join each training.
 
-Owns that division: `torchrun --nproc-per-node 2 -m headwise compare ...` reads data, shows progress and writes the
-page once, whatever the command, and every training is shared.
+Accelerate shares a training; it does not let one process lead a command of many trainings, as here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.experiment.run_folder import LOG
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs.job import do_job
+from headwise.lab.jobs.workers import do_job
 from headwise.lab.training import processes
 
 INTERRUPTED = 130
@@ -23,8 +22,8 @@ INTERRUPTED = 130
 def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
     """Do jobs one after the other, each training with all processes; return the failures.
 
-    A refusal is the same in all processes, and the next run goes on. Any other error ends the command in all of them:
-    the same command goes on from the checkpoints.
+    A refusal is the same in all processes, and the next run follows. Any other error ends the command in all of them;
+    the same command resumes from the checkpoints.
     """
     failures = []
     for job in jobs:
@@ -53,10 +52,10 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
 
 
 def follow() -> None:
-    """Train each run that the first process begins, until it has no more."""
+    """Join each training that the first process starts, until there are no more."""
     processes.meet()
     while (job := processes.agreed(None)) is not None:
-        # the first process says what was refused
+        # the first process reports refusals
         with suppress(HeadwiseError):
             do_job(job.settings, job.folder, lambda: False)
     processes.end()
@@ -64,7 +63,7 @@ def follow() -> None:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Let the others go at the end, also where the command ends with an exit code."""
+    """Release the other processes at the end, also if the command ends with an exit code."""
     if not processes.launched():
         yield
         return
@@ -74,11 +73,11 @@ def leading() -> Iterator[None]:
     except SystemExit as ended:
         # after Ctrl-C they are in the middle of a run, and the launcher ends them
         if ended.code != INTERRUPTED:
-            _let_go()
+            _release()
         raise
-    _let_go()
+    _release()
 
 
-def _let_go() -> None:
+def _release() -> None:
     processes.agreed(None)
     processes.end()

@@ -1,8 +1,7 @@
-"""A pool of spawned one-thread processes for runs: a run that fails or crashes does not stop the others.
+"""A pool of spawned one-thread worker processes, and the jobs they do.
 
-Owns processes, their log files and the way they are told to stop. Must not know what a job does: the target
-is a function (settings, folder, heartbeat), and asks `heartbeat()` now and then whether it should save and
-return.
+A job that fails or crashes does not stop the others, which accelerate and torch.multiprocessing do not offer: they
+start processes that train one model together. Jobs call `heartbeat()` to learn whether to save and return.
 """
 
 from __future__ import annotations
@@ -21,15 +20,22 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwise.errors import HeadwiseError
+from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.job import Failure, Heartbeat, Job, Watch
 from headwise.lab.experiment.run_folder import LOG
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.training import processes
+from headwise.lab.training.baseline import BaselineSettings, run_baseline
+from headwise.lab.training.cross_validation import gather_parts
 
 Target = Callable[[Any, Path, Heartbeat], None]
 
-# How long a worker has, after Ctrl-C, to save where it is before it is ended.
+# Seconds that a worker has to save its state after Ctrl-C.
 PATIENCE_SECONDS = 5.0
-# One thread a process: the runs side by side already use every core.
+# One thread per process: parallel runs already use every core.
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -41,20 +47,37 @@ class _Worker:
     gone: bool = False
 
 
+def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
+    """Do one job on one thread in its folder; see `train_run`, `run_baseline` and `analyze`."""
+    torch.set_num_threads(1)
+    if isinstance(settings, BaselineSettings):
+        run_baseline(settings, folder)
+        gather_parts(settings, folder)
+        return
+    if isinstance(settings, AnalysisSettings):
+        analyze(settings, folder)
+        return
+    # Hugging Face's Trainer takes seconds to import, and only arms need it
+    from headwise.lab.training.train import train_run
+
+    train_run(settings, folder, heartbeat)
+    processes.by_first(lambda: gather_parts(settings, folder))
+
+
 def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) -> list[Failure]:
     """Run every job in its order on up to `workers` processes and return the failures.
 
     Args:
         target: A function at the top level of a module, called as target(settings, folder, heartbeat).
-        jobs: The jobs, the most wanted first.
+        jobs: The jobs, in order of priority.
         workers: Number of processes, at least 1.
-        watch: Told when a job starts and ends, and ticked in between.
+        watch: Notified when a job starts and ends, and ticked in between.
 
     Returns:
-        One failure for each job that failed; the others ended well.
+        One failure for each job that failed.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; every worker has saved where it is and ended (or was ended after 5 s).
+        KeyboardInterrupt: Ctrl-C; every worker has saved its state and exited (or was killed after 5 s).
     """
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -82,14 +105,14 @@ def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) ->
 def _start(context: SpawnContext, target: Target, stop: Any) -> _Worker:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(target, theirs, stop), daemon=True)
-    with _environment(dict.fromkeys(ONE_THREAD, "1")), _interrupts_held():
+    with _set_environment(dict.fromkeys(ONE_THREAD, "1")), _hold_interrupts():
         process.start()
     theirs.close()
     return _Worker(process, ours)
 
 
 def _collect(worker: _Worker, watch: Watch) -> Failure | None:
-    """Take a worker's answer if there is one, or notice that its process is gone; return the failure if it is one."""
+    """Collect the result of a worker, or notice that its process ended; return the failure, if any."""
     job = worker.job
     if job is None or not worker.connection.poll():
         return None
@@ -107,12 +130,12 @@ def _collect(worker: _Worker, watch: Watch) -> Failure | None:
 
 
 def _end(pool: Sequence[_Worker]) -> None:
-    """Let idle workers go, give busy ones the time to save, then end what is left."""
+    """Stop idle workers, give busy ones time to save, then kill the rest."""
     for worker in pool:
         with suppress(OSError):
             worker.connection.send(None)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    # A second Ctrl-C means: now.
+    # a second Ctrl-C ends the waiting
     with suppress(KeyboardInterrupt):
         for worker in pool:
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -123,18 +146,18 @@ def _end(pool: Sequence[_Worker]) -> None:
 
 
 def _serve(target: Target, connection: Connection, stop: Any) -> None:
-    """Body of a worker process: one job after the other until None, a stop or the end of the parent."""
+    """Body of a worker process: do jobs until None, a stop or the end of the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    heartbeat = _heartbeat(stop)
+    heartbeat = _make_heartbeat(stop)
     with suppress(EOFError, ConnectionError):
         while (job := connection.recv()) is not None and not stop.is_set():
             failure = attempt(target, job, heartbeat)
             connection.send(failure)
-    # every file is closed by now, and taking down an interpreter that holds torch takes seconds
+    # all files are closed, and a normal exit of an interpreter with torch takes seconds
     os._exit(0)
 
 
-def _heartbeat(stop: Any) -> Heartbeat:
+def _make_heartbeat(stop: Any) -> Heartbeat:
     parent = multiprocessing.parent_process()
     seen = time.monotonic()
 
@@ -151,9 +174,9 @@ def _heartbeat(stop: Any) -> Heartbeat:
 
 
 def attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:
-    """Do a job in this process, what it prints in its log, and return its failure if it fails."""
+    """Do a job in this process with its output in its log; return the failure, if any."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with _logged(job.folder / LOG):
+    with _redirect_output(job.folder / LOG):
         try:
             target(job.settings, job.folder, heartbeat)
         except HeadwiseError as error:
@@ -167,8 +190,8 @@ def attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:
 
 
 @contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """Send everything written to the two standard streams to the end of a file, from C as well."""
+def _redirect_output(path: Path) -> Iterator[None]:
+    """Append everything written to stdout and stderr to a file, also from C."""
     saved = [os.dup(1), os.dup(2)]
     with path.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
@@ -184,10 +207,10 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back: it reaches the whole process group, but only the parent decides what it means.
+def _hold_interrupts() -> Iterator[None]:
+    """Block Ctrl-C, which reaches the whole process group although only the parent handles it.
 
-    A process started inside inherits the held signal, so that it is deaf from its first instruction on.
+    A process started inside inherits the block from its first instruction on.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -200,7 +223,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _set_environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -18,7 +18,7 @@ from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs.job import do_job
+from headwise.lab.jobs.workers import do_job
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.lab.tasks.classification.task import ClassificationTask
