@@ -21,7 +21,8 @@ from headwise.lab.models.text_classifiers import masked_mean
 from headwise.lab.probing import run
 from headwise.lab.probing.figures import heads_grid, layers_grid
 from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
-from headwise.lab.probing.probe import ProbedTask, choose_sentences, heads_asked, judged, layers_asked
+from headwise.lab.probing.probe import ProbedTask, choose_sentences, judge_probes
+from headwise.lab.probing.request import parse_heads, parse_layers
 from headwise.lab.tasks.classification.probing import ProbingTask
 from headwise.lab.tasks.classification.probing_data import load_probing
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
@@ -185,16 +186,16 @@ def test_one_hidden_layer_tells_what_no_line_does():
 
 
 def test_what_is_at_chance_is_told_from_what_is_not():
-    layers = layers_asked("all", 2)
+    layers = parse_layers("all", 2)
     fitted = [
         (layers[0], Fitted(0.5, 510, 0.1, True)),
         (layers[1], Fitted(0.6, 600, 0.1, True)),
         (layers[2], Fitted(0.5, 528, 0.1, True)),
     ]
-    found = judged(fitted, test=1000, majority=0.5)
+    found = judge_probes(fitted, test=1000, majority=0.5)
     # 528 of 1000 has p = 0.041 alone, and 0.08 beside two others
     assert [one.at_chance for one in found] == [True, False, True]
-    assert not judged(fitted[2:], test=1000, majority=0.5)[0].at_chance
+    assert not judge_probes(fitted[2:], test=1000, majority=0.5)[0].at_chance
     assert (found[1].low, found[1].high) == (pytest.approx(0.5693, abs=1e-4), pytest.approx(0.6299, abs=1e-4))
     task = ProbedTask("t", "d", "T", 2, 9, 9, 1000, 0.5, "", found)
     grid = layers_grid([task])
@@ -208,21 +209,21 @@ def test_what_is_at_chance_is_told_from_what_is_not():
 @pytest.mark.parametrize(("text", "said"), [("2", "--layers has '2'"), ("emb,x", "--layers has 'x'")])
 def test_layers_that_are_not_there_are_refused(text, said):
     with pytest.raises(SettingError, match=said):
-        layers_asked(text, 2)
+        parse_layers(text, 2)
 
 
 def test_heads_and_sets_of_heads_are_named_by_layer_and_number():
-    assert [one.heads for one in heads_asked("0.1,1.0+0.2", (3, 1))] == [((0, 1),), ((1, 0), (0, 2))]
+    assert [one.heads for one in parse_heads("0.1,1.0+0.2", (3, 1))] == [((0, 1),), ((1, 0), (0, 2))]
     # one set once, in the order of its first name
-    assert [str(one) for one in heads_asked("0.1, 0.1,1.0+0.1 + 1.0,0.1+1.0", (3, 1))] == ["0.1", "1.0+0.1"]
-    assert heads_asked("none", (3,)) == []
+    assert [str(one) for one in parse_heads("0.1, 0.1,1.0+0.1 + 1.0,0.1+1.0", (3, 1))] == ["0.1", "1.0+0.1"]
+    assert parse_heads("none", (3,)) == []
     with pytest.raises(SettingError, match=r"--heads has '1.1'; expected all, none, or LAYER.HEAD from 0.0 to 1.0"):
-        heads_asked("1.1", (3, 1))
+        parse_heads("1.1", (3, 1))
 
 
 def test_a_set_of_heads_stands_side_by_side(bert, tmp_path):
     found = encodings(open_frozen(bert), SENTENCES, tmp_path, model="m")
-    both = heads_asked("1.2+0.0", found.counts)[0].of(found)
+    both = parse_heads("1.2+0.0", found.counts)[0].of(found)
     assert np.array_equal(both, np.concatenate([found.heads[1][:, 16:24], found.heads[0][:, 0:8]], axis=1))
 
 
@@ -261,8 +262,8 @@ def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, cap
     assert call(*words, "--task", "bigram_shift") == 0
     capsys.readouterr()
     done: list[str] = []
-    probed = run._probed
-    monkeypatch.setattr(run, "_probed", lambda *given: done.append(given[2].task) or probed(*given))
+    probed = run._probe
+    monkeypatch.setattr(run, "_probe", lambda *given: done.append(given[2].task) or probed(*given))
     assert call(*words) == 0
     assert done == ["past_present"]  # the other was there
     shown = capsys.readouterr().out

@@ -284,7 +284,7 @@ def probe(
     from headwise.lab.frozen.open import open_frozen
     from headwise.lab.jobs.pool import count_workers
     from headwise.lab.probing.fit import Classifier
-    from headwise.lab.probing.request import Asked, task_files
+    from headwise.lab.probing.request import ProbeRequest, find_task_files
     from headwise.lab.probing.run import probe_model
 
     if workers is not None:
@@ -292,14 +292,14 @@ def probe(
     names = [name.strip() for name in task.split(",")]
     for name in names:
         require_known("probing task", name, ("all", *PROBES))
-    asked = Asked(layers, heads, Classifier(classifier, seed=seed), sentences or None)
+    asked = ProbeRequest(layers, heads, Classifier(classifier, seed=seed), sentences or None)
     words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
     words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
     with stoppable(
         "stopped; finished tasks are kept, and of the current one at most its encoded sentences; give the same command "
         "again to resume."
     ):
-        files = task_files(data, names)
+        files = find_task_files(data, names)
         probe_model(
             open_frozen(model, pipeline),
             files,

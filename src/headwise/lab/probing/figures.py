@@ -1,7 +1,4 @@
-"""What a probe found, for people: grids of tasks by layers and by heads, and the figures of both.
-
-Owns what is shown where, and how what is at chance is marked. Must not compute anything: the numbers are `probe`'s.
-"""
+"""Grids and figures of probes: tasks by layers and by heads."""
 
 from __future__ import annotations
 
@@ -18,29 +15,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NOTE = (
-    "Accuracy on test, %. In parentheses: not told from the majority baseline, or from guessing where that is more "
-    "(one-sided binomial test at 0.05, Holm-adjusted over all that was probed on the task). ± is the widest half of a "
+    "Accuracy on test, %. In parentheses: not significantly above the majority baseline, or guessing if that is better "
+    "(one-sided binomial test at 0.05, Holm-adjusted over all probes of the task). ± is the widest half of a "
     "95 % binomial interval in the row. The best head is the one best on dev."
 )
 COLUMNS = 3
 
 
 def layers_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
-    """Return the accuracy of each layer on each task; None where no layer was probed."""
-    names = _names([one for task in tasks for one in task.layers])
+    """Return the accuracy of each layer on each task; None if no layer was probed."""
+    names = _list_names([one for task in tasks for one in task.layers])
     if not names:
         return None
     rows = []
     for task in tasks:
         found = {one.name: one for one in task.layers}
-        cells = [_cell(found.get(name)) for name in names]
-        rows.append((task.title, str(task.labels), f"{100 * task.majority:.1f}", *cells, _half(task.layers)))
+        cells = [_format_cell(found.get(name)) for name in names]
+        rows.append((task.title, str(task.labels), f"{100 * task.majority:.1f}", *cells, _format_half(task.layers)))
     header = ("task", "classes", "majority", *names, "±")
     return Grid("accuracy by layer, %", header, tuple(rows), "l" + "r" * (len(header) - 1))
 
 
 def heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
-    """Return the best head of each task and how many tell more than chance; None where no head was probed alone."""
+    """Return the best head of each task and the number above chance; None if no single head was probed."""
     rows = []
     for task in tasks:
         heads = task.single_heads
@@ -50,26 +47,33 @@ def heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
         told = sum(not one.at_chance for one in heads)
         ordered = sorted(one.accuracy for one in heads)
         median = f"{50 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]):.1f}"
-        cells = f"{100 * task.majority:.1f}", best.name, _cell(best), median, f"{told} of {len(heads)}", _half(heads)
+        cells = (
+            f"{100 * task.majority:.1f}",
+            best.name,
+            _format_cell(best),
+            median,
+            f"{told} of {len(heads)}",
+            _format_half(heads),
+        )
         rows.append((task.title, *cells))
     header = ("task", "majority", "best head", "its accuracy", "median head", "above chance", "±")
     return Grid("accuracy of single heads, %", header, tuple(rows), "lrlrrrr") if rows else None
 
 
 def sets_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
-    """Return the accuracy of each set of heads on each task; None where none was probed."""
-    names = _names([one for task in tasks for one in task.sets])
+    """Return the accuracy of each set of heads on each task; None if none was probed."""
+    names = _list_names([one for task in tasks for one in task.sets])
     if not names:
         return None
     rows = []
     for task in tasks:
         found = {one.name: one for one in task.sets}
-        rows.append((task.title, f"{100 * task.majority:.1f}", *(_cell(found.get(name)) for name in names)))
+        rows.append((task.title, f"{100 * task.majority:.1f}", *(_format_cell(found.get(name)) for name in names)))
     return Grid("accuracy of sets of heads, %", ("task", "majority", *names), tuple(rows), "lr" + "r" * len(names))
 
 
 def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
-    """Return a panel a task: accuracy by layer with its interval, the majority baseline, hollow dots at chance."""
+    """Draw one panel per task: accuracy by layer with its interval, the majority baseline, hollow dots at chance."""
     tasks = [task for task in tasks if task.layers]
     if not tasks:
         return None
@@ -85,15 +89,15 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
             for place, value, one in zip(places, values, found, strict=True):
                 face = "white" if one.at_chance else style.color
                 axes.plot(place, value, marker="o", markersize=5, markerfacecolor=face, markeredgecolor=style.color)
-            _majority(axes, task)
+            _draw_majority(axes, task)
             axes.set_xticks(list(places), [one.name for one in found])
-            axes.set_title(_title(task), fontsize=10, loc="left")
+            axes.set_title(_format_title(task), fontsize=10, loc="left")
         figure.supxlabel("layer", fontsize=10)
         figure.supylabel("accuracy on test, %", fontsize=10)
         png = to_png(figure)
     caption = (
         "Accuracy of a classifier on the mean state of each layer, with 95 % binomial intervals; dashed, the majority "
-        "baseline; a hollow dot is not told from it."
+        "baseline; a hollow dot is not significantly above it."
     )
     alt = "; ".join(
         f"{task.title}: " + ", ".join(f"{one.name} {100 * one.accuracy:.0f}" for one in task.layers) for task in tasks
@@ -102,19 +106,19 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
 
 
 def heads_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
-    """Return a panel a task: a square a head, its points above the majority baseline; a cross at chance."""
+    """Draw one panel per task and one square per head: points above the majority baseline, a cross at chance."""
     tasks = [task for task in tasks if len(task.single_heads) > 1]
     if not tasks:
         return None
     with drawing_panels(len(tasks), COLUMNS, panel=(3.2, 2.3), margin=(0.6, 0.5)) as (figure, grid):
         for axes, task in zip(grid, tasks, strict=True):
-            _squares(axes, task)
+            _draw_squares(axes, task)
         figure.supxlabel("head", fontsize=10)
         figure.supylabel("layer", fontsize=10)
         png = to_png(figure)
     caption = (
-        "Points of accuracy above the majority baseline of a classifier on the mean output of each head alone; each "
-        "panel has a scale of its own; a cross is not told from the baseline."
+        "Points of accuracy above the majority baseline of a classifier on the mean output of each head alone; panels "
+        "have different scales; a cross is not significantly above the baseline."
     )
     alt = "; ".join(
         f"{task.title}: {sum(not one.at_chance for one in task.single_heads)} of {len(task.single_heads)} heads above "
@@ -124,7 +128,7 @@ def heads_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
     return Picture("heads", png, caption, alt)
 
 
-def _squares(axes: Axes, task: ProbedTask) -> None:
+def _draw_squares(axes: Axes, task: ProbedTask) -> None:
     heads = {one.heads[0]: one for one in task.single_heads}
     deep, wide = (1 + max(place[axis] for place in heads) for axis in (0, 1))
     values = [[math.nan] * wide for _ in range(deep)]
@@ -137,30 +141,30 @@ def _squares(axes: Axes, task: ProbedTask) -> None:
         if one.at_chance:
             axes.plot(head, layer, marker="x", markersize=4, color=GRAY)
     axes.grid(visible=False)
-    axes.set_title(_title(task), fontsize=10, loc="left")
+    axes.set_title(_format_title(task), fontsize=10, loc="left")
     axes.set_xticks(range(0, wide, max(1, wide // 6)))
     axes.set_yticks(range(0, deep, max(1, deep // 6)))
     axes.tick_params(length=0)
 
 
-def _majority(axes: Axes, task: ProbedTask) -> None:
+def _draw_majority(axes: Axes, task: ProbedTask) -> None:
     axes.axhline(100 * task.majority, color=GRAY, linewidth=1.2, linestyle=(0, (5, 1.5)))
 
 
-def _title(task: ProbedTask) -> str:
+def _format_title(task: ProbedTask) -> str:
     return f"{task.title} (majority {100 * task.majority:.1f})"
 
 
-def _names(found: Sequence[Probed]) -> list[str]:
+def _list_names(found: Sequence[Probed]) -> list[str]:
     return list(dict.fromkeys(one.name for one in found))
 
 
-def _cell(one: Probed | None) -> str:
+def _format_cell(one: Probed | None) -> str:
     if one is None:
         return NONE
     text = f"{100 * one.accuracy:.1f}"
     return f"({text})" if one.at_chance else text
 
 
-def _half(found: Sequence[Probed]) -> str:
+def _format_half(found: Sequence[Probed]) -> str:
     return f"{max(50 * (one.high - one.low) for one in found):.1f}" if found else NONE

@@ -1,7 +1,6 @@
-"""What a frozen vector tells of a sentence: a classifier on it, its penalty chosen on dev, scored once on test.
+"""Fitting a probing classifier: its penalty is chosen on dev, and it is scored once on test.
 
-Owns the classifiers (SentEval's: logistic regression, or one hidden layer of sigmoids) and the choice. Must not know
-where vectors come from.
+The classifiers are SentEval's: logistic regression, or one hidden layer of sigmoids.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from threadpoolctl import threadpool_limits
 from headwise.errors import SettingError, require_choice, require_integer
 from headwise.lab.probing.softmax_regression import SoftmaxRegression
 
-FORM = "fit-2"  # changes with anything that changes what is fitted
+FORM = "fit-2"  # bump this when fits change
 
 KINDS = ("regression", "mlp")
-# SentEval's four, and a stronger one, as there are fewer sentences here; the strongest first.
+# SentEval's four and a stronger one, as there are fewer sentences here; strongest first.
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 # The path of a regression ends when so many weaker penalties in a row were no better on dev. A hidden layer tries all:
 # under strong ones it answers one class, and two that do are as good as each other.
@@ -74,13 +73,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A classifier as it did.
+    """The result of a fit.
 
     Attributes:
-        dev: Share of dev that is right under the chosen penalty.
-        correct: How many of test are right.
+        dev: Accuracy on dev under the chosen penalty.
+        correct: Number of correct test predictions.
         penalty: The chosen penalty.
-        converged: Whether the chosen fit came to its end within the iterations it had.
+        converged: Whether the chosen fit converged within its iterations.
     """
 
     dev: float
@@ -90,7 +89,7 @@ class Fitted:
 
 
 def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
-    """Return how well a classifier does on vectors standardised by the training split's mean and deviation.
+    """Return how well a classifier does on vectors standardized by the training split's mean and deviation.
 
     Penalties are tried from the first on, by a regression until two in a row are no better on dev; of equal ones on dev
     the first is kept. The test split is scored once, by the classifier that was chosen.
@@ -110,7 +109,7 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     """
     train = np.asarray(splits["train"].vectors, dtype=np.float32)
     middle, spread = train.mean(axis=0), train.std(axis=0)
-    # a coordinate that never moves says nothing, and must not become one that does
+    # keep constant coordinates constant
     spread = np.where(spread > 1e-6 * (np.abs(middle) + 1e-6), spread, 1.0)
 
     def scaled(name: str) -> NDArray[np.float32]:
@@ -126,7 +125,7 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
         model: Any = None
         for penalty in classifier.penalties:
             if hidden:
-                model = _hidden_layer(classifier, penalty, len(vectors))
+                model = _make_hidden_layer(classifier, penalty, len(vectors))
             elif many:
                 model = (model or SoftmaxRegression(max_iter=ITERATIONS)).set_params(penalty=penalty)
             else:
@@ -147,7 +146,7 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     return Fitted(score, correct, penalty, converged)
 
 
-def _hidden_layer(classifier: Classifier, penalty: float, count: int) -> MLPClassifier:
+def _make_hidden_layer(classifier: Classifier, penalty: float, count: int) -> MLPClassifier:
     return MLPClassifier(
         (classifier.hidden,),
         activation="logistic",

@@ -1,7 +1,4 @@
-"""Probing a frozen model: which of its layers, heads and sets of heads tell which property of a sentence.
-
-Owns what is probed, the choice of sentences and what a probe found. Encoding is `encodings`', fitting `probing_fit`'s.
-"""
+"""Probing a frozen model: which layers, heads and sets of heads encode which property of a sentence."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from headwise.errors import DataError, SettingError
+from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.frozen.vectors import Encodings
 from headwise.lab.probing.fit import Classifier, Fitted, Split, fit
 from headwise.lab.results.statistics import holm
 
 EMBEDDINGS = "emb"
-ALL, NONE = "all", "none"
 # How a capped number of sentences is shared between training, dev and test.
 SHARES = {"train": 0.6, "dev": 0.1, "test": 0.3}
 CONFIDENCE, LEVEL = 0.95, 0.05
@@ -29,7 +25,7 @@ CONFIDENCE, LEVEL = 0.95, 0.05
 
 @dataclass(frozen=True)
 class Vectors:
-    """What one classifier reads: the state of a layer, or the outputs of heads, side by side.
+    """The input of one classifier: the states of a layer, or the concatenated outputs of heads.
 
     Attributes:
         layer: The layer, from 0, or -1 for what goes into layer 0; None for heads.
@@ -47,14 +43,14 @@ class Vectors:
     def of(self, found: Encodings) -> NDArray[np.floating]:
         """Return the vectors [N, d] of encoded sentences."""
         if self.layer is not None:
-            assert found.layers is not None  # no layer is asked for where there are none
+            assert found.layers is not None  # checked when the request was parsed
             return found.layers[self.layer + 1]
         return np.concatenate([found.head(layer, head) for layer, head in self.heads], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The sentences of a probe: places among those that are encoded, and classes, by split."""
+    """The sentences of a probe: indices among the encoded ones, and classes, by split."""
 
     places: dict[str, NDArray[np.int64]]
     labels: dict[str, NDArray[np.int64]]
@@ -62,20 +58,19 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Probed:
-    """What one classifier found.
+    """The result of one classifier.
 
     Attributes:
-        name: What it read: a layer ("emb", "0", ...), a head ("3.5") or several ("3.5+4.0").
+        name: Its input: a layer ("emb", "0", ...), a head ("3.5") or several ("3.5+4.0").
         layer: The layer; None for heads.
         heads: Layer and head of each head.
         dev: Accuracy on dev, by which its penalty was chosen.
         accuracy: Accuracy on test.
         low: Lower end of its 95 % binomial interval (Wilson).
         high: Upper end.
-        p: One-sided binomial p-value of doing no better than the majority baseline, Holm-adjusted over what was probed
-            on the task.
+        p: One-sided binomial p-value against the majority baseline, Holm-adjusted over all probes of the task.
         penalty: The chosen penalty.
-        converged: Whether the fit came to its end.
+        converged: Whether the fit converged.
     """
 
     name: str
@@ -91,13 +86,13 @@ class Probed:
 
     @property
     def at_chance(self) -> bool:
-        """Whether it is not told from the majority baseline, or from guessing where that is more."""
+        """Whether it is not significantly above the majority baseline, or guessing if that is better."""
         return self.p > LEVEL
 
 
 @dataclass(frozen=True)
 class ProbedTask:
-    """What was found on one task.
+    """The results on one task.
 
     Attributes:
         task: Name of its file.
@@ -108,8 +103,8 @@ class ProbedTask:
         dev: Dev sentences.
         test: Test sentences.
         majority: Share of test that has the most frequent class of training.
-        said: What was done to the file's sentences.
-        found: What each classifier found, in the order asked for.
+        said: Summary of the data.
+        found: Result of each classifier, in the requested order.
     """
 
     task: str
@@ -125,17 +120,17 @@ class ProbedTask:
 
     @property
     def layers(self) -> list[Probed]:
-        """What layers told."""
+        """Results of layers."""
         return [one for one in self.found if one.layer is not None]
 
     @property
     def single_heads(self) -> list[Probed]:
-        """What single heads told."""
+        """Results of single heads."""
         return [one for one in self.found if len(one.heads) == 1]
 
     @property
     def sets(self) -> list[Probed]:
-        """What sets of heads told."""
+        """Results of sets of heads."""
         return [one for one in self.found if len(one.heads) > 1]
 
     def record(self) -> dict[str, Any]:
@@ -154,70 +149,19 @@ class ProbedTask:
         return cls(**{**record, "found": tuple(Probed(**one) for one in found)})
 
 
-def layers_asked(text: str, count: int) -> list[Vectors]:
-    """Return the layers of an option: all, none, or names as in "emb,0,5".
-
-    Args:
-        text: The option.
-        count: Layers of the model.
-
-    Raises:
-        SettingError: A name is no layer of the model.
-
-    >>> [str(one) for one in layers_asked("all", 2)], [one.layer for one in layers_asked("emb,1", 2)]
-    (['emb', '0', '1'], [-1, 1])
-    """
-    known = {EMBEDDINGS: -1, **{str(layer): layer for layer in range(count)}}
-    if text in (ALL, NONE):
-        return [Vectors(layer) for layer in known.values() if text == ALL]
-    names = [name.strip() for name in text.split(",")]
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:
-        raise SettingError(f"--layers has {wrong!r}; expected all, none, or some of {', '.join(known)}.")
-    return [Vectors(known[name]) for name in dict.fromkeys(names)]
-
-
-def heads_asked(text: str, counts: Sequence[int]) -> list[Vectors]:
-    """Return the heads of an option: all, none, or single heads and sets of them as in "3.5,3.5+4.0".
-
-    Args:
-        text: The option.
-        counts: Heads of each layer.
-
-    Raises:
-        SettingError: A name is no head of the model.
-
-    >>> [str(one) for one in heads_asked("0.1,0.1+1.0", (2, 2))], len(heads_asked("all", (2, 2)))
-    (['0.1', '0.1+1.0'], 4)
-    """
-    known = {f"{layer}.{head}": (layer, head) for layer, count in enumerate(counts) for head in range(count)}
-    if text in (ALL, NONE):
-        return [Vectors(heads=(place,)) for place in known.values() if text == ALL]
-    found: dict[frozenset[tuple[int, int]], Vectors] = {}
-    for piece in text.split(","):
-        names = [name.strip() for name in piece.split("+")]
-        wrong = next((name for name in names if name not in known), None)
-        if wrong is not None:
-            last = f"{len(counts) - 1}.{counts[-1] - 1}" if counts else "none: it has no heads that can be read"
-            raise SettingError(f"--heads has {wrong!r}; expected all, none, or LAYER.HEAD from 0.0 to {last}.")
-        places = tuple(dict.fromkeys(known[name] for name in names))
-        found.setdefault(frozenset(places), Vectors(heads=places))
-    return list(found.values())
-
-
 def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int], Chosen]:
     """Return the numbers of the sentences to encode, and the splits among them.
 
-    Of a capped number six tenths are for training, one for dev and three for test, as far as the splits have them;
-    which ones follows from a hash of the sentences.
+    A capped number is divided into six tenths for training, one for dev and three for test, chosen by a hash of the
+    sentences.
 
     Args:
         data: The sentences.
-        most: Sentences in all; None for every one.
-        place: What messages call the data.
+        most: Maximum number of sentences; None for all.
+        place: Name of the data in messages.
 
     Raises:
-        DataError: A split has no sentence, or the training sentences have one class alone.
+        DataError: A split has no sentence, or all training sentences have one class.
     """
     numbers: list[int] = []
     places, labels = {}, {}
@@ -237,25 +181,25 @@ def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int
     return numbers, Chosen(places, labels)
 
 
-def sentences_of(data: Any, numbers: Iterable[int]) -> list[str]:
+def read_sentences(data: Any, numbers: Iterable[int]) -> list[str]:
     """Return sentences by number, as the file writes them."""
     return [data.sentences[number] for number in numbers]
 
 
 def probe_vectors(found: Encodings, chosen: Chosen, vectors: Vectors, classifier: Classifier) -> Fitted:
-    """Return what a classifier finds in the vectors of a layer or of heads."""
+    """Fit a classifier on the vectors of a layer or of heads."""
     read = vectors.of(found)
     splits = {name: Split(read[places], chosen.labels[name]) for name, places in chosen.places.items()}
     return fit(classifier, splits)
 
 
-def judged(fitted: Sequence[tuple[Vectors, Fitted]], *, test: int, majority: float) -> tuple[Probed, ...]:
-    """Return what was found with intervals, and p-values against the majority baseline, adjusted over all of it.
+def judge_probes(fitted: Sequence[tuple[Vectors, Fitted]], *, test: int, majority: float) -> tuple[Probed, ...]:
+    """Return the results with intervals, and adjusted p-values against the majority baseline.
 
     Args:
-        fitted: What was read and what was found.
-        test: Test sentences.
-        majority: Accuracy of the majority baseline on them, or of guessing where that is more.
+        fitted: Inputs and results of the fits.
+        test: Number of test sentences.
+        majority: Accuracy of the majority baseline on them, or of guessing if that is better.
     """
     tests = [binomtest(one.correct, test, majority, alternative="greater") for _, one in fitted]
     adjusted = holm([float(one.pvalue) for one in tests])

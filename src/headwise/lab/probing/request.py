@@ -1,11 +1,8 @@
-"""What a probe is asked: tasks, layers, heads and classifier, and the folder its results lie in.
-
-Owns the refusal of what contradicts itself or is not there, before a sentence is encoded. Must not probe anything.
-"""
+"""The request of a probe, checked before anything is encoded: tasks, layers, heads, classifier and folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,27 +13,28 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.vectors import shape_of
 from headwise.lab.probing.fit import Classifier
-from headwise.lab.probing.probe import ALL, NONE, Vectors, heads_asked, layers_asked
+from headwise.lab.probing.probe import EMBEDDINGS, Vectors
 from headwise.lab.results.runs import COMPARISON
 
 CONFIG = "config.json"
-# Sentences of a task unless the command says.
+ALL, NONE = "all", "none"
+# Default number of sentences per task.
 SENTENCES = 10_000
-# Files that a folder of results, of a model or of runs has beside results.
+# Names that results of tasks cannot have.
 TAKEN = {Path(name).stem for name in (run_folder.SETTINGS, COMPARISON, CONFIG)}
-# Letters of what is asked for in the name of a folder.
+# Maximum length of the options in the name of a folder.
 LONGEST = 120
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is probed and how.
+class ProbeRequest:
+    """What to probe and how.
 
     Attributes:
-        layers: As `probe.layers_asked` takes them; spaces are left out.
-        heads: As `probe.heads_asked` takes them; likewise.
-        classifier: What is fitted.
-        sentences: Sentences of a task; None for all.
+        layers: Argument of `parse_layers`; spaces are removed.
+        heads: Argument of `parse_heads`; spaces are removed.
+        classifier: The classifier to fit.
+        sentences: Number of sentences per task; None for all.
     """
 
     layers: str
@@ -45,23 +43,23 @@ class Asked:
     sentences: int | None
 
     def __post_init__(self) -> None:
-        # what means the same is the same probe, in the same folder
+        # equal requests share a folder
         for name in ("layers", "heads"):
             object.__setattr__(self, name, getattr(self, name).replace(" ", ""))
 
 
-def default_folder(name: str, asked: Asked) -> Path:
+def choose_folder(name: str, request: ProbeRequest) -> Path:
     """Return the folder of results where none is named: after the model and what is asked for other than by default.
 
-    >>> default_folder("bert", Asked("emb,5", "none", Classifier(), 10_000)).name
+    >>> choose_folder("bert", ProbeRequest("emb,5", "none", Classifier(), 10_000)).name
     'bert-layers_emb,5-heads_none'
     """
     chosen = {
-        "layers": (asked.layers, ALL),
-        "heads": (asked.heads, ALL),
-        "classifier": (asked.classifier.kind, Classifier().kind),
-        "sentences": (asked.sentences or ALL, SENTENCES),
-        "seed": (asked.classifier.seed, Classifier().seed),
+        "layers": (request.layers, ALL),
+        "heads": (request.heads, ALL),
+        "classifier": (request.classifier.kind, Classifier().kind),
+        "sentences": (request.sentences or ALL, SENTENCES),
+        "seed": (request.classifier.seed, Classifier().seed),
     }
     words = [f"{option}_{value}" for option, (value, usual) in chosen.items() if value != usual]
     said = "-".join(words)
@@ -69,7 +67,7 @@ def default_folder(name: str, asked: Asked) -> Path:
     return Path("runs") / "probe" / "-".join(filter(None, (name, said if len(said) <= LONGEST else digest(said))))
 
 
-def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
+def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
     """Return name and file of each task: of "all", those that the folder has.
 
     Raises:
@@ -97,19 +95,70 @@ def task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
     return [(name, find_probing_file(data / name)) for name in names]
 
 
-def vectors_asked(frozen: Frozen, asked: Asked) -> list[Vectors]:
-    """Return what classifiers read, layers first.
+def parse_layers(text: str, count: int) -> list[Vectors]:
+    """Return the layers of an option: all, none, or names as in "emb,0,5".
+
+    Args:
+        text: The option.
+        count: Layers of the model.
 
     Raises:
-        DataError: The model cannot be read so.
-        SettingError: A layer or head is not there, or nothing is asked for.
+        SettingError: A name is no layer of the model.
+
+    >>> [str(one) for one in parse_layers("all", 2)], [one.layer for one in parse_layers("emb,1", 2)]
+    (['emb', '0', '1'], [-1, 1])
     """
-    if (asked.layers, asked.heads) == (NONE, NONE):
+    known = {EMBEDDINGS: -1, **{str(layer): layer for layer in range(count)}}
+    if text in (ALL, NONE):
+        return [Vectors(layer) for layer in known.values() if text == ALL]
+    names = [name.strip() for name in text.split(",")]
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None:
+        raise SettingError(f"--layers has {wrong!r}; expected all, none, or some of {', '.join(known)}.")
+    return [Vectors(known[name]) for name in dict.fromkeys(names)]
+
+
+def parse_heads(text: str, counts: Sequence[int]) -> list[Vectors]:
+    """Return the heads of an option: all, none, or single heads and sets of them as in "3.5,3.5+4.0".
+
+    Args:
+        text: The option.
+        counts: Heads of each layer.
+
+    Raises:
+        SettingError: A name is no head of the model.
+
+    >>> [str(one) for one in parse_heads("0.1,0.1+1.0", (2, 2))], len(parse_heads("all", (2, 2)))
+    (['0.1', '0.1+1.0'], 4)
+    """
+    known = {f"{layer}.{head}": (layer, head) for layer, count in enumerate(counts) for head in range(count)}
+    if text in (ALL, NONE):
+        return [Vectors(heads=(place,)) for place in known.values() if text == ALL]
+    found: dict[frozenset[tuple[int, int]], Vectors] = {}
+    for piece in text.split(","):
+        names = [name.strip() for name in piece.split("+")]
+        wrong = next((name for name in names if name not in known), None)
+        if wrong is not None:
+            last = f"{len(counts) - 1}.{counts[-1] - 1}" if counts else "none: it has no heads that can be read"
+            raise SettingError(f"--heads has {wrong!r}; expected all, none, or LAYER.HEAD from 0.0 to {last}.")
+        places = tuple(dict.fromkeys(known[name] for name in names))
+        found.setdefault(frozenset(places), Vectors(heads=places))
+    return list(found.values())
+
+
+def choose_vectors(frozen: Frozen, request: ProbeRequest) -> list[Vectors]:
+    """Return the inputs of classifiers, layers first.
+
+    Raises:
+        DataError: The model cannot be read in this way.
+        SettingError: A layer or head does not exist, or nothing is requested.
+    """
+    if (request.layers, request.heads) == (NONE, NONE):
         raise SettingError("--layers and --heads are both none; expected layers or heads to probe.")
     shape = shape_of(frozen)
-    if shape.layers is None and asked.layers != NONE:
+    if shape.layers is None and request.layers != NONE:
         raise SettingError(
-            f"--layers is {asked.layers!r}, and the tokens of {frozen.name} have no state in each layer; give --layers "
-            "none to probe its heads."
+            f"--layers is {request.layers!r}, and the tokens of {frozen.name} have no state in each layer; give "
+            "--layers none to probe its heads."
         )
-    return [*layers_asked(asked.layers, shape.layers or 0), *heads_asked(asked.heads, shape.heads)]
+    return [*parse_layers(request.layers, shape.layers or 0), *parse_heads(request.heads, shape.heads)]

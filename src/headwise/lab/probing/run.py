@@ -1,7 +1,4 @@
-"""The command `headwise probe`: what the layers and heads of a frozen model tell of sentences.
-
-Owns the order: read, encode once, fit with a progress bar, print, write; and the files, by which it goes on.
-"""
+"""The command `headwise probe`: encode sentences once, fit classifiers, print and write the results."""
 
 from __future__ import annotations
 
@@ -26,16 +23,15 @@ from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.probing.figures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
 from headwise.lab.probing.fit import FORM, Fitted
 from headwise.lab.probing.probe import (
-    NONE,
     Chosen,
     ProbedTask,
     Vectors,
     choose_sentences,
-    judged,
+    judge_probes,
     probe_vectors,
-    sentences_of,
+    read_sentences,
 )
-from headwise.lab.probing.request import CONFIG, Asked, default_folder, vectors_asked
+from headwise.lab.probing.request import CONFIG, NONE, ProbeRequest, choose_folder, choose_vectors
 from headwise.lab.results.runs import COMPARISON
 
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
@@ -43,7 +39,7 @@ ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A task that is read and not probed yet.
+    """A task to be probed.
 
     Attributes:
         task: Name of its file.
@@ -52,7 +48,7 @@ class Prepared:
         labels: Number of classes.
         sentences: The sentences to encode.
         chosen: Their places and classes by split.
-        said: What was done to the file's sentences.
+        said: Summary of the data.
     """
 
     task: str
@@ -67,7 +63,7 @@ class Prepared:
 def probe_model(
     frozen: Frozen,
     files: Sequence[tuple[str, Path]],
-    asked: Asked,
+    request: ProbeRequest,
     out: Path | None,
     cache: Path,
     workers: int,
@@ -76,37 +72,37 @@ def probe_model(
 ) -> list[ProbedTask]:
     """Probe a model on each task whose result is not in `out` yet, then show all of them.
 
-    Everything that may be refused is looked at before `out` is written to.
+    All checks are made before anything is written to `out`.
 
     Args:
         frozen: The model.
         files: Name and file of each task.
-        asked: What is probed and how.
-        out: Folder of results, figures and text; what is finished there is not done again. None for `default_folder`.
+        request: What is probed and how.
+        out: Folder of results, figures and text; what is finished there is not done again. None for `choose_folder`.
         cache: Folder of encoded sentences.
-        workers: Classifiers fitted side by side.
-        console: Where everything is shown.
-        command: The command as it was typed.
+        workers: Number of classifiers fitted in parallel.
+        console: The console.
+        command: The command as typed.
 
     Raises:
         DataError: The model cannot be probed, or a file cannot be read or written.
         SettingError: `out` holds a model, or results of other settings or other sentences, or a layer or head is not
             there.
     """
-    out = default_folder(frozen.name, asked) if out is None else out
+    out = choose_folder(frozen.name, request) if out is None else out
     _require_free(out, cache)
     model = fingerprint(frozen)
-    record = {"model": model, "form": FORM, **asdict(asked)}
+    record = {"model": model, "form": FORM, **asdict(request)}
     run_folder.require_same(out / run_folder.SETTINGS, record)
-    vectors = vectors_asked(frozen, asked)
-    finished = {name: task for name, path in files if (task := _finished(out, name, path)) is not None}
-    left = [_prepared(name, path, asked, cache) for name, path in files if name not in finished]
+    vectors = choose_vectors(frozen, request)
+    finished = {name: task for name, path in files if (task := _read_finished(out, name, path)) is not None}
+    left = [_prepare(name, path, request, cache) for name, path in files if name not in finished]
     if frozen.note:
         console.print(frozen.note, highlight=False)
     run_folder.claim(out, record)
     for prepared in left:
-        task = _probed(frozen, model, prepared, vectors, asked, cache, workers, console)
-        run_folder.write_json(_place(out, prepared.task), task.record())
+        task = _probe(frozen, model, prepared, vectors, request, cache, workers, console)
+        run_folder.write_json(_find_place(out, prepared.task), task.record())
         finished[prepared.task] = task
     tasks = [finished[name] for name, _ in files]
     _show(tasks, out, console, frozen.name, command)
@@ -125,13 +121,13 @@ def _require_free(out: Path, cache: Path) -> None:
         raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for what is probed.")
 
 
-def _place(out: Path, name: str) -> Path:
+def _find_place(out: Path, name: str) -> Path:
     return out / f"{name}.json"
 
 
-def _finished(out: Path, name: str, path: Path) -> ProbedTask | None:
-    """Return the result of a task, or None where there is none; it has to be of the file that is asked about."""
-    place = _place(out, name)
+def _read_finished(out: Path, name: str, path: Path) -> ProbedTask | None:
+    """Return the stored result of a task, or None; it must be of the same data."""
+    place = _find_place(out, name)
     if not place.exists():
         return None
     try:
@@ -147,21 +143,21 @@ def _finished(out: Path, name: str, path: Path) -> ProbedTask | None:
     return task
 
 
-def _prepared(name: str, path: Path, asked: Asked, cache: Path) -> Prepared:
+def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> Prepared:
     task = named_task("probing")
     data = task.load(path, task.scales["paper"], cache / WORDS)
-    numbers, chosen = choose_sentences(data, asked.sentences, path)
+    numbers, chosen = choose_sentences(data, request.sentences, path)
     title = PROBES[name].title if name in PROBES else name
-    sentences = sentences_of(data, numbers)
+    sentences = read_sentences(data, numbers)
     return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
 
 
-def _probed(
+def _probe(
     frozen: Frozen,
     model: str,
     task: Prepared,
     vectors: Sequence[Vectors],
-    asked: Asked,
+    request: ProbeRequest,
     cache: Path,
     workers: int,
     console: Console,
@@ -174,17 +170,17 @@ def _probed(
             task.sentences,
             cache / ENCODINGS,
             model=model,
-            heads=asked.heads != NONE,
+            heads=request.heads != NONE,
             advance=lambda done: bars.update(bar, advance=done),
         )
         bars.update(bar, completed=len(task.sentences))
         bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
-        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, asked.classifier) for one in vectors)
+        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, request.classifier) for one in vectors)
         fitted: list[tuple[Vectors, Fitted]] = []
-        for one, result in zip(vectors, _in_parallel(jobs, workers), strict=True):
+        for one, result in zip(vectors, _run_in_parallel(jobs, workers), strict=True):
             fitted.append((one, result))
             bars.update(bar, advance=1)
-    majority = _majority(task.chosen)
+    majority = _find_majority(task.chosen)
     return ProbedTask(
         task=task.task,
         data=task.data,
@@ -194,20 +190,20 @@ def _probed(
         majority=majority,
         said=task.said,
         # of a thousand classes the most frequent one may not occur in test at all
-        found=judged(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
+        found=judge_probes(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
     )
 
 
-def _in_parallel(jobs: Iterable[Any], workers: int) -> Iterable[Fitted]:
+def _run_in_parallel(jobs: Iterable[Any], workers: int) -> Iterable[Fitted]:
     return cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
 
 
-def _majority(chosen: Chosen) -> float:
+def _find_majority(chosen: Chosen) -> float:
     most = np.bincount(chosen.labels["train"]).argmax()
     return float(np.mean(chosen.labels["test"] == most))
 
 
-def _unfinished(task: ProbedTask) -> str:
+def _count_unconverged(task: ProbedTask) -> str:
     """Return how many classifiers of a task had not come to their end, or nothing."""
     short = sum(not one.converged for one in task.found)
     return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
@@ -219,7 +215,7 @@ def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, c
         if grid is not None:
             console.print(grid)
             lines += [grid.to_markdown(), ""]
-    for said in (NOTE, *filter(None, map(_unfinished, tasks))):
+    for said in (NOTE, *filter(None, map(_count_unconverged, tasks))):
         console.print(said, highlight=False)
         lines += [said, ""]
     for picture in (layers_picture(tasks), heads_picture(tasks)):
