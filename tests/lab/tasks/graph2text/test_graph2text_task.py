@@ -16,7 +16,7 @@ from headwise.errors import DataError, NotFired, SettingError
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.graph2text.baseline import filled_in, nearest_texts
+from headwise.lab.tasks.graph2text.baseline import fill_in, find_nearest_texts
 from headwise.lab.tasks.graph2text.data import collate
 from headwise.lab.tasks.graph2text.files import Graph
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
@@ -116,8 +116,8 @@ def test_the_nearest_text_is_filled_in_by_type_and_order():
     )
     other = Graph(("speech",), (("hmms",),), ("method",), (), ("speech",), 2)
     asked = Graph(("parsing",), (("a",), ("b",), ("c",)), ("method", "method", "task"), (), (), 3)
-    assert nearest_texts([other, source], [asked]) == ["a on a or b a"]
-    assert filled_in(source, dataclasses.replace(asked, types=("data", "data", "data"))) == "a on a or b a"
+    assert find_nearest_texts([other, source], [asked]) == ["a on a or b a"]
+    assert fill_in(source, dataclasses.replace(asked, types=("data", "data", "data"))) == "a on a or b a"
 
 
 def test_scores_at_both_ends_and_between():

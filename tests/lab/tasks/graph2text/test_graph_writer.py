@@ -16,7 +16,7 @@ from headwise.errors import ShapeError
 from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise.lab.tasks.graph2text.data import collate
-from headwise.lab.tasks.graph2text.decoding import search, written
+from headwise.lab.tasks.graph2text.decoding import search, write_texts
 from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places, pack
 from headwise.lab.tasks.graph2text.model import GraphWriter, Memory
 
@@ -266,7 +266,7 @@ def test_the_released_model_trains_and_writes():
     model = writer(RELEASED, dropout=0.1).train()
     model(**collate(GRAPHS))["loss"].backward()
     assert model.encoder.blocks[0].attention.out_proj.weight.grad is None
-    assert len(written(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, unwritten=())) == 3
+    assert len(write_texts(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, unwritten=())) == 3
 
 
 def exhaustive(
@@ -322,7 +322,7 @@ def test_words_in_a_row_are_not_written_twice_where_that_is_the_rule():
 @torch.no_grad()
 def test_one_beam_takes_the_likeliest_word_each_time():
     model = writer()
-    found = written(model, GRAPHS, beams=1, longest=6, length_penalty=1.0, unwritten=(0, 1, 2, 4, 5))
+    found = write_texts(model, GRAPHS, beams=1, longest=6, length_penalty=1.0, unwritten=(0, 1, 2, 4, 5))
     for one, text in zip(GRAPHS, found, strict=True):
         memory = read(model, collate([one]))
         state, word, greedy = model.start(memory), START, []

@@ -10,8 +10,16 @@ import pytest
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
-from headwise.lab.tasks.graph2text.rating_form import CRITERIA, FORM, KEY, outputs_page, read_items, rows, write_rating
-from headwise.lab.tasks.graph2text.ratings import ratings_grid, read_ratings, record_ratings
+from headwise.lab.tasks.graph2text.rating_form import (
+    CRITERIA,
+    FORM,
+    KEY,
+    make_outputs_page,
+    read_items,
+    rows,
+    write_rating,
+)
+from headwise.lab.tasks.graph2text.ratings import draw_ratings, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.tasks.graph2text.graph_sets import write_triples
 
@@ -34,7 +42,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
     return *folders, data
 
 
-def written(pair: tuple[Path, Path, Path], place: Path, count: int = 4, seed: int = 1) -> tuple[Path, Path]:
+def write_texts(pair: tuple[Path, Path, Path], place: Path, count: int = 4, seed: int = 1) -> tuple[Path, Path]:
     place.mkdir(exist_ok=True)
     one, other, data = pair
     return write_rating(place, read_items(one, other, data), (one, other), ("svgd", "plain"), count=count, seed=seed)
@@ -60,7 +68,7 @@ def favours(arm: str):
 
 
 def test_the_form_is_blind_and_escaped_and_the_key_tells(pair, tmp_path):
-    form, key = written(pair, tmp_path / "rating", count=6)
+    form, key = write_texts(pair, tmp_path / "rating", count=6)
     page = form.read_text(encoding="utf-8")
     assert HOSTILE not in page
     data, told = shown(form), json.loads(key.read_text())
@@ -77,14 +85,14 @@ def test_the_form_is_blind_and_escaped_and_the_key_tells(pair, tmp_path):
 
 
 def test_a_form_for_other_texts_does_not_overwrite_a_key(pair, tmp_path):
-    written(pair, tmp_path / "rating")
-    written(pair, tmp_path / "rating")
+    write_texts(pair, tmp_path / "rating")
+    write_texts(pair, tmp_path / "rating")
     with pytest.raises(DataError, match="belongs to other texts"):
-        written(pair, tmp_path / "rating", seed=2)
+        write_texts(pair, tmp_path / "rating", seed=2)
 
 
 def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_path):
-    form, key = written(pair, tmp_path / "rating")
+    form, key = write_texts(pair, tmp_path / "rating")
     files = [
         saved(tmp_path / "a.json", form, "Ann", favours("svgd")),
         saved(tmp_path / "b.json", form, "Bea", favours("svgd")),
@@ -98,14 +106,14 @@ def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_
     assert lead is not None
     assert lead.value == pytest.approx(2 / 3 - odd / 12)
     assert (lead.seeds, lead.items) == (3, 4)
-    assert ratings_grid(found).rows[3][:2] == ("Overall", "67%")
+    assert draw_ratings(found).rows[3][:2] == ("Overall", "67%")
     kept = json.loads(record_ratings(found).read_text())
     assert kept["numbers"]["overall_win"] == pytest.approx(200 / 3)
     assert kept["numbers"]["raters"] == 3
 
 
 def test_unfinished_items_are_left_out_and_damaged_files_are_refused(pair, tmp_path):
-    form, key = written(pair, tmp_path / "rating")
+    form, key = write_texts(pair, tmp_path / "rating")
     whole = saved(tmp_path / "a.json", form, "Ann", favours("svgd"))
     answers = json.loads(whole.read_text())
     del answers["answers"][0]["grammar"]
@@ -149,7 +157,7 @@ def test_the_page_of_outputs_has_graph_texts_and_reference(pair):
     one, other, data = pair
     items = read_items(one, other, data)
     assert [name for name, _ in rows(items[0], ("x", "y"))] == ["Title", "Knowledge", "x", "y", "Gold"]
-    page = outputs_page(items[:2], ("x", "y"), title="Texts").render()
+    page = make_outputs_page(items[:2], ("x", "y"), title="Texts").render()
     assert HOSTILE not in page
     assert "svgd writes 0" in page
     assert items[1].reference.split()[0] in page

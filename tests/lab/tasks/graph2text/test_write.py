@@ -18,7 +18,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.graph2text import decoding
 from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of_test
-from headwise.lab.tasks.graph2text.writer import open_writer, read_asked, write_lines
+from headwise.lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
 from headwise.lab.training.train import train_run
 from lab.streamed import answered, started
 from lab.tasks.graph2text.graph_sets import write_triples
@@ -54,7 +54,7 @@ def predicted(run: Path) -> list[str]:
 def lines_of(run: Path, given: bytes, window: int = 4, **changes) -> tuple[list[str], list[str]]:
     """Lines of output and warnings, without another process."""
     output, said = io.BytesIO(), []
-    graphs = read_asked(read_lines(io.BytesIO(given), "text"), "text")
+    graphs = read_requests(read_lines(io.BytesIO(given), "text"), "text")
     write_lines(open_writer(run, **changes), graphs, output, window=window, warn=said.append)
     return output.getvalue().decode().split("\n")[:-1], said
 
@@ -112,7 +112,7 @@ def test_blank_lines_are_kept_and_a_title_may_be_empty(trained):
         found, said = lines_of(trained["plain"], given, window)
         assert found == [expected[0], "", "", expected[1], "", expected[0]]
         assert said == []
-    (graph,) = read_asked(read_lines(io.BytesIO(f"\ufeff{one}\n".encode()), "text"), "text")
+    (graph,) = read_requests(read_lines(io.BytesIO(f"\ufeff{one}\n".encode()), "text"), "text")
     assert graph is not None
     assert graph.title[0] == "on"
     untitled, _ = lines_of(trained["plain"], b"\tlda <method>\n")
@@ -139,7 +139,7 @@ def test_blank_lines_are_kept_and_a_title_may_be_empty(trained):
 def test_a_line_that_does_not_fit_is_named_after_those_before_it(trained, line, said):
     one = asked(trained)[0]
     output = io.BytesIO()
-    graphs = read_asked(read_lines(io.BytesIO(f"{one}\n\n".encode() + line + b"\nmore"), "text"), "text")
+    graphs = read_requests(read_lines(io.BytesIO(f"{one}\n\n".encode() + line + b"\nmore"), "text"), "text")
     with pytest.raises(DataError) as refusal:
         write_lines(open_writer(trained["plain"]), graphs, output, window=10)
     assert str(refusal.value).startswith("text, line 3: ")

@@ -17,7 +17,7 @@ from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.translation import decoding
-from headwise.lab.tasks.translation.task import TranslationTask, translation_model
+from headwise.lab.tasks.translation.task import TranslationTask, build_model
 from headwise.lab.tasks.translation.translator import Translator, open_translator
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import read_arm, restore_run
@@ -101,7 +101,7 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
     assert lines_of(place / name, given, 7, batch=3) == [line for one in found for line in (one, "")]
     own = open_translator(place / name)
     arm = read_arm(place / name, read_json(place / name / "settings.json"))
-    model = translation_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
+    model = build_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
     restore_run(place / name, arm, model, TranslationTask(), seed=3)
     free = Translator(model, own.subwords, own.decoding)
     assert free.translate(free.encode(sources(place))) != found

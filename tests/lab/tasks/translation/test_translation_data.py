@@ -46,7 +46,7 @@ def read(path):
     return path.read_text().splitlines()
 
 
-def decoded(data, split):
+def decode_sources(data, split):
     return [tuple(data.tokenizer.decode(example[side]) for side in SIDES) for example in data.splits[split]]
 
 
@@ -55,7 +55,7 @@ def test_every_split_decodes_to_its_files_in_order(folder, tmp_path):
     assert list(data.splits) == ["train", "dev", "test"]
     for split in data.splits:
         expected = list(zip(read(folder / f"{split}.de"), read(folder / f"{split}.en"), strict=True))
-        assert decoded(data, split) == expected
+        assert decode_sources(data, split) == expected
         if split != "train":
             assert list(zip(data.sources(split), data.references(split), strict=True)) == expected
     for example in (data.train[0], data.dev[-1], data.test[3]):
@@ -75,7 +75,7 @@ def test_references_are_the_raw_lines_though_ids_are_normalized(copy, tmp_path):
     write(copy / "test.en", [odd, *read(copy / "test.en")[1:]])
     data = load(copy, tmp_path)
     assert data.references("test")[0] == odd.strip()
-    assert decoded(data, "test")[0][1] == odd.strip().replace("e\u0301", "\u00e9")
+    assert decode_sources(data, "test")[0][1] == odd.strip().replace("e\u0301", "\u00e9")
     assert len(data.references("test")) == len(data.test) == 30
     for bad in ("train", "other"):
         with pytest.raises(SettingError, match=f"split is '{bad}'; expected one of dev, test"):
@@ -99,7 +99,7 @@ def test_only_training_is_cleaned_and_what_was_dropped_is_counted(copy, tmp_path
     data = load(copy, tmp_path, cleaning=Cleaning(longest=90, ratio=6.0, once=True))
     counts = data.record["splits"]["train"]
     distinct = list(dict.fromkeys(train))
-    assert decoded(data, "train") == distinct
+    assert decode_sources(data, "train") == distinct
     assert counts["dropped"] == {"blank": 2, "ratio": 1, "repeated": 1 + len(train) - len(distinct), "too long": 1}
     assert (counts["read"], counts["pairs"]) == (305, len(distinct))
     assert len(data.test) == 31
@@ -129,7 +129,7 @@ def test_two_files_alone_are_cut_by_their_source_lines(tmp_path):
     write(tmp_path / "my.en", target + target[::-1])
     corpus = own_corpus(Part("my.de", "my.en"), "de", "en")
     data = load_translation(corpus, tmp_path, cache=tmp_path / "cache", vocabulary_size=300)
-    splits = {split: decoded(data, split) for split in data.splits}
+    splits = {split: decode_sources(data, split) for split in data.splits}
     assert sorted(pair for pairs in splits.values() for pair in pairs) == sorted(
         zip(source + source, target + target[::-1], strict=True)
     )
@@ -165,7 +165,7 @@ def test_every_twenty_third_talk_line_is_the_dev_split(tmp_path):
     corpus = Corpus("talks", "de", "en", (layout,))
     data = load_translation(corpus, tmp_path, cache=tmp_path / "cache", vocabulary_size=300)
     assert data.sources("dev") == read(tmp_path / "train.de")[22::23]
-    assert [first for first, _ in decoded(data, "train")] == [
+    assert [first for first, _ in decode_sources(data, "train")] == [
         line for number, line in enumerate(read(tmp_path / "train.de"), start=1) if number % 23
     ]
 
@@ -193,7 +193,7 @@ def test_a_given_tokenizer_is_used_and_kept(folder, tmp_path):
     path.write_text(learn_subwords(["nur ein anderer text"] * 3, 280).to_json(), encoding="utf-8")
     data = load(folder, tmp_path / "cache", tokenizer=path)
     assert data.tokenizer.to_json() == path.read_text(encoding="utf-8")
-    assert decoded(data, "dev")[0][0] == read(folder / "dev.de")[0]
+    assert decode_sources(data, "dev")[0][0] == read(folder / "dev.de")[0]
     assert data.record["preparation"]["tokenizer"] == "given"
     assert data.fingerprint != load(folder, tmp_path / "cache").fingerprint
     path.write_text(learn_subwords(["und noch ein anderer"] * 3, 280).to_json(), encoding="utf-8")
@@ -215,7 +215,7 @@ def test_a_prepared_folder_opens_without_its_files_on_another_machine(folder, tm
     shutil.move(first.folder, elsewhere)
     data = open_prepared(elsewhere)
     assert data.references("test") == read(folder / "test.en")
-    assert decoded(data, "train")[7] == (read(folder / "train.de")[7], read(folder / "train.en")[7])
+    assert decode_sources(data, "train")[7] == (read(folder / "train.de")[7], read(folder / "train.en")[7])
     assert str(folder) not in (elsewhere / "record.json").read_text()
 
 
@@ -364,6 +364,6 @@ def test_the_whole_of_multi30k_is_prepared_and_comes_back(tmp_path):
     for split in ("dev", "test_2018_flickr"):
         raw = list(zip(data.sources(split), data.references(split), strict=True))
         normalize = data.tokenizer.tokenizer.normalizer.normalize_str
-        assert decoded(data, split) == [tuple(normalize(side) for side in pair) for pair in raw]
+        assert decode_sources(data, split) == [tuple(normalize(side) for side in pair) for pair in raw]
     assert json.loads((data.folder / "record.json").read_text())["files"]["dev"] == [["val.en.gz", "val.de.gz"]]
     assert sum(path.stat().st_size for path in data.folder.iterdir()) < 5 * 2**20

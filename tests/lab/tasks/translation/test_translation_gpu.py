@@ -18,7 +18,7 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.translation.data import prepare_translation
-from headwise.lab.tasks.translation.own_corpus import corpus_at
+from headwise.lab.tasks.translation.own_corpus import find_corpus
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.train import train_run
@@ -52,7 +52,7 @@ def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(t
         *(f"{arm}:layers=0/1,kinds=self" for arm in ("trunk", "em", "output+em")),
     ]
     assert {arm.control for arm in arms} <= {None, "scaled", *(arm.name for arm in arms)}
-    corpus, folder = corpus_at(Path(f"{write_corpus(tmp_path / 'own')}:de-en"))
+    corpus, folder = find_corpus(Path(f"{write_corpus(tmp_path / 'own')}:de-en"))
     prepare_translation(corpus, folder, tmp_path / "prepared", vocabulary_size=GPU.vocabulary_size)
     data = TranslationTask().load(tmp_path / "prepared", GPU, None)
     for arm in arms:

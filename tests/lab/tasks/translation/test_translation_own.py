@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.own_corpus import corpus_at
+from headwise.lab.tasks.translation.own_corpus import find_corpus
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
@@ -45,7 +45,7 @@ def test_a_language_may_have_a_hyphen(tmp_path):
     for side in ("pt-BR", "en"):
         write(tmp_path / f"train.{side}", lines(200, 3, TARGET_WORDS))
     for direction, expected in (("pt-BR-en", ("pt-BR", "en")), ("en-pt-BR", ("en", "pt-BR"))):
-        corpus, folder = corpus_at(Path(f"{tmp_path}:{direction}"))
+        corpus, folder = find_corpus(Path(f"{tmp_path}:{direction}"))
         assert (corpus.source_language, corpus.target_language) == expected
         assert folder == tmp_path
 
@@ -77,7 +77,7 @@ def test_two_files_are_a_corpus_whose_dev_and_test_are_cut_the_same_every_time(t
 def test_two_files_with_one_ending_are_told_apart_by_their_names(tmp_path):
     for name in ("source.txt", "target.txt"):
         write(tmp_path / name, lines(200, 3, TARGET_WORDS))
-    corpus, _ = corpus_at(Path(f"{tmp_path}/source.txt, {tmp_path}/target.txt"))
+    corpus, _ = find_corpus(Path(f"{tmp_path}/source.txt, {tmp_path}/target.txt"))
     assert (corpus.source_language, corpus.target_language) == ("source.txt", "target.txt")
 
 

@@ -17,7 +17,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.translation import task as translation_module
-from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learned_masks, parser
+from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks, parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.attach import attach_arm
@@ -97,7 +97,7 @@ def test_the_subwords_of_a_word_share_its_rows_and_columns_and_the_end_is_a_spec
     tokens, text = subwords(), "the unlikely dog , it ran"
     row = encoded(text, tokens)
     sources = Sources(tokens, lambda texts: [WordTable.split(one) for one in texts])
-    made = learned_masks(Guided(roles=("separator", "window")), sources, Ragged.of([row]), num_heads=3, seed=4)
+    made = learn_masks(Guided(roles=("separator", "window")), sources, Ragged.of([row]), num_heads=3, seed=4)
     ids, real = padded([row])
     mask = made({"input_ids": ids, "attention_mask": real})
     number = words_of(row, tokens)
@@ -115,7 +115,7 @@ def test_what_a_source_gets_does_not_depend_on_its_batch_and_padding_is_left_out
 
     def made() -> SourceMasks:
         sources = Sources(tokens, lambda texts: [WordTable.split(text) for text in texts])
-        return learned_masks(guided, sources, Ragged.of(rows), num_heads=2, seed=4)
+        return learn_masks(guided, sources, Ragged.of(rows), num_heads=2, seed=4)
 
     one, other = made(), made()
     ids, real = padded(rows)
@@ -136,7 +136,7 @@ def test_ids_that_do_not_come_back_from_their_text_are_refused():
     assert apart != whole
     assert tokens.decode(apart) == tokens.decode(whole)
     sources = Sources(tokens, lambda texts: [WordTable.split(text) for text in texts])
-    made = learned_masks(Guided(roles=("window",)), sources, Ragged.of([whole]), num_heads=2, seed=4)
+    made = learn_masks(Guided(roles=("window",)), sources, Ragged.of([whole]), num_heads=2, seed=4)
     ids, real = padded([apart])
     with pytest.raises(DataError, match="the subwords of 'the dog' do not come back from their text"):
         made({"input_ids": ids, "attention_mask": real})

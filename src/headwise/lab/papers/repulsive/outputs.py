@@ -11,7 +11,7 @@ from pathlib import Path
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.tasks.graph2text.rating_form import outputs_page, read_items, write_rating
+from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
 
 READ, RATED = 10, 50
 OUTPUTS = "outputs.html"
@@ -39,7 +39,7 @@ class OutputPages:
         first, second = (folder / escape_arm_name(arm) / f"seed-{shared[0]}" for arm in (one, other))
         items = read_items(first, second, data)
         pages = [place / OUTPUTS]
-        outputs_page(items[:READ], (one, other), title=f"Texts of {one} and {other}").write(pages[0])
+        make_outputs_page(items[:READ], (one, other), title=f"Texts of {one} and {other}").write(pages[0])
         if self.form:
             pages += write_rating(place, items, (first, second), (one, other), count=RATED, seed=0)
         return tuple(pages)

@@ -1,7 +1,4 @@
-"""A baseline of writing: the text of the nearest training graph, its entities replaced by those asked for.
-
-Owns how near graphs are and how entities are matched. Must not know files or scores.
-"""
+"""A baseline of writing: the text of the nearest training graph, its entities replaced by those asked for."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headwise.lab.tasks.graph2text.files import spelled
+from headwise.lab.tasks.graph2text.files import spell_out
 
 if TYPE_CHECKING:
     from headwise.lab.tasks.graph2text.files import Graph
 
 
-def nearest_texts(train: Sequence[Graph], asked: Sequence[Graph]) -> list[str]:
+def find_nearest_texts(train: Sequence[Graph], asked: Sequence[Graph]) -> list[str]:
     """Return for each graph the text of the training graph with the likest title and entities, filled in.
 
     Likeness is the cosine between the TF-IDF vectors of the words of title and entities.
@@ -28,10 +25,10 @@ def nearest_texts(train: Sequence[Graph], asked: Sequence[Graph]) -> list[str]:
     vectors = TfidfVectorizer(analyzer=words)
     known = vectors.fit_transform(train)
     likest = (vectors.transform(asked) @ known.T).toarray().argmax(axis=1)
-    return [filled_in(train[int(place)], graph) for place, graph in zip(likest, asked, strict=True)]
+    return [fill_in(train[int(place)], graph) for place, graph in zip(likest, asked, strict=True)]
 
 
-def filled_in(source: Graph, graph: Graph) -> str:
+def fill_in(source: Graph, graph: Graph) -> str:
     """Return the text of `source` with entities of `graph` in the place of its own.
 
     The k-th entity of a type that the text mentions becomes the k-th of that type, counted round; where the graph has
@@ -39,7 +36,7 @@ def filled_in(source: Graph, graph: Graph) -> str:
 
     >>> from headwise.lab.tasks.graph2text.files import Graph
     >>> source = Graph((), (("lda",), ("text",)), ("method", "material"), (), ("we", "apply", 0, "to", 1), 1)
-    >>> filled_in(source, Graph((), (("speech",), ("hmms",)), ("material", "method"), (), (), 2))
+    >>> fill_in(source, Graph((), (("speech",), ("hmms",)), ("material", "method"), (), (), 2))
     'we apply hmms to speech'
     """
     own: dict[str, list[int]] = defaultdict(list)
@@ -53,7 +50,7 @@ def filled_in(source: Graph, graph: Graph) -> str:
             met[kind].append(word)
             candidates = own[kind] or list(range(len(graph.entities)))
             chosen[word] = candidates[(len(met[kind]) - 1) % len(candidates)]
-    return spelled([chosen[word] if isinstance(word, int) else word for word in source.text], graph.entities)
+    return spell_out([chosen[word] if isinstance(word, int) else word for word in source.text], graph.entities)
 
 
 def _words(graph: Graph) -> list[str]:

@@ -1,7 +1,4 @@
-"""Graphs as ids, and ids as words: the vocabulary of the graph-to-text task.
-
-Owns which words, types and relations have an id, and which ids stand for mentions. Must not know files or batches.
-"""
+"""Graphs as ids, and ids as words: the vocabulary of the graph-to-text task."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ class GraphCoder:
         return self.ids.get(word, UNKNOWN)
 
 
-def learned_coder(train: Sequence[Graph], min_count: int) -> GraphCoder:
+def learn_coder(train: Sequence[Graph], min_count: int) -> GraphCoder:
     """Return the coder of training graphs: their types, relations, and the words that occur often enough."""
     counts: Counter[str] = Counter()
     for graph in train:

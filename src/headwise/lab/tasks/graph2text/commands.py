@@ -25,12 +25,12 @@ def write(
 ) -> None:
     """Write a text for each line of standard input: a title, a tab and triples (head | relation | tail ; ...)."""
     with stoppable("stopped."):
-        from headwise.lab.tasks.graph2text.writer import open_writer, read_asked, write_lines
+        from headwise.lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
 
         writer = open_writer(run, beams=beams, length_penalty=length_penalty)
         window = choose_window(WINDOW) if window is None else window
         with standard_streams("texts written") as (lines, output, done, warn):
-            write_lines(writer, read_asked(lines, STANDARD_INPUT), output, window=window, warn=warn, done=done)
+            write_lines(writer, read_requests(lines, STANDARD_INPUT), output, window=window, warn=warn, done=done)
 
 
 def rate(
@@ -44,13 +44,13 @@ def rate(
     """Write a form on which raters compare the texts of two runs, and a page of all texts."""
     with stoppable("stopped."):
         from headwise.lab.experiment.run_folder import prepare_folder
-        from headwise.lab.tasks.graph2text.rating_form import outputs_page, read_items, write_rating
+        from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
 
         found = read_items(run, against, data)
         names = (_name(run), _name(against))
         prepare_folder(out)
         form, key = write_rating(out, found, (run, against), names, count=items, seed=seed)
-        outputs_page(found[:items], names, title="Texts of two runs").write(out / "outputs.html")
+        make_outputs_page(found[:items], names, title="Texts of two runs").write(out / "outputs.html")
     typer.echo(f"form: {form}, for the raters: each saves a file")
     typer.echo(f"key: {key}, not for them: headwise ratings {key} FILE...")
     typer.echo(f"texts with names: {out / 'outputs.html'}")
@@ -64,10 +64,10 @@ def ratings(
     ] = False,
 ) -> None:
     """Count the wins, losses and ties that raters gave."""
-    from headwise.lab.tasks.graph2text.ratings import ratings_grid, read_ratings, record_ratings
+    from headwise.lab.tasks.graph2text.ratings import draw_ratings, read_ratings, record_ratings
 
     found = read_ratings(key, files)
-    standard_console().print(ratings_grid(found))
+    standard_console().print(draw_ratings(found))
     if record:
         typer.echo(f"kept: {record_ratings(found)}")
 

@@ -1,7 +1,4 @@
-"""The data of the graph-to-text task: splits of graphs as ids, and how a batch is made.
-
-Owns the splits and the batch: in it a graph is a row of nodes and a matrix of who may attend whom.
-"""
+"""The data of the graph-to-text task: splits of graphs as ids, and how a batch is made."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.utils.data import Dataset
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.splits import drop_shared, split_by_hash
-from headwise.lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, GraphCoder, learned_coder
+from headwise.lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, GraphCoder, learn_coder
 from headwise.lab.tasks.graph2text.files import Graph, read_graphs
 from headwise.lab.tasks.graph2text.scales import GraphScale
 
@@ -109,7 +106,7 @@ def load_graphs(place: Path, scale: GraphScale) -> GraphData:
     for name, graphs in splits.items():
         if not graphs:
             raise DataError(f"{place}: the {name} split holds no graph; add data.")
-    coder = learned_coder(splits["train"], scale.min_count)
+    coder = learn_coder(splits["train"], scale.min_count)
     return GraphData(
         Graphs(splits["train"], coder, scale.longest),
         Graphs(splits["dev"], coder),

@@ -1,7 +1,6 @@
 """From graphs to texts: beam search over words and entities to copy.
 
-Owns the search. It is our own since what a word leads to is the state of an LSTM, which no cache of keys and values
-holds. Must not know files or scores.
+The search is our own because each step depends on the state of an LSTM, which no cache of keys and values holds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PAIRS = 1 << 22
 
 
 @torch.no_grad()
-def written(
+def write_texts(
     model: GraphWriter,
     graphs: Sequence[EncodedGraph],
     *,

@@ -1,8 +1,4 @@
-"""The graph transformer of GraphWriter (Koncel-Kedziorski et al. 2019): blocks of attention between neighbours.
-
-Owns `GraphEncoder`, its blocks, and what the released code does otherwise (`Departures`). The blocks' attention is
-headwise's, so that every method of the library reaches it. Must not know words.
-"""
+"""The graph transformer of GraphWriter (Koncel-Kedziorski et al. 2019): blocks of attention between neighbours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The readers of the graph-to-text task: AGENDA's preprocessed files, and a user's own file of triples.
-
-Owns what a line holds and the refusal of every line that does not fit. Must not know token ids.
-"""
+"""The readers of the graph-to-text task: AGENDA's preprocessed files, and a user's own file of triples."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class Graph:
     @property
     def reference(self) -> str:
         """The text as one line, its mentions spelled out."""
-        return spelled(self.text, self.entities)
+        return spell_out(self.text, self.entities)
 
 
 @dataclass(frozen=True)
@@ -164,10 +161,10 @@ def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True)
     return _triples(fields, name, number, needs_text)
 
 
-def spelled(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str:
+def spell_out(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str:
     """Return a text as one line with the words of each entity in the place of its number.
 
-    >>> spelled(["we", "use", 0, "."], [["beam", "search"]])
+    >>> spell_out(["we", "use", 0, "."], [["beam", "search"]])
     'we use beam search .'
     """
     return " ".join(word if isinstance(word, str) else " ".join(entities[word]) for word in text)

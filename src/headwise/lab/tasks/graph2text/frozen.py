@@ -1,6 +1,6 @@
-"""A finished run of graph2text, frozen: its graph encoder, which reads a user's own triples.
+"""The graph encoder of a finished graph2text run, which reads a user's own triples.
 
-Owns how the nodes of a graph are named. A graph is a batch of its own: several would share a row of the attention.
+Each graph is its own batch: several would share a row of the attention.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def open_graphs(folder: Path, record: Mapping[str, Any]) -> Frozen:
     )
 
 
-def node_names(graph: Graph) -> tuple[str, ...]:
+def name_nodes(graph: Graph) -> tuple[str, ...]:
     """Return what each node of a graph is called, in the order of `graph_data.collate`.
 
     >>> graph = Graph((), (("beam", "search"), ("parsing",)), ("method", "task"), ((0, "USED-FOR", 1),), (), 1)
-    >>> node_names(graph)
+    >>> name_nodes(graph)
     ('(root)', 'beam search', 'parsing', 'USED-FOR', '← USED-FOR')
     """
     relations = [name for _, relation, _ in graph.triples for name in (relation, f"{INVERSE}{relation}")]
@@ -58,4 +58,4 @@ def _encoded(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
         with torch.no_grad():
             entities = writer.model.entity_vectors(made["entities"])
         inputs = {"entities": entities, "nodes": made["nodes"], "neighbours": made["neighbours"]}
-        yield Encoded(number, (number,), inputs, made["nodes"] != 0, (node_names(graph),))
+        yield Encoded(number, (number,), inputs, made["nodes"] != 0, (name_nodes(graph),))

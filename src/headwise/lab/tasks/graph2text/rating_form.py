@@ -1,8 +1,4 @@
-"""Texts of two runs side by side: as a page to read, and as a form for raters who do not know which is which.
-
-Owns what is on both pages, which side each text stands on, and the key that tells. What raters saved is read in
-`ratings`.
-"""
+"""Texts of two runs: a page to read, and a blind rating form for raters with its key."""
 
 from __future__ import annotations
 
@@ -77,7 +73,7 @@ def read_items(one: Path, other: Path, data: Path) -> list[Item]:
     ]
 
 
-def outputs_page(items: Sequence[Item], names: tuple[str, str], *, title: str) -> Page:
+def make_outputs_page(items: Sequence[Item], names: tuple[str, str], *, title: str) -> Page:
     """Return a page of what two runs wrote about graphs, beside the graph and the authors' text."""
     page = Page(title)
     page.paragraph(f"What {names[0]} and {names[1]} wrote about {len(items)} graphs of the test split.", kind="lead")

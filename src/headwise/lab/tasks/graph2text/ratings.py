@@ -1,7 +1,4 @@
-"""What raters saved, and the wins, losses and ties that follow.
-
-Owns the reading of their files against the key, and the counting. The form is `rating`'s.
-"""
+"""Reads the files that raters saved and counts wins, losses and ties."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
     return Ratings((one, other), (run, against), values)
 
 
-def ratings_grid(ratings: Ratings) -> Grid:
+def draw_ratings(ratings: Ratings) -> Grid:
     """Return wins, losses and ties by criterion, with the lead and how far raters agree."""
     found = []
     for name, _ in CRITERIA:

@@ -1,7 +1,4 @@
-"""What a written text is scored by beside BLEU: BLEU of lower orders, METEOR, ROUGE, coverage and repetition.
-
-Owns the scores and how they are computed in words (`SIGNATURES`). The known ones are libraries'; none needs the net.
-"""
+"""Scores of generated texts besides BLEU: BLEU of lower orders, METEOR, ROUGE, coverage and repetition."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.tasks.graph2text.baseline import nearest_texts
+from headwise.lab.tasks.graph2text.baseline import find_nearest_texts
 from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
-from headwise.lab.tasks.graph2text.decoding import written
+from headwise.lab.tasks.graph2text.decoding import write_texts
 from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED
-from headwise.lab.tasks.graph2text.files import FORM, read_graphs, spelled
+from headwise.lab.tasks.graph2text.files import FORM, read_graphs, spell_out
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
@@ -74,11 +74,11 @@ class Graph2TextTask(Task):
 
     def model(self, data: GraphData, scale: GraphScale) -> GraphWriter:
         """Return GraphWriter."""
-        return graph_writer(data.coder, scale)
+        return build_writer(data.coder, scale)
 
     def other_model(self, name: str, data: GraphData, scale: GraphScale) -> GraphWriter:  # noqa: ARG002  there is one
         """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
-        return graph_writer(data.coder, scale, blind=True)
+        return build_writer(data.coder, scale, blind=True)
 
     def target(self, model: GraphWriter) -> nn.Module:
         """Return the graph encoder: its blocks are what the arms act on."""
@@ -104,7 +104,7 @@ class Graph2TextTask(Task):
         found = _texts(model, data.test, data)
         seconds = time.monotonic() - began
         sums, counts = self.losses(model, data).sum(axis=0)
-        free = texts_of(model, data.test, dataclasses.replace(data.scale, no_repeat=0), beams=1)
+        free = generate_texts(model, data.test, dataclasses.replace(data.scale, no_repeat=0), beams=1)
         measures = {
             "NLL": float(sums / counts),
             "decoding_seconds": seconds,
@@ -144,7 +144,7 @@ class Graph2TextTask(Task):
 
     def baseline(self, name: str, data: GraphData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return the text of the nearest training graph, filled in."""
-        return _answers(nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
+        return _answers(find_nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
 
     def extra_files(self, data: GraphData) -> dict[str, str]:
         """Return what has an id, without which no one can ask the model anything."""
@@ -158,7 +158,7 @@ class Graph2TextTask(Task):
         return open_graphs(folder, record)
 
 
-def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
+def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
     """Return the text that a model writes about each graph as one line, mentions spelled out.
 
     Args:
@@ -168,7 +168,7 @@ def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: in
         beams: Beams of the search; None for the scale's.
     """
     coder = graphs.coder
-    ids = written(
+    ids = write_texts(
         model,
         [coder.encode(graph) for graph in graphs.graphs],
         beams=scale.beams if beams is None else beams,
@@ -177,10 +177,10 @@ def texts_of(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: in
         unwritten=coder.unwritten,
         no_repeat=scale.no_repeat,
     )
-    return [spelled(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
+    return [spell_out(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
 
 
-def graph_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
     """Return the model of a scale for what has an id; `blind` as in `GraphWriter`."""
     return GraphWriter(
         len(coder.vocabulary),
@@ -195,7 +195,7 @@ def graph_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -
 
 
 def _texts(model: GraphWriter, split: Graphs, data: GraphData, *, greedy: bool = False) -> list[str]:
-    return texts_of(model, split, data.scale, beams=1 if greedy else None)
+    return generate_texts(model, split, data.scale, beams=1 if greedy else None)
 
 
 def _batches(

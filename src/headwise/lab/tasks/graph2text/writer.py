@@ -1,8 +1,4 @@
-"""A finished run of the graph-to-text task as something that writes, and a stream of graphs through it.
-
-Owns what of a run is needed for that, its weights and what has an id, and how large a graph may be. The form of a line
-is `graph_files`', the stream `line_streams`'.
-"""
+"""A finished run of the graph-to-text task that writes about graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from headwise.lab.tasks.graph2text.data import Graphs
 from headwise.lab.tasks.graph2text.files import ASKED, UNTYPED, Graph, parse_triples
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GraphScale
-from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, graph_writer, texts_of
+from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, build_writer, generate_texts
 from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "graph2text"
@@ -48,7 +44,7 @@ class Writer:
 
     def write(self, graphs: Sequence[Graph]) -> list[str]:
         """Return the text about each graph as one line, in their order."""
-        return texts_of(self.model, Graphs(tuple(graphs), self.coder), self.scale)
+        return generate_texts(self.model, Graphs(tuple(graphs), self.coder), self.scale)
 
     def strange(self, graph: Graph) -> list[str]:
         """Return what of a graph the run knows nothing of: types and relations that its training graphs lack."""
@@ -78,12 +74,12 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
     scale = dataclasses.replace(scale, **{name: value for name, value in asked.items() if value is not None})
     require_kept_file(folder, run_folder.WEIGHTS)
     coder = _kept_coder(require_kept_file(folder, VOCABULARY))
-    model = graph_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
+    model = build_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
     restore_run(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
     return Writer(model, coder, scale)
 
 
-def read_asked(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None]:
+def read_requests(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None]:
     """Yield the graph of each line, None for a blank one.
 
     Args:
@@ -126,7 +122,7 @@ def write_lines(
 
     Args:
         writer: What writes.
-        graphs: From `read_asked`.
+        graphs: From `read_requests`.
         output: As `line_streams.answer_lines` takes it.
         window: Likewise.
         warn: Told, in a sentence, of types and relations that the run knows nothing of, the first of each name.

@@ -1,8 +1,4 @@
-"""Attention that can be asked in two steps, so that a decoder projects each key and value once.
-
-Owns `CachedAttention`: headwise's attention, whose keys and values can be made apart from the queries that meet them.
-Must not know layers or where projected keys and values are kept.
-"""
+"""Attention in two steps, so that a decoder projects each key and value once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which training pairs are kept: by length in subwords, by length ratio, once each.
-
-Owns the rules, their order and the count of what each dropped. Must not know files or subwords.
-"""
+"""Rules for which training pairs are kept: length in subwords, length ratio, duplicates."""
 
 from __future__ import annotations
 

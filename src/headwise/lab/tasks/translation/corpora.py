@@ -1,7 +1,4 @@
-"""The corpora of the translation task as descriptions: languages, files of each split, cleaning, recipes.
-
-Owns which files make up which split of which corpus, and finding them in a folder. Must not read them.
-"""
+"""The corpora of the translation task as descriptions: languages, files of each split, cleaning, recipes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The data of the translation task: its splits as examples, its references as text, and how a batch is made.
-
-Owns loading: a corpus is prepared once into a cache folder and opened from there, or a prepared folder is opened
-as it is.
-"""
+"""The data of the translation task: its splits as examples, its references as text, and how a batch is made."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.tasks.translation.cleaning import Cleaning
 from headwise.lab.tasks.translation.corpora import Corpus, find_files
-from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, fingerprint_of, prepare
+from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, make_fingerprint, prepare
 
 IGNORED = -100
 
@@ -174,7 +170,7 @@ def load_translation(
     require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, cleaning or corpus.cleaning)
     layout, files = find_files(corpus, folder)
-    fingerprint = fingerprint_of(corpus, layout, files, preparation)
+    fingerprint = make_fingerprint(corpus, layout, files, preparation)
     place = cache / f"translation-{fingerprint}"
     if place.exists():
         try:
@@ -204,7 +200,7 @@ def prepare_translation(
     require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, corpus.cleaning)
     layout, files = find_files(corpus, folder)
-    fingerprint = fingerprint_of(corpus, layout, files, preparation)
+    fingerprint = make_fingerprint(corpus, layout, files, preparation)
     if not place.exists():
         prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
     elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:

@@ -34,7 +34,7 @@ def longest_source(model: Any) -> int:
 
 
 @torch.no_grad()
-def decoded(
+def decode_sources(
     model: Any,
     sources: Sequence[list[int]] | Ragged,
     subwords: Subwords,

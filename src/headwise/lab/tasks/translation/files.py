@@ -1,8 +1,7 @@
 """Readers of parallel text: two files of which line n of one translates line n of the other.
 
-Owns the three formats: plain lines; the tagged lines of the IWSLT training files (`train.tags.*`); and the segments
-`<seg id="1"> text </seg>` of the official dev and test sets (`.sgm`, `.xml`). Each may be gzipped. Must not know
-corpora or splits.
+Three formats, each possibly gzipped: plain lines; the tagged lines of the IWSLT training files (`train.tags.*`); and
+the segments `<seg id="1"> text </seg>` of the official dev and test sets (`.sgm`, `.xml`).
 """
 
 from __future__ import annotations

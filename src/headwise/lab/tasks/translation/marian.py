@@ -1,7 +1,4 @@
-"""Hugging Face's Marian with the sizes of a `Seq2Seq`: the methods need no model of ours.
-
-Owns its construction, its draw of parameters and label smoothing, which Marian's own loss lacks.
-"""
+"""Hugging Face's Marian with the sizes of a `Seq2Seq` and label smoothing, which Marian's own loss lacks."""
 
 from __future__ import annotations
 

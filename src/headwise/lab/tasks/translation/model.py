@@ -1,7 +1,6 @@
 """The Transformer of the translation task, pre- or post-norm, with tied embeddings.
 
-Owns `Seq2Seq`, its layers and its configuration. It is a Hugging Face model, so that generate() decodes it: greedy,
-sampling or beam search with a cache. Its attention is headwise's, so that every method of the library reaches it.
+`Seq2Seq` is a Hugging Face model, so `generate()` decodes it: greedy, sampling or beam search with a cache.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         if decoder_input_ids is None:
             if labels is None:
                 raise SettingError("Seq2Seq was given neither labels nor decoder_input_ids; expected one of them.")
-            decoder_input_ids = shifted_right(labels)
+            decoder_input_ids = shift_right(labels)
         if encoder_outputs is None and input_ids is None:
             raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
         encoded: Any = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
@@ -297,10 +296,10 @@ class DecoderLayer(Sublayers):
         return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
 
 
-def shifted_right(labels: Tensor) -> Tensor:
+def shift_right(labels: Tensor) -> Tensor:
     """Return the target that is read while `labels` [B, T] are predicted: the start, then all but the last.
 
-    >>> shifted_right(torch.tensor([[5, 2, -100]])).tolist()
+    >>> shift_right(torch.tensor([[5, 2, -100]])).tolist()
     [[1, 5, 2]]
     """
     shifted = F.pad(labels[:, :-1], (1, 0), value=START)

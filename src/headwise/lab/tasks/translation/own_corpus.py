@@ -1,7 +1,4 @@
-"""Parallel text of your own, and what `--data` may name: a folder of a known corpus, your folder, or two files.
-
-Owns `own_corpus`, `own_folder` and how a place is read. Must not read the text.
-"""
+"""Corpora from your own files, and what `--data` may name: a known corpus, your folder, or two files."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ FORMS = (
 )
 
 
-def corpus_at(place: Path) -> tuple[Corpus, Path]:
+def find_corpus(place: Path) -> tuple[Corpus, Path]:
     """Return the corpus at a place, and the folder its files are looked for in.
 
     Args:
@@ -31,7 +28,7 @@ def corpus_at(place: Path) -> tuple[Corpus, Path]:
 
     Example:
         >>> try:
-        ...     corpus_at(Path("nowhere"))
+        ...     find_corpus(Path("nowhere"))
         ... except DataError as error:
         ...     print(str(error).partition(";")[0])
         nowhere does not exist

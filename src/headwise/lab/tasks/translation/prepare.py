@@ -1,7 +1,6 @@
 """From parallel text to a folder that training reads: subwords, token arrays, the raw dev and test lines, a record.
 
-Owns what a prepared folder holds and how it comes to be: in one stream over the text, in memory that does not grow
-with it, under a temporary name until it is whole. Must not know batches or models.
+The text is read as one stream, in constant memory, into a temporary folder that is renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Preparation:
     learned_from: int = 1_000_000
 
 
-def fingerprint_of(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:
+def make_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:
     """Return 16 hexadecimal digits of everything a prepared folder follows from.
 
     Raises:

@@ -1,8 +1,4 @@
-"""Role masks of the source side of a translation: from the ids an encoder reads back to words, and to their subwords.
-
-Owns the words of each source, which subwords stand for them, and what a run keeps so that sources in no data have
-masks too. Masks themselves are made by `sentence_masks`.
-"""
+"""Role masks of the source side of a translation: from the ids an encoder reads to words, and to their subwords."""
 
 from __future__ import annotations
 
@@ -136,7 +132,7 @@ class SourceMasks:
         return self.masks({"tokens": ids.masked_fill(~real, 0), "numbers": torch.tensor(self.sources.numbers(rows))})
 
     def keep(self, folder: Path) -> None:
-        """Write what `kept_masks` reads into a run's folder."""
+        """Write what `read_masks` reads into a run's folder."""
         self.masks.keep(folder)
 
     def forget(self) -> None:
@@ -145,7 +141,7 @@ class SourceMasks:
         self.masks.forget()
 
 
-def learned_masks(
+def learn_masks(
     guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int, pipeline: Path | None = None
 ) -> SourceMasks:
     """Return what makes masks where the rarity of words, and other parses, are those of training sources.
@@ -165,7 +161,7 @@ def learned_masks(
     return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=pipeline)
 
 
-def kept_masks(
+def read_masks(
     folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int
 ) -> SourceMasks:
     """Return what makes the masks of sources in no data, from what a finished run keeps.

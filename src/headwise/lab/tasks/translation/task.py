@@ -35,12 +35,12 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
-from headwise.lab.tasks.translation.decoding import decoded, negative_log_likelihood, pair_losses
+from headwise.lab.tasks.translation.decoding import decode_sources, negative_log_likelihood, pair_losses
 from headwise.lab.tasks.translation.marian import Marian
 from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
-from headwise.lab.tasks.translation.own_corpus import FORMS, corpus_at
+from headwise.lab.tasks.translation.own_corpus import FORMS, find_corpus
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
-from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learned_masks, parser
+from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
 
 PROBED, PROBED_TOKENS = 256, 4_096
@@ -68,7 +68,7 @@ class TranslationTask(Task):
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
     ) -> ScaledTranslation:
-        """Return the data of a place that `corpus_at` reads, or of a folder that was prepared before.
+        """Return the data of a place that `find_corpus` reads, or of a folder that was prepared before.
 
         Raises:
             DataError: No place was named, it holds no corpus that is known, or the folder was prepared with another
@@ -82,7 +82,7 @@ class TranslationTask(Task):
             return data
         if cache is None:
             raise DataError("translation prepares its data in a cache folder, and none was given.")
-        corpus, files = corpus_at(folder)
+        corpus, files = find_corpus(folder)
         data = load_translation(corpus, files, cache=cache, vocabulary_size=scale.vocabulary_size, progress=progress)
         return ScaledTranslation(data, scale)
 
@@ -91,7 +91,7 @@ class TranslationTask(Task):
         if (folder / RECORD).exists():
             _require_vocabulary(folder, ScaledTranslation(open_prepared(folder), scale))
         else:
-            find_files(*corpus_at(folder))
+            find_files(*find_corpus(folder))
 
     def prepare(
         self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
@@ -103,14 +103,14 @@ class TranslationTask(Task):
         """
         if (folder / RECORD).exists():
             raise DataError(f"{folder} is prepared already; give it to headwise compare translation --data.")
-        corpus, files = corpus_at(folder)
+        corpus, files = find_corpus(folder)
         size = scale.vocabulary_size
         data = prepare_translation(corpus, files, place, vocabulary_size=size, tokenizer=tokenizer, progress=progress)
         return ScaledTranslation(data, scale)
 
     def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
         """Return our Transformer or Marian."""
-        return translation_model(scale, data.whole.tokenizer.vocabulary_size)
+        return build_model(scale, data.whole.tokenizer.vocabulary_size)
 
     def extra_files(self, data: ScaledTranslation) -> dict[str, str]:
         """Return the subwords, without which no one can ask the model anything."""
@@ -121,7 +121,7 @@ class TranslationTask(Task):
         require_parses(guided, scale.pipeline is not None)
         parse = parser(scale.pipeline, data.whole.folder / PARSES)
         sources = Sources(data.whole.tokenizer, parse)
-        return learned_masks(
+        return learn_masks(
             guided, sources, data.train.sources, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline
         )
 
@@ -224,7 +224,7 @@ class ScaledTranslation:
         return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
 
 
-def translation_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
+def build_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
     """Return a new model of a scale: our Transformer or Marian."""
     config = Seq2SeqConfig(
         vocab_size=vocabulary_size,
@@ -243,8 +243,8 @@ def translation_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq 
 def translated(
     model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
 ) -> list[str]:
-    """Return the translation of each source of a split, in its order; see `decoded`."""
-    return decoded(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
+    """Return the translation of each source of a split, in its order; see `decode_sources`."""
+    return decode_sources(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
 
 
 def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:

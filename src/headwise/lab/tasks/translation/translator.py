@@ -13,11 +13,11 @@ from headwise.lab.data.subwords import END, Subwords, read_subwords
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.tasks.translation.decoding import decoded, longest_source
+from headwise.lab.tasks.translation.decoding import decode_sources, longest_source
 from headwise.lab.tasks.translation.prepare import TOKENIZER
-from headwise.lab.tasks.translation.role_masks import SourceMasks, kept_masks
+from headwise.lab.tasks.translation.role_masks import SourceMasks, read_masks
 from headwise.lab.tasks.translation.scales import TranslationScale
-from headwise.lab.tasks.translation.task import translation_model
+from headwise.lab.tasks.translation.task import build_model
 from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "translation"
@@ -79,7 +79,7 @@ class Translator:
     def translate(self, sources: Sequence[list[int]]) -> list[str]:
         """Return the translation of each encoded line, in their order; that of a line without subwords is empty."""
         told = [index for index, ids in enumerate(sources) if ids]
-        found = decoded(
+        found = decode_sources(
             self.model,
             [[*sources[index], END] for index in told],
             self.subwords,
@@ -131,8 +131,8 @@ def open_translator(
     seed, masks = int(record["seed"]), None
     guided = arm.find(Guided)
     if guided is not None:
-        masks = kept_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
-    model = translation_model(scale, subwords.vocabulary_size)
+        masks = read_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
+    model = build_model(scale, subwords.vocabulary_size)
     restore_run(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, decoding, masks)
 
