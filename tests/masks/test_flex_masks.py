@@ -115,7 +115,7 @@ def test_no_mask_of_all_pairs_of_tokens_is_made_on_the_way(monkeypatch):
     def refuse(*_args: object) -> None:
         raise AssertionError("the boolean mask was made")
 
-    monkeypatch.setattr(hw.Roles, "_units", refuse)
+    monkeypatch.setattr(hw.Roles, "_mask_units", refuse)
     mask = roles.for_flex(tables, 4)
     largest = 0
 
