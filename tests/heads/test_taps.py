@@ -215,5 +215,5 @@ def test_values_that_do_not_match_the_mask_of_their_call_are_refused():
 
 
 def test_a_tap_that_reads_nothing_is_refused():
-    with pytest.raises(hw.SettingError, match="read nothing"):
+    with pytest.raises(hw.SettingError, match="given nothing to read"):
         hw.Taps(hw.find_heads(encoder()))
