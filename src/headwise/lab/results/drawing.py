@@ -108,7 +108,7 @@ def draw_means(
     axes.margins(0.08, 0.1)
     span_a_point(axes)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.get_figure(root=True).legend(loc="outside right upper", frameon=False)
+    axes.figure.legend(loc="outside right upper", frameon=False)
 
 
 def _draw_level(axes: Axes, plain: Estimate) -> None:
