@@ -19,8 +19,7 @@ from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.initial_runs import read_begun
 from headwise.lab.papers.listing import show_plans
 from headwise.lab.papers.records import Reproduced, render
-from headwise.lab.papers.repulsive.glue import SVGD
-from headwise.lab.papers.repulsive.glue_averages import averages
+from headwise.lab.papers.repulsive.glue import SVGD, averages
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.papers.sizes import sized
 from headwise.lab.results.cells import NONE

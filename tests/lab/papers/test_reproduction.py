@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.papers import run as reproduce
-from headwise.lab.papers.data_names import corpus_name, folder_word
+from headwise.lab.papers.data import corpus_name, folder_word
 from headwise.lab.papers.figures import curve
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.listing import show_list, show_plans

@@ -9,7 +9,7 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.papers.repulsive import training_curves as module
-from headwise.lab.papers.repulsive.training_curves import training_curves
+from headwise.lab.papers.repulsive.figures import training_curves
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import read_table

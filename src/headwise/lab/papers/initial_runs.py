@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.papers.data_names import corpus_name
+from headwise.lab.papers.data import corpus_name
 from headwise.lab.results.runs import COMPARISON
 
 

@@ -23,8 +23,7 @@ from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.papers.data import data_of, folder_of_part, text_of
-from headwise.lab.papers.data_names import corpus_name, folder_word
+from headwise.lab.papers.data import corpus_name, data_of, folder_of_part, folder_word, text_of
 from headwise.lab.papers.figures import curve, head_map
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.initial_runs import Begun, read_begun, require_begun

@@ -1,26 +1,29 @@
-"""The figures of An et al. 2020 on texts: attention over the words of a text, reliability, and the entropy of answers.
-
-Owns which runs stand in which figure; the figures themselves are `headwise.plots`'.
-"""
+"""Figures of An et al. 2020: attention over a text, reliability, entropy, diversity by strength, training curves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from headwise.errors import DataError
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.run_folder import analysis_file, read_json
+from headwise.lab.experiment.run_folder import EPOCHS, analysis_file, read_json
+from headwise.lab.results.drawing import choose_styles, draw_means
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.figures import Picture
+from headwise.lab.results.figures import Picture, draw_score_by_force
+from headwise.lab.results.runs import Run
 from headwise.lab.results.table import PLAIN, Table
 from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.tasks.sentence.uncertainty import read_reliability
-from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap, to_png
+from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap
+from headwise.plots.style import draw_range, drawing, drawing_panels, to_png, use_integer_ticks, use_log_axis
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,156 @@ def _named(name: str, part: str) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+Measures = Mapping[str, float | None]
+Reads = Callable[[Measures], float | None]
+FORCE = "force ratio: norm of the repulsion over norm of the drive"
+PARAMETERS = "distance of parameters: 1 - mean absolute cosine between heads"
+OUTPUTS = "distance of outputs: 1 - linear CKA"
+ATTENTION = "distance of attention: Jensen-Shannon, nats"
+
+
+def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+    """Return score and distance of outputs by force ratio, and distances of what heads compute by those of parameters.
+
+    Each where at least two arms have both numbers.
+    """
+    drawn = (
+        draw_score_by_force(table),
+        _scatter("outputs-by-force", evidence, table, (FORCE, _force), (OUTPUTS, _outputs), log=True),
+        _scatter("outputs-by-parameters", evidence, table, (PARAMETERS, _parameters), (OUTPUTS, _outputs)),
+        _scatter("attention-by-parameters", evidence, table, (PARAMETERS, _parameters), (ATTENTION, _attention)),
+    )
+    named = f"-{part.lower()}" if part else ""
+    said = f"{part}: " if part else ""
+    return tuple(
+        replace(one, name=f"{one.name}{named}", caption=f"{said}{one.caption}") for one in drawn if one is not None
+    )
+
+
+def _scatter(
+    name: str,
+    evidence: Evidence,
+    table: Table,
+    across: tuple[str, Reads],
+    up: tuple[str, Reads],
+    *,
+    log: bool = False,
+) -> Picture | None:
+    dots: dict[str, list[tuple[float, float]]] = {}
+    for run in evidence.results.runs:
+        x, y = across[1](run.measures), up[1](run.measures)
+        if x is not None and y is not None:
+            dots.setdefault(run.arm, []).append((x, y))
+    if len(dots) < 2:
+        return None
+    with drawing(8.4, 4.8) as figure:
+        axes = figure.subplots()
+        if log:
+            use_log_axis(axes)
+        axes.set_xlabel(across[0])
+        axes.set_ylabel(up[0])
+        draw_means(axes, dots, choose_styles(table))
+        png = to_png(figure)
+    alt = "; ".join(
+        f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.2g}" for arm, found in dots.items()
+    )
+    caption = (
+        f"{up[0][:1].upper()}{up[0][1:]}, by {across[0]}; each small dot a seed, each large one the mean of an arm."
+    )
+    return Picture(name, png, caption, alt)
+
+
+def _force(measures: Measures) -> float | None:
+    # without repulsion there is none, and no place for it on a logarithmic axis
+    return measures["force_ratio"] or None
+
+
+def _parameters(measures: Measures) -> float | None:
+    return _distance(measures["parameter_cosine"])
+
+
+def _outputs(measures: Measures) -> float | None:
+    return _distance(measures["output_cka"])
+
+
+def _attention(measures: Measures) -> float | None:
+    return measures["position_js"]
+
+
+def _distance(similarity: float | None) -> float | None:
+    return None if similarity is None else 1.0 - similarity
+
+
+COLUMNS = 2
+# Fewer rounds are no curve.
+FEWEST = 3
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    path: tuple[str, ...]
+    factor: float = 1.0
+
+
+def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+    """Return losses of both networks, score on dev and force ratio by round; nothing with fewer than three rounds.
+
+    Raises:
+        DataError: A line of a run's record of rounds lacks a number.
+    """
+    panels = (
+        _Panel("generator's loss on dev, nats", ("dev", "generator_loss")),
+        _Panel("discriminator's loss on dev, nats", ("dev", "discriminator_loss")),
+        _Panel(f"{table.axis.removesuffix(', %')}, on dev, %", ("dev", "pooled"), 100.0),
+        _Panel("force ratio: repulsion over drive", ("force_ratio",)),
+    )
+    runs = [run for run in evidence.results.runs if len(run.dev) >= FEWEST]
+    if not runs:
+        return ()
+    style = choose_styles(table)
+    names = [row.arm for row in table.arms]
+    ends = []
+    with drawing_panels(len(panels), COLUMNS, panel=(3.9, 2.6), margin=(0.0, 0.5)) as (figure, places):
+        for axes, panel in zip(places, panels, strict=True):
+            for arm in names:
+                found = [values for run in runs if run.arm == arm and (values := _curve(run, panel))]
+                if not found:
+                    continue
+                rounds = list(zip(*found, strict=False))
+                middle = [*map(fmean, rounds)]
+                draw_range(
+                    axes, range(1, len(rounds) + 1), [*map(min, rounds)], middle, [*map(max, rounds)], style[arm]
+                )
+                ends.append(f"{panel.title.partition(',')[0]} of {arm} {middle[0]:.3g} to {middle[-1]:.3g}")
+            axes.set_title(panel.title, loc="left", fontsize=10)
+            use_integer_ticks(axes)
+        for axes in places[-COLUMNS:]:
+            axes.set_xlabel("round")
+        for arm in names:
+            places[0].plot([], [], color=style[arm].color, marker=style[arm].marker, label=arm)
+        figure.legend(loc="outside upper left", ncols=len(names), frameon=False)
+        png = to_png(figure)
+    caption = (
+        "Training round by round: the mean over seeds, and from the lowest seed to the highest. Each discriminator is "
+        "judged on what its own generator replaced."
+    )
+    return (Picture("training", png, caption, "First round to last: " + "; ".join(ends)),)
+
+
+def _curve(run: Run, panel: _Panel) -> list[float]:
+    """Return a number of each round of a run; nothing where the run has none, as plain has no force."""
+    found = []
+    path = run.folder / EPOCHS
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        value: Any = json.loads(line)
+        for name in panel.path:
+            if name not in value:
+                raise DataError(f"{path}, line {number} has no {'.'.join(panel.path)}; make the run again.")
+            value = value[name]
+        if value is None:
+            return []
+        found.append(panel.factor * float(value))
+    return found

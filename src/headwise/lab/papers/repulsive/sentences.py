@@ -10,7 +10,7 @@ from headwise.lab.analyses.registry import FORCE_DIRECTIONS
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.repulsive.strength_pictures import strengths
+from headwise.lab.papers.repulsive.figures import strengths
 from headwise.lab.papers.sizes import Size, Sizes
 
 # Repulsive weight of the released commands, whose step size is 1; their kernel gradient is another (DEVIATIONS.md).
