@@ -14,7 +14,7 @@ from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure
 from headwise.lab.experiment.method import Repel
 from headwise.lab.jobs import pool
-from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, drawn_arm, tune
+from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, draw_arm, tune
 from lab.tasks.logic.logic_toy import TOY
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -31,9 +31,9 @@ def quiet() -> Console:
 
 
 def test_the_first_draw_is_the_arm_as_given_and_a_given_setting_is_kept():
-    assert drawn_arm(tuning("svgd"), 0) == parse_arm("svgd")
+    assert draw_arm(tuning("svgd"), 0) == parse_arm("svgd")
     for index in range(1, 6):
-        arm = drawn_arm(tuning("svgd:step_size=0.5,learning_rate=0.01+em"), index)
+        arm = draw_arm(tuning("svgd:step_size=0.5,learning_rate=0.01+em"), index)
         assert arm.find(Repel).rule.step_size == 0.5
         assert arm.learning_rate == 0.01
         assert arm.find(Repel).rule.alpha != 0.01
@@ -41,17 +41,17 @@ def test_the_first_draw_is_the_arm_as_given_and_a_given_setting_is_kept():
 
 def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlier_ones():
     def rates(arm, draws, seed=1):
-        return [drawn_arm(tuning(arm, draws=draws, seed=seed), index).learning_rate for index in range(1, 4)]
+        return [draw_arm(tuning(arm, draws=draws, seed=seed), index).learning_rate for index in range(1, 4)]
 
     assert rates("plain", 4) == rates("em", 9)
     assert len(set(rates("plain", 4))) == 3
     assert rates("plain", 4) != rates("plain", 4, seed=2)
-    assert drawn_arm(tuning("output", draws=4), 2) == drawn_arm(tuning("output", draws=9), 2)
+    assert draw_arm(tuning("output", draws=4), 2) == draw_arm(tuning("output", draws=9), 2)
 
 
 @pytest.mark.parametrize("name", list(named_arms()))
 def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
-    arms = [drawn_arm(tuning(name), index) for index in range(1, 25)]
+    arms = [draw_arm(tuning(name), index) for index in range(1, 25)]
     assert all(SMALL.learning_rate / 3.01 <= arm.learning_rate <= SMALL.learning_rate * 3.01 for arm in arms)
     for setting, path in list_settings(named_arms()[name]).items():
         if setting not in RANGES:
@@ -73,7 +73,7 @@ def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
 
 def test_the_controls_keep_what_makes_them_controls():
     for index in range(1, 6):
-        assert drawn_arm(tuning("smooth"), index).methods == named_arms()["smooth"].methods
+        assert draw_arm(tuning("smooth"), index).methods == named_arms()["smooth"].methods
 
 
 def test_the_best_draw_on_dev_is_the_result_and_all_are_kept(tmp_path, inline):

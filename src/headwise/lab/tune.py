@@ -137,15 +137,15 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         "seed": tuning.seed,
     }
     run_folder.require_same(tuning.out / TUNING, record)
-    if len(list_scales(task, _job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
+    if len(list_scales(task, _make_job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
-    arms = [drawn_arm(tuning, index) for index in range(tuning.draws)]
+    arms = [draw_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)
     run_folder.write_json(tuning.out / TUNING, record)
     home = tuning.out / parse_arm(tuning.arm).folder
-    jobs = [_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
+    jobs = [_make_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
     left = [job for job in jobs if not run_folder.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
     scored = [
@@ -162,7 +162,7 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     return Tuned(best, score, tuple(failures))
 
 
-def drawn_arm(tuning: Tuning, index: int) -> Arm:
+def draw_arm(tuning: Tuning, index: int) -> Arm:
     """Return one draw of an arm; draw 0 is the arm as it is given.
 
     A draw depends on the seed, its number and the setting alone, so that all arms see the same learning rates and
@@ -189,7 +189,7 @@ def _draw(where: LogUniform | Uniform | Choice, seed: int, index: int, name: str
     return where.draw(random.Random(key(seed, "tune", index, name)))
 
 
-def _job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int) -> Job:
+def _make_job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int) -> Job:
     settings = RunSettings(
         tuning.task,
         tuning.scale,

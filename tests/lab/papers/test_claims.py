@@ -10,7 +10,7 @@ import pytest
 from headwise.errors import DataError
 from headwise.lab.papers.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
-from headwise.lab.papers.records import claims_grid
+from headwise.lab.papers.records import build_claims_grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from lab.results.synthetic_comparison import Drawn, write_comparison
@@ -143,8 +143,8 @@ def test_a_contrast_of_a_number_is_tested_over_seeds_alone(tmp_path):
 
 def test_a_number_of_one_run_is_shown_without_interval_and_p(tmp_path):
     falls = Claim("Losses fall.", (Contrast("plain", "svgd", measure="NLL"),))
-    one = claims_grid(judge([falls], {"": numbered(tmp_path, "a", plain=[2.0], svgd=[1.5])}))
-    two = claims_grid(judge([falls], {"": numbered(tmp_path, "b", plain=[2.0, 2.1], svgd=[1.5, 1.7])}))
+    one = build_claims_grid(judge([falls], {"": numbered(tmp_path, "a", plain=[2.0], svgd=[1.5])}))
+    two = build_claims_grid(judge([falls], {"": numbered(tmp_path, "b", plain=[2.0, 2.1], svgd=[1.5, 1.7])}))
     assert one is not None
     assert two is not None
     assert one.rows == (("Losses fall.", "NLL of plain over svgd: +0.5 (one run)", "no verdict (1 seed)"),)

@@ -19,9 +19,9 @@ from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.initial_runs import read_begun
 from headwise.lab.papers.listing import show_plans
 from headwise.lab.papers.records import Reproduced, render
-from headwise.lab.papers.repulsive.glue import SVGD, averages
+from headwise.lab.papers.repulsive.glue import SVGD, average_sets
 from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.papers.sizes import sized
+from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.glue import scales
 from headwise.lab.tasks.pretraining import scales as pretraining_scales
@@ -68,9 +68,9 @@ def test_the_table_names_the_eight_sets_and_the_second_way_to_rte():
     assert [round(float(np.mean(printed[arm][:8])), 1) for arm in ("plain", SVGD)] == [80.0, 80.2]
     second = {arm: [*scores[:7], scores[8]] for arm, scores in printed.items()}
     assert [round(float(np.mean(second[arm])), 1) for arm in ("plain", SVGD)] == [80.5, 81.3]
-    assert list(averages(SETS)) == ["Avg. of 8", "Avg. of 8, RTE after MNLI"]
+    assert list(average_sets(SETS)) == ["Avg. of 8", "Avg. of 8, RTE after MNLI"]
     for scale, longer in (("cpu", 5), ("gpu", 10), ("paper", 10)):
-        found = {p.name: sized(p.sizes[scale], scales.GLUE_SCALES).epochs for p in TABLE.parts}
+        found = {p.name: resize_scale(p.sizes[scale], scales.GLUE_SCALES).epochs for p in TABLE.parts}
         assert [name for name, epochs in found.items() if epochs == longer] == ["STS-B", "RTE", "RTE after MNLI"]
 
 

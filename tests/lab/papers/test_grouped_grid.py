@@ -16,7 +16,7 @@ from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.seeding import key
 from headwise.lab.papers import grouped_table
 from headwise.lab.papers.claims import Contrast
-from headwise.lab.papers.grouped_table import grouped_grid
+from headwise.lab.papers.grouped_table import build_grouped_grid
 from headwise.lab.papers.reproduction import Column, PaperRow, Published
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.statistics import estimate, score
@@ -70,7 +70,7 @@ def table(**shares: float) -> Any:
 
 def grid(**tables: Any) -> dict[str, tuple[str, ...]]:
     evidence = {part: one.evidence for part, one in tables.items()}
-    found = grouped_grid("A table", PUBLISHED, GROUPS, tables, evidence, lambda _part, arm: arm)
+    found = build_grouped_grid("A table", PUBLISHED, GROUPS, tables, evidence, lambda _part, arm: arm)
     assert found.header == ("task", "majority", "plain, paper", "plain, here", "em, here")
     assert "in parentheses what is not told to be better than the majority baseline, or than guessing" in found.title
     assert "Holm-adjusted over all scores of the grid" in found.title

@@ -11,7 +11,7 @@ from rich.console import Console
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
-from headwise.lab.papers.sizes import sized
+from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -57,7 +57,7 @@ def test_the_translation_table_has_a_head_for_each_role_at_every_scale():
     assert TABLE_2.scales == ("demo", "cpu", "gpu", "paper")
     for scale in TABLE_2.scales:
         (part,) = TABLE_2.parts_at(scale)
-        assert sized(part.sizes[scale], TRANSLATION_SCALES).heads == 8
+        assert resize_scale(part.sizes[scale], TRANSLATION_SCALES).heads == 8
     published = {row.name: (row.arm, *row.cells) for row in TABLE_2.published.rows}
     assert published["Transformer-Guided-Attn"] == ("guided", "38.8")
     assert published["AED + BPE* (quoted, not run)"] == ("", "34.2")

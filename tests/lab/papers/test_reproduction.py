@@ -13,11 +13,11 @@ from rich.console import Console
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.papers import run as reproduce
-from headwise.lab.papers.data import corpus_name, folder_word
-from headwise.lab.papers.figures import curve
+from headwise.lab.papers.data import find_corpus_name, name_data
+from headwise.lab.papers.figures import draw_curve
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.listing import show_list, show_plans
-from headwise.lab.papers.records import Reproduced, published_grid, render
+from headwise.lab.papers.records import Reproduced, build_published_grid, render
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.run import Plan, do_plans, make_plans, report
 from headwise.lab.papers.sizes import Size
@@ -195,11 +195,11 @@ def test_a_corpus_has_the_name_of_its_record_and_a_part_of_one_another(tmp_path)
     place = tmp_path / "cache" / "translation-1"
     place.mkdir(parents=True)
     (place / "record.json").write_text(json.dumps({"fingerprint": "1", "corpus": "wmt14", "layout": "partial"}))
-    assert corpus_name("1", None, tmp_path / "cache") == "wmt14-partial"
-    assert corpus_name("2", place, tmp_path / "cache") == ""
+    assert find_corpus_name("1", None, tmp_path / "cache") == "wmt14-partial"
+    assert find_corpus_name("2", place, tmp_path / "cache") == ""
     (place / "record.json").write_text(json.dumps({"fingerprint": "1", "corpus": "wmt14", "layout": "official"}))
-    assert corpus_name("1", place, tmp_path / "elsewhere") == "wmt14"
-    assert folder_word(Path("a b/c:d e")) == "c_d_e"
+    assert find_corpus_name("1", place, tmp_path / "elsewhere") == "wmt14"
+    assert name_data(Path("a b/c:d e")) == "c_d_e"
 
 
 def published(tmp_path, data="iwslt14", scale="paper"):
@@ -225,7 +225,7 @@ def published(tmp_path, data="iwslt14", scale="paper"):
 
 
 def test_the_papers_numbers_stand_beside_ours(tmp_path):
-    grid = published_grid(published(tmp_path, scale="demo"))
+    grid = build_published_grid(published(tmp_path, scale="demo"))
     assert grid.header == (
         *("the paper's row", "part", "arm", "BLEU, paper", "BLEU, here", "Speed, paper", "step time over plain, here"),
         *("Para., paper", "parameters, here", "more, paper"),
@@ -252,11 +252,11 @@ def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path, monkeypatch):
         results = read_results(write_comparison(tmp_path / part, arms, items=20, seeds=(0, 1)))
         numbers = {(arm.name, seed): {"NLL": 2.0 + place + seed / 10} for arm in arms for seed in (0, 1)}
         evidence[part], tables[part] = Evidence(results, numbers), make_table(results)
-    picture = curve("NLL", evidence, tables)
+    picture = draw_curve("NLL", evidence, tables)
     assert picture.alt == "plain: 2 heads 2.050, 4 heads 3.050; svgd: 4 heads 3.050"
     assert picture.png.startswith(b"\x89PNG")
-    assert curve("NLL", {"2 heads": evidence["2 heads"]}, {"2 heads": tables["2 heads"]}) is None
-    assert curve("absent", evidence, tables) is None
+    assert draw_curve("NLL", {"2 heads": evidence["2 heads"]}, {"2 heads": tables["2 heads"]}) is None
+    assert draw_curve("absent", evidence, tables) is None
     assert picture.caption == "NLL by part: each dot a seed, each line an arm's means, its band from seed to seed."
     sets = {"Twitter": evidence["2 heads"], "Wikipedia": evidence["4 heads"]}
     named = dict(zip(sets, tables.values(), strict=True))
@@ -268,9 +268,9 @@ def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path, monkeypatch):
         return draw(axes, x, *rest, **look)
 
     monkeypatch.setattr(matplotlib.axes.Axes, "plot", seen)
-    assert curve("NLL", sets, named).caption == "NLL by part: each dot a seed, each large mark an arm's mean."
+    assert draw_curve("NLL", sets, named).caption == "NLL by part: each dot a seed, each large mark an arm's mean."
     assert set(lines) == {1}, "sets have no order that a line could follow"
-    curve("NLL", evidence, tables)
+    draw_curve("NLL", evidence, tables)
     assert 2 in lines
 
 

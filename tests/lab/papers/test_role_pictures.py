@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwise.lab.papers.claims import judge
-from headwise.lab.papers.guided.role_pictures import worth_of_roles
+from headwise.lab.papers.guided.role_pictures import draw_role_worth
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2
 from headwise.lab.papers.records import Reproduced, write_records
 from headwise.lab.results.cells import signed
@@ -32,7 +32,7 @@ def evidence(tmp_path: Path) -> dict[str, Evidence]:
 
 
 def test_each_mark_is_the_mean_over_sets_of_the_lead_over_what_replaced_the_role(evidence):
-    picture = worth_of_roles(judge(FIGURE_2.claims, evidence))
+    picture = draw_role_worth(judge(FIGURE_2.claims, evidence))
     assert picture is not None
     assert picture.png.startswith(b"\x89PNG")
     assert f"mean of {', '.join(ALL)}" in picture.caption
@@ -55,7 +55,7 @@ def test_each_mark_is_the_mean_over_sets_of_the_lead_over_what_replaced_the_role
 
 def test_without_all_sets_there_is_nothing_to_draw(evidence):
     del evidence["MR"]
-    assert worth_of_roles(judge(FIGURE_2.claims, evidence)) is None
+    assert draw_role_worth(judge(FIGURE_2.claims, evidence)) is None
 
 
 def test_the_figure_stands_in_the_record_and_on_its_page(evidence, tmp_path):

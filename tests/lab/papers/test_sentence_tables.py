@@ -13,7 +13,7 @@ from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.papers.sizes import Size, sized
+from headwise.lab.papers.sizes import Size, resize_scale
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise.plots import sentence_heatmap, to_png
 from lab.command import refused
@@ -77,15 +77,15 @@ def test_every_id_is_there_once_and_every_arm_of_a_claim_is_run():
 
 def test_the_papers_scale_has_the_papers_sizes():
     parts = {part.name: part for part in REPRODUCTIONS["repulsive/table-1"].parts}
-    sizes = {name: sized(part.sizes["paper"], SENTENCE_SCALES) for name, part in parts.items()}
+    sizes = {name: resize_scale(part.sizes["paper"], SENTENCE_SCALES) for name, part in parts.items()}
     assert [(one.hidden, one.attention, one.heads) for one in sizes.values()] == [
         (2000, 350, 30),
         (3000, 350, 30),
         (4000, 150, 30),
     ]
     bullying = REPRODUCTIONS["repulsive-v1/table-6"].parts[1]
-    assert sized(bullying.sizes["cpu"], SENTENCE_SCALES).positive == 0.117
-    assert sized(Size("cpu", sets=("heads=15",)), SENTENCE_SCALES).name == "cpu-heads=15"
+    assert resize_scale(bullying.sizes["cpu"], SENTENCE_SCALES).positive == 0.117
+    assert resize_scale(Size("cpu", sets=("heads=15",)), SENTENCE_SCALES).name == "cpu-heads=15"
 
 
 @pytest.mark.usefixtures("inline")

@@ -16,7 +16,7 @@ from headwise.lab.papers.diversify.tables import DIVERSIFY
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.repulsive.translation import REPULSIVE
-from headwise.lab.papers.sizes import Size, arm_name, arm_names, base, big, sized, small
+from headwise.lab.papers.sizes import Size, arm_name, arm_names, base, big, resize_scale, small
 from headwise.lab.tasks.logic.task import LogicTask
 from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -73,7 +73,7 @@ def test_arms_are_told_apart_at_the_papers_scale_and_each_part_has_plain(reprodu
 @cache
 def smallest_of(scale: str, times: int, heads: int | None):
     """A model with the layers and heads of a size and no more than that."""
-    model = sized(Size(scale, times, heads), TRANSLATION_SCALES)
+    model = resize_scale(Size(scale, times, heads), TRANSLATION_SCALES)
     width = 64 * (1 + (model.width > 64))
     return dataclasses.replace(model, width=width, hidden=4, vocabulary_size=8)
 
@@ -125,12 +125,12 @@ def test_words_in_braces_name_the_layers_of_the_model_at_hand():
 
 def test_sizes_double_and_the_papers_are_the_tasks_own():
     demo = TRANSLATION_SCALES["demo"]
-    twice = sized(big("wmt14")["demo"], TRANSLATION_SCALES)
+    twice = resize_scale(big("wmt14")["demo"], TRANSLATION_SCALES)
     assert (twice.width, twice.hidden, twice.heads) == (2 * demo.width, 2 * demo.hidden, 2 * demo.heads)
     assert (twice.epochs, twice.encoder_layers) == (demo.epochs, demo.encoder_layers)
-    assert sized(small(heads=4)["demo"], TRANSLATION_SCALES) is demo
-    assert sized(small(heads=8)["paper"], TRANSLATION_SCALES).heads == 8
-    names = [sized(sizes("wmt14")["paper"], TRANSLATION_SCALES).name for sizes in (base, big)]
+    assert resize_scale(small(heads=4)["demo"], TRANSLATION_SCALES) is demo
+    assert resize_scale(small(heads=8)["paper"], TRANSLATION_SCALES).heads == 8
+    names = [resize_scale(sizes("wmt14")["paper"], TRANSLATION_SCALES).name for sizes in (base, big)]
     assert names == ["paper-base", "paper-big"]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.papers.repulsive import training_curves as module
-from headwise.lab.papers.repulsive.figures import training_curves
+from headwise.lab.papers.repulsive import figures as module
+from headwise.lab.papers.repulsive.figures import draw_training_curves
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import read_table
@@ -39,7 +39,7 @@ def pretrained(out: Path, rounds: int = 4) -> Path:
 
 
 def drawn(out: Path):
-    return training_curves("", out, Evidence(read_results(out)), read_table(out))
+    return draw_training_curves("", out, Evidence(read_results(out)), read_table(out))
 
 
 def test_each_number_has_a_curve_of_each_arm_that_has_it(tmp_path, monkeypatch):

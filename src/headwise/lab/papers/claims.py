@@ -199,8 +199,8 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
         return Found(contrast, None, reason="is one arm at this scale")
     if contrast.over:
         leads = _mean_leads(contrast, parts)
-        return _found(contrast, leads)
-    terms = _terms(contrast)
+        return _estimate_claim(contrast, leads)
+    terms = _read_terms(contrast)
     if any(term.part not in parts for term in terms):
         return Found(contrast, None, reason="was not run")
     if contrast.measure is not None:
@@ -211,22 +211,22 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
         if not _share_items(terms, parts):
             return Found(contrast, None, reason="is on different test sets")
         leads = _item_leads(terms, parts)
-    return _found(contrast, leads)
+    return _estimate_claim(contrast, leads)
 
 
-def _found(contrast: Contrast, leads: Leads | str) -> Found:
+def _estimate_claim(contrast: Contrast, leads: Leads | str) -> Found:
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
     return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=key("claim", str(contrast))))
 
 
-def _terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
+def _read_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
     one, other = contrast.parts[:2]
     ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
     terms = []
     for weight, bins in ranges:
         terms += [_Term(weight, one, contrast.arm, bins), _Term(-weight, other, contrast.against, bins)]
-    return terms + ([] if contrast.less is None else _terms(contrast.less, -sign))
+    return terms + ([] if contrast.less is None else _read_terms(contrast.less, -sign))
 
 
 def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
@@ -256,7 +256,7 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | st
         for part in mean.over:
             kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
             own = {part: replace(parts[part], results=replace(parts[part].results, runs=kept))}
-            found = _item_leads(_terms(replace(mean, part=part, over=(), less=None)), own)
+            found = _item_leads(_read_terms(replace(mean, part=part, over=(), less=None)), own)
             if isinstance(found, str):
                 return found
             leads.append((sign / len(mean.over), found))

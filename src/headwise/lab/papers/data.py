@@ -20,21 +20,21 @@ PARTIAL = "partial"
 FORMS = (".txt", ".txt.gz")
 
 
-def folder_word(data: Path | None) -> str:
+def name_data(data: Path | None) -> str:
     """Return what a comparison's folder calls its data: the name of the data's folder.
 
-    >>> folder_word(Path("corpora/WMT 14 (parts)")), folder_word(None)
+    >>> name_data(Path("corpora/WMT 14 (parts)")), name_data(None)
     ('WMT_14_parts', '')
     """
     return "" if data is None else re.sub(r"[^\w.+-]+", "_", data.resolve().name).strip("_")
 
 
-def is_there(data: Path) -> bool:
+def exists(data: Path) -> bool:
     """Return whether there is data of that name: a folder or a file, or a file with .txt or .txt.gz behind it."""
     return data.exists() or any(data.with_name(data.name + form).is_file() for form in FORMS)
 
 
-def corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
+def find_corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
     """Return the name of the corpus with this fingerprint, "" where the task has no corpora.
 
     Args:
@@ -56,7 +56,7 @@ def corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
 TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
 
 
-def text_of(data: Path | None) -> Path | None:
+def find_text(data: Path | None) -> Path | None:
     """Return where in a folder of several kinds of data the text to pre-train on lies.
 
     Raises:
@@ -73,19 +73,19 @@ def text_of(data: Path | None) -> Path | None:
     return found
 
 
-def data_of(reproduction: Reproduction, data: Path | None) -> Path | None:
+def find_data(reproduction: Reproduction, data: Path | None) -> Path | None:
     """Return the folder that the sets of a reproduction's parts lie in."""
     if data is None or not reproduction.folder or not (data / reproduction.folder).is_dir():
         return data
     return data / reproduction.folder
 
 
-def folder_of_part(reproduction: Reproduction, data: Path | None, corpus: str | None, scale: str) -> Path | None:
+def find_part_folder(reproduction: Reproduction, data: Path | None, corpus: str | None, scale: str) -> Path | None:
     """Return the folder of a corpus, or of all data where a part has no corpus of its own."""
     if data is None or corpus is None:
         return data
     own, corpora = data / corpus, reproduction.corpora_at(scale)
-    if is_there(own):
+    if exists(own):
         return own
     if len(corpora) > 1:
         raise DataError(
@@ -115,7 +115,7 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
     """
     if not reproduction.partial and reproduction.made is None:
         return reproduction
-    task, place = named_task(reproduction.task), data_of(reproduction, data)
+    task, place = named_task(reproduction.task), find_data(reproduction, data)
     at = replace(reproduction, parts=reproduction.parts_at(scale))
     there: list[str] = []
     absent: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _lack(task: Task, place: Path, corpus: str | None) -> str:
     """Return what of a part's data lacks, "" where nothing does."""
     if corpus is None:
         return ""
-    if not is_there(place / corpus):
+    if not exists(place / corpus):
         return "not there"
     found = task.missing_file(place / corpus)
     return f"no {found}" if found else ""

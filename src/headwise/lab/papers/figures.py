@@ -24,7 +24,7 @@ from headwise.plots.sweeps import draw_sweep
 COLUMNS = 3
 
 
-def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
+def draw_curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
     """Return a number of each arm over the parts, seeds as dots and means as marks; None with fewer than two parts.
 
     Means are joined by a line where the parts are numbers of something, as in "5 heads".
@@ -61,7 +61,7 @@ def curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, T
     )
 
 
-def head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> Picture | None:
+def draw_head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> Picture | None:
     """Return a t-SNE map of the heads' vectors of every arm under the first seed; None with fewer than three vectors.
 
     Args:

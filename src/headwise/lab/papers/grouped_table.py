@@ -30,7 +30,7 @@ MARKED = (
 )
 
 
-def grouped_grid(
+def build_grouped_grid(
     title: str,
     published: Published,
     groups: Mapping[str, Sequence[str]],
@@ -61,7 +61,7 @@ def grouped_grid(
     rows = []
     for group, members in groups.items():
         there = [part for part in members if part in tables]
-        rows += [(part, *_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
+        rows += [(part, *_build_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
         if there:
             means = []
             for arm in arms:
@@ -77,7 +77,7 @@ def grouped_grid(
     return Grid(title + MARKED, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
 
 
-def _row(
+def _build_row(
     part: str,
     arms: Sequence[str],
     known: Sequence[str],
@@ -111,7 +111,7 @@ def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) ->
         for row in table.arms:
             runs = list(by_seed(results.runs, row.arm).values())
             # of many labels the most frequent one may not occur in test at all
-            floor = max(majority.score.value, 1.0 / _labels(runs[0].folder))
+            floor = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
             scores = np.stack([results.metric.values(run.statistics) for run in runs])
             found = estimate(scores - floor, seed=key("chance", part, row.arm))
             p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
@@ -119,7 +119,7 @@ def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) ->
     return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}
 
 
-def _labels(folder: Path) -> int:
+def _count_labels(folder: Path) -> int:
     kept = read_json(folder / VOCABULARY)
     try:
         return len(kept["labels"])

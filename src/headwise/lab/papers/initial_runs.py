@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.papers.data import corpus_name
+from headwise.lab.papers.data import find_corpus_name
 from headwise.lab.results.runs import COMPARISON
 
 
@@ -66,7 +66,7 @@ def read_begun(place: Path, data: Path | None, cache: Path) -> Begun:
         steps = record["sizes"].get("steps")
     except (KeyError, TypeError, AttributeError):
         raise DataError(f"{place / COMPARISON} is not the record of a comparison; make it again.") from None
-    named = f"{corpus_name(fingerprint, data, cache)} {fingerprint}".strip()
+    named = f"{find_corpus_name(fingerprint, data, cache)} {fingerprint}".strip()
     return Begun(task, scale, None if steps is None else int(steps), named)
 
 

@@ -21,8 +21,8 @@ from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.run import Plan, seeds_at
-from headwise.lab.papers.sizes import sized
+from headwise.lab.papers.run import Plan, choose_seeds
+from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.runs import COMPARISON
 
@@ -36,7 +36,10 @@ def show_list(out: Path, scale: str, console: Console) -> None:
             cells = NONE, NONE
         else:
             arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
-            cells = f"{arms} arms x {seeds_at(scale)}", _hours(_past_seconds(out, reproduction, scale), seeds_at(scale))
+            cells = (
+                f"{arms} arms x {choose_seeds(scale)}",
+                _hours(_past_seconds(out, reproduction, scale), choose_seeds(scale)),
+            )
         shown.add_row(reproduction.id, Text(f"{reproduction.title} ({reproduction.source})"), *cells)
     console.print(shown)
     console.print(
@@ -65,7 +68,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
         seconds.append(_cost(plan.finished, open_runs))
     console.print(shown)
     total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
-    cost = "no run of each size has finished, so what they cost is not known" if total is None else _spent(total)
+    cost = "no run of each size has finished, so what they cost is not known" if total is None else _write_spent(total)
     console.print(f"{left} runs to do: {cost}.", highlight=False)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
@@ -84,9 +87,9 @@ def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | 
     scales, total = named_task(reproduction.task).scales, 0.0
     for part in reproduction.parts_at(scale):
         arms = reproduction.arms_at(scale, scales)[part.name]
-        stem = f"{reproduction.task}-{sized(part.sizes[scale], scales).name}"
+        stem = f"{reproduction.task}-{resize_scale(part.sizes[scale], scales).name}"
         folders = [place for place in (out / stem, *out.glob(f"{stem}-*")) if (place / COMPARISON).exists()]
-        same = [place for place in folders if _scale_of(place) == sized(part.sizes[scale], scales).name]
+        same = [place for place in folders if _find_scale(place) == resize_scale(part.sizes[scale], scales).name]
         past = [
             seconds
             for place in same
@@ -100,7 +103,7 @@ def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | 
     return total
 
 
-def _scale_of(comparison: Path) -> str | None:
+def _find_scale(comparison: Path) -> str | None:
     record = runs.read_json(comparison / COMPARISON)
     return record.get("scale") if isinstance(record, dict) else None
 
@@ -117,5 +120,5 @@ def _hours(seconds: float | None, seeds: int) -> str:
     return "not known" if seconds is None else f"{seeds * seconds / 3600:.1f}"
 
 
-def _spent(seconds: float) -> str:
+def _write_spent(seconds: float) -> str:
     return f"about {seconds / 3600:.1f} hours of training, one run after the other"

@@ -72,12 +72,12 @@ class Numbers:
 
     def text(self, parts: Mapping[str, Evidence]) -> str:
         """Return "label: arm number, arm number"."""
-        return _listed(self.label, self.part, [(arm, self._written(arm, parts)) for arm in self.arms])
+        return _join_names(self.label, self.part, [(arm, self._write(arm, parts)) for arm in self.arms])
 
     def _mean(self, arm: str, parts: Mapping[str, Evidence]) -> float | None:
         return parts[self.part].mean(arm, self.measure) if self.part in parts else None
 
-    def _written(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
         value = self._mean(arm, parts)
         if value is not None:
             return f"{self.scale * value:,.{self.digits}f}"
@@ -112,7 +112,7 @@ class StepTimes:
     def text(self, parts: Mapping[str, Evidence]) -> str:
         """Return "step time over plain: arm ratio, arm ratio"."""
         found = [(arm, self._ratio(arm, parts)) for arm in self.arms]
-        return _listed("step time over plain", self.part, found)
+        return _join_names("step time over plain", self.part, found)
 
     def _ratio(self, arm: str, parts: Mapping[str, Evidence]) -> str:
         if self.part not in parts:
@@ -170,6 +170,6 @@ class Least:
         )
 
 
-def _listed(label: str, part: str, found: list[tuple[str, str]]) -> str:
+def _join_names(label: str, part: str, found: list[tuple[str, str]]) -> str:
     place = f" in {part}" if part else ""
     return f"{label}{place}: " + ", ".join(f"{arm} {value}" for arm, value in found)

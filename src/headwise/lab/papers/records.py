@@ -17,7 +17,7 @@ from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_json, write_text
 from headwise.lab.papers.claims import Found, Judged, judge
-from headwise.lab.papers.grouped_table import grouped_grid
+from headwise.lab.papers.grouped_table import build_grouped_grid
 from headwise.lab.papers.initial_runs import Begun
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, lack_of
 from headwise.lab.results.cells import NONE, Grid, number, percent
@@ -106,7 +106,7 @@ class Reproduced:
         return all(sizes[part].corpus is not None and sizes[part].corpus == self.data[part] for part in self.evidence)
 
 
-def claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
+def build_claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
     """Return the claims, what was found for each, and the verdicts; None where no claim speaks of these parts."""
     if not judged:
         return None
@@ -114,7 +114,7 @@ def claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
     return Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")
 
 
-def published_grid(found: Reproduced) -> Grid | None:
+def build_published_grid(found: Reproduced) -> Grid | None:
     """Return the paper's numbers beside ours, or None where it prints none."""
     published = found.reproduction.published
     if published is None:
@@ -122,7 +122,7 @@ def published_grid(found: Reproduced) -> Grid | None:
     title = f"The paper's numbers ({published.on}) beside ours ({_place(found)})"
     if found.reproduction.groups:
         groups = found.reproduction.groups
-        return grouped_grid(title, published, groups, found.tables, found.evidence, found.canonical)
+        return build_grouped_grid(title, published, groups, found.tables, found.evidence, found.canonical)
     several = len({row.part for row in published.rows}) > 1
     header = ["the paper's row", *(["part"] if several else []), "arm"]
     for place, column in enumerate(published.columns):
@@ -131,7 +131,7 @@ def published_grid(found: Reproduced) -> Grid | None:
     return Grid(title, tuple(header), rows, "l" * (2 + several) + "r" * (len(header) - 2 - several))
 
 
-def measures_grid(found: Reproduced) -> Grid | None:
+def build_measures_grid(found: Reproduced) -> Grid | None:
     """Return the numbers that a reproduction is about, arms by parts, or None where it is about the score."""
     reproduction = found.reproduction
     if not reproduction.measures:
@@ -145,7 +145,7 @@ def measures_grid(found: Reproduced) -> Grid | None:
     return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
 
 
-def summed_grid(found: Reproduced) -> Grid | None:
+def build_summed_grid(found: Reproduced) -> Grid | None:
     """Return the grid of all parts together, or None where a reproduction has none."""
     summed = found.reproduction.summed
     return None if summed is None else summed(found.evidence, found.tables)
@@ -154,11 +154,11 @@ def summed_grid(found: Reproduced) -> Grid | None:
 def record(found: Reproduced, command: str) -> dict[str, Any]:
     """Return everything that RESULTS.md shows of a reproduction, as JSON data."""
     reproduction, tables = found.reproduction, found.tables
-    published = published_grid(found)
-    measured = measures_grid(found)
+    published = build_published_grid(found)
+    measured = build_measures_grid(found)
     # what is about other numbers than the score shows of the score the verdicts alone
     chosen = list_grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
-    every = [_titled(grid, part) for part, table in tables.items() for grid in chosen(table)]
+    every = [_add_title(grid, part) for part, table in tables.items() for grid in chosen(table)]
     return {
         "id": reproduction.id,
         "title": reproduction.title,
@@ -181,7 +181,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
         ],
-        "grids": [_grid(one) for one in (summed_grid(found), measured, *every) if one is not None],
+        "grids": [_grid(one) for one in (build_summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
         "missing": [f"{run}{_in(part)}" for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
@@ -210,13 +210,13 @@ def render(paper: Path) -> str:
     parts = [INTRODUCTION]
     for path in paths:
         try:
-            parts.append(_section(read_json(path)))
+            parts.append(_render_section(read_json(path)))
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
     return "\n".join(parts)
 
 
-def _section(found: Mapping[str, Any]) -> str:
+def _render_section(found: Mapping[str, Any]) -> str:
     lines = [f"## {found['id']} at scale {found['scale']}: {found['title']}", "", f"Source: {found['source']}."]
     lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
     if found.get("described"):
@@ -243,10 +243,10 @@ def _section(found: Mapping[str, Any]) -> str:
 
 
 def _findings(judged: Judged) -> list[str]:
-    return [*(_contrast(found) for found in judged.found), *judged.shown]
+    return [*(_write_contrast(found) for found in judged.found), *judged.shown]
 
 
-def _contrast(found: Found) -> str:
+def _write_contrast(found: Found) -> str:
     if found.estimate is None:
         reason = found.reason.removeprefix("was ")
         return f"{found.contrast}: {reason}"
@@ -338,7 +338,7 @@ def _in(part: str) -> str:
     return f" in {part}" if part else ""
 
 
-def _titled(grid: Grid, part: str) -> Grid:
+def _add_title(grid: Grid, part: str) -> Grid:
     return replace(grid, title=f"{part}: {grid.title}") if part else grid
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.papers.claims import Claim, Judged
-from headwise.lab.papers.sizes import Sizes, arm_name, arm_names, sized
+from headwise.lab.papers.sizes import Sizes, arm_name, arm_names, resize_scale
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
@@ -208,11 +208,13 @@ class Reproduction:
 
     def arms_at(self, scale: str, scales: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """Return the canonical names of each part's arms at a scale; `scales` are the task's."""
-        return {part.name: arm_names(part.arms, sized(part.sizes[scale], scales)) for part in self.parts_at(scale)}
+        return {
+            part.name: arm_names(part.arms, resize_scale(part.sizes[scale], scales)) for part in self.parts_at(scale)
+        }
 
     def canonical(self, scale: str, scales: Mapping[str, Any]) -> Callable[[str, str], str]:
         """Return the function from (part, arm as written here) to the arm's canonical name at a scale."""
-        models = {part.name: sized(part.sizes[scale], scales) for part in self.parts_at(scale)}
+        models = {part.name: resize_scale(part.sizes[scale], scales) for part in self.parts_at(scale)}
         return lambda part, arm: arm if arm in self.baselines else arm_name(arm, models[part])
 
     def claims_at(self, scale: str, scales: Mapping[str, Any]) -> tuple[Claim, ...]:

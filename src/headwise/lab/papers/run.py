@@ -23,20 +23,20 @@ from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.papers.data import corpus_name, data_of, folder_of_part, folder_word, text_of
-from headwise.lab.papers.figures import curve, head_map
+from headwise.lab.papers.data import find_corpus_name, find_data, find_part_folder, find_text, name_data
+from headwise.lab.papers.figures import draw_curve, draw_head_map
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.initial_runs import Begun, read_begun, require_begun
 from headwise.lab.papers.records import (
     Reproduced,
-    claims_grid,
-    measures_grid,
-    published_grid,
-    summed_grid,
+    build_claims_grid,
+    build_measures_grid,
+    build_published_grid,
+    build_summed_grid,
     write_records,
 )
 from headwise.lab.papers.reproduction import Part, Reproduction
-from headwise.lab.papers.sizes import sized
+from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import STEP_TIME
@@ -73,7 +73,7 @@ class Plan:
         return [folder for folder in self.folders if runs.is_finished(folder)]
 
 
-def seeds_at(scale: str) -> int:
+def choose_seeds(scale: str) -> int:
     """Return how many seeds a reproduction takes unless told: five, which verdicts need; two for a look."""
     return 2 if scale == "demo" else 5
 
@@ -104,26 +104,28 @@ def make_plans(
         SettingError: An option is none of the task's.
     """
     task, before, text = named_task(reproduction.task), (), data
-    data, plans = data_of(reproduction, data), []
+    data, plans = find_data(reproduction, data), []
     if reproduction.after and options is not None and options.pretrained is not None:
         require_begun(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
     elif reproduction.after:
         first = REPRODUCTIONS[reproduction.after]
         options = options or ScaleOptions(scale)
         # as many pre-trainings of each arm as the fine-tunings begin with
-        starts: Any = with_options(sized(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name)
-        before = make_plans(first, scale, seeds=starts.starts, data=text_of(text), out=out, workers=workers)
+        starts: Any = with_options(
+            resize_scale(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name
+        )
+        before = make_plans(first, scale, seeds=starts.starts, data=find_text(text), out=out, workers=workers)
         options = replace(options, pretrained=before[0].comparison.out)
     for part in reproduction.parts_at(scale):
         begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
         if part.after and begun is None:
             raise DataError(f"{part.name} begins with the runs of {part.after}, which is not among the parts to run.")
-        folder = folder_of_part(reproduction, data, part.sizes[scale].corpus, scale)
-        model = sized(part.sizes[scale], task.scales)
+        folder = find_part_folder(reproduction, data, part.sizes[scale].corpus, scale)
+        model = resize_scale(part.sizes[scale], task.scales)
         if options is not None:
             asked = options if begun is None else replace(options, pretrained=begun)
             model = with_options(model, asked, reproduction.task)
-        words = reproduction.task, model.name, folder_word(folder), folder_word(getattr(model, "pretrained", None))
+        words = reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
         comparison = Comparison(
@@ -180,7 +182,7 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
 
 
 def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
-    jobs = [_named(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
+    jobs = [_name_job(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
     workers = plans[0].comparison.workers
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
@@ -216,16 +218,16 @@ def report(
     evidence, data = {}, {}
     for plan in plans:
         asked, part = plan.comparison, plan.part.name
-        found = _evidence_of(plan, console)
+        found = _read_part_evidence(plan, console)
         if found is not None:
             evidence[part] = found
-            data[part] = corpus_name(found.results.data, asked.data, out / CACHE)
+            data[part] = find_corpus_name(found.results.data, asked.data, out / CACHE)
     if not evidence:
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = {part: make_table(found.results) for part, found in evidence.items()}
     places = {plan.part.name: plan.comparison.out for plan in plans}
-    drawn = _pictures(reproduction, places, evidence, tables)
-    begun = _begun(plans, out / CACHE) if reproduction.after else None
+    drawn = _draw_pictures(reproduction, places, evidence, tables)
+    begun = _read_initial_runs(plans, out / CACHE) if reproduction.after else None
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     _write_pages(reproduction, plans, evidence, place, console)
@@ -235,8 +237,8 @@ def report(
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
-    made = summed_grid(reproduced), measures_grid(reproduced), published_grid(reproduced)
-    for grid in filter(None, (*made, claims_grid(reproduced.judged))):
+    made = build_summed_grid(reproduced), build_measures_grid(reproduced), build_published_grid(reproduced)
+    for grid in filter(None, (*made, build_claims_grid(reproduced.judged))):
         console.print(grid)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
@@ -245,23 +247,23 @@ def report(
     return reproduced
 
 
-def _begun(plans: Sequence[Plan], cache: Path) -> Begun:
+def _read_initial_runs(plans: Sequence[Plan], cache: Path) -> Begun:
     first = next(plan for plan in plans if not plan.part.after)
     data = first.before[0].comparison.data if first.before else None
     scale: Any = first.comparison.scale
     return read_begun(Path(scale.pretrained), data, cache)
 
 
-def _pictures(
+def _draw_pictures(
     reproduction: Reproduction,
     places: Mapping[str, Path],
     evidence: Mapping[str, Evidence],
     tables: Mapping[str, Table],
 ) -> tuple[Picture, ...]:
-    drawn = [curve(measure, evidence, tables) for measure in reproduction.measures]
+    drawn = [draw_curve(measure, evidence, tables) for measure in reproduction.measures]
     for part, found in evidence.items():
         if reproduction.analysis == HEAD_VECTORS:
-            drawn.append(head_map(HEAD_VECTORS, places[part], found, tables[part]))
+            drawn.append(draw_head_map(HEAD_VECTORS, places[part], found, tables[part]))
         if reproduction.drawn is not None:
             drawn += reproduction.drawn(part, places[part], found, tables[part])
     return tuple(picture for picture in drawn if picture is not None)
@@ -283,11 +285,11 @@ def _write_pages(
             console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _evidence_of(plan: Plan, console: Console) -> Evidence | None:
+def _read_part_evidence(plan: Plan, console: Console) -> Evidence | None:
     if plan.finished:
         test_in_pairs(plan.comparison.out, console)
     return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
 
 
-def _named(job: Job, plan: Plan) -> Job:
+def _name_job(job: Job, plan: Plan) -> Job:
     return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job

@@ -70,11 +70,12 @@ def big_few_heads(corpus: str) -> Sizes:
     return {**reduced, "paper": Size("paper-big-8-heads", corpus=corpus)}
 
 
-def sized(size: Size, scales: Mapping[str, Any]) -> Any:
+def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:
     """Return the scale of a size; the task's own where nothing differs, else one with a name of its own.
 
     >>> from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-    >>> [sized(Size("demo", **more), TRANSLATION_SCALES).name for more in ({"heads": 4}, {"heads": 2}, {"times": 2})]
+    >>> sizes = (Size("demo", **more) for more in ({"heads": 4}, {"heads": 2}, {"times": 2}))
+    >>> [resize_scale(size, TRANSLATION_SCALES).name for size in sizes]
     ['demo', 'demo-2-heads', 'demo-2-times']
     """
     scale, name = scales[size.scale], size.scale

@@ -26,7 +26,7 @@ REPLACED = {
 APART = 0.2
 
 
-def worth_of_roles(judged: Sequence[Judged]) -> Picture | None:
+def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
     """Return guided's mean lead over itself with a role replaced, a row a role, and over plain; None without any.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headwise.lab.experiment.guided import PARSED, ROLES
 from headwise.lab.papers.claims import Claim, Contrast
-from headwise.lab.papers.guided.role_pictures import worth_of_roles
+from headwise.lab.papers.guided.role_pictures import draw_role_worth
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
@@ -126,7 +126,7 @@ FIGURE_2 = Reproduction(
         "beside the padding mask of the figure, each role is replaced by a random mask with as many keys in each row, "
         "and the two roles of a parse by those of another sentence's; means are over the six sets, which count alike"
     ),
-    overview=worth_of_roles,
+    overview=draw_role_worth,
     claims=(
         Claim("The guided Transformer improves on the Transformer, on average over the sets.", _per_role(("plain",))),
         Claim("Removing any role lowers the accuracy, on average over the sets.", _per_role(_DROPPED)),

@@ -75,7 +75,7 @@ class AttentionMaps:
         )
 
 
-def reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
+def draw_reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the reliability diagram of all arms and seeds."""
     runs = {
         row.arm: [read_reliability(one) for one in _analyses(folder, row.arm, evidence, RELIABILITY)]
@@ -97,7 +97,7 @@ def reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> 
     )
 
 
-def entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
+def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the distribution of the entropy of answers to texts of another kind, a curve an arm."""
     kept = {row.arm: _analyses(folder, row.arm, evidence, ENTROPY) for row in table.arms}
     kept = {arm: found for arm, found in kept.items() if found}
@@ -145,16 +145,16 @@ OUTPUTS = "distance of outputs: 1 - linear CKA"
 ATTENTION = "distance of attention: Jensen-Shannon, nats"
 
 
-def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
     """Return score and distance of outputs by force ratio, and distances of what heads compute by those of parameters.
 
     Each where at least two arms have both numbers.
     """
     drawn = (
         draw_score_by_force(table),
-        _scatter("outputs-by-force", evidence, table, (FORCE, _force), (OUTPUTS, _outputs), log=True),
-        _scatter("outputs-by-parameters", evidence, table, (PARAMETERS, _parameters), (OUTPUTS, _outputs)),
-        _scatter("attention-by-parameters", evidence, table, (PARAMETERS, _parameters), (ATTENTION, _attention)),
+        _draw_scatter("outputs-by-force", evidence, table, (FORCE, _force), (OUTPUTS, _outputs), log=True),
+        _draw_scatter("outputs-by-parameters", evidence, table, (PARAMETERS, _parameters), (OUTPUTS, _outputs)),
+        _draw_scatter("attention-by-parameters", evidence, table, (PARAMETERS, _parameters), (ATTENTION, _attention)),
     )
     named = f"-{part.lower()}" if part else ""
     said = f"{part}: " if part else ""
@@ -163,7 +163,7 @@ def strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tupl
     )
 
 
-def _scatter(
+def _draw_scatter(
     name: str,
     evidence: Evidence,
     table: Table,
@@ -229,7 +229,7 @@ class _Panel:
     factor: float = 1.0
 
 
-def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
     """Return losses of both networks, score on dev and force ratio by round; nothing with fewer than three rounds.
 
     Raises:
@@ -250,7 +250,7 @@ def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -
     with drawing_panels(len(panels), COLUMNS, panel=(3.9, 2.6), margin=(0.0, 0.5)) as (figure, places):
         for axes, panel in zip(places, panels, strict=True):
             for arm in names:
-                found = [values for run in runs if run.arm == arm and (values := _curve(run, panel))]
+                found = [values for run in runs if run.arm == arm and (values := _draw_curve(run, panel))]
                 if not found:
                     continue
                 rounds = list(zip(*found, strict=False))
@@ -274,7 +274,7 @@ def training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -
     return (Picture("training", png, caption, "First round to last: " + "; ".join(ends)),)
 
 
-def _curve(run: Run, panel: _Panel) -> list[float]:
+def _draw_curve(run: Run, panel: _Panel) -> list[float]:
     """Return a number of each round of a run; nothing where the run has none, as plain has no force."""
     found = []
     path = run.folder / EPOCHS

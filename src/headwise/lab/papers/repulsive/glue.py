@@ -14,7 +14,7 @@ from headwise.lab.experiment.seeding import key
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.repulsive.figures import training_curves
+from headwise.lab.papers.repulsive.figures import draw_training_curves
 from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.evidence import Evidence
@@ -25,7 +25,7 @@ from headwise.lab.results.table import Table
 AFTER = {"RTE after MNLI": "RTE"}
 
 
-def glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Grid:
+def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Grid:
     """Return arms by sets: mean with its 95 % interval, and the median over fine-tunings; last the averages.
 
     Args:
@@ -34,7 +34,7 @@ def glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> 
     """
     sets = list(evidence)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.rows))
-    ways = averages(sets)
+    ways = average_sets(sets)
     rows = []
     for arm in arms:
         cells = [_cell(tables[name], arm) for name in sets]
@@ -42,19 +42,19 @@ def glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> 
             found = _by_seed(evidence, chosen, arm)
             means = np.array([[statistics.fmean(values)] for values in zip(*found, strict=True)]) if found else None
             cells.append(
-                NONE if means is None else _written(estimate(means, seed=key("glue", arm)), means[:, 0].tolist())
+                NONE if means is None else _write_average(estimate(means, seed=key("glue", arm)), means[:, 0].tolist())
             )
         rows.append((arm, *cells))
     title = "Fine-tuning, times 100: mean [95 % interval], median over seeds"
     return Grid(title, ("arm", *sets, *ways), tuple(rows), "l" + "r" * (len(sets) + len(ways)))
 
 
-def averages(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def average_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the columns of averages, name to the sets each is over, as far as the sets are there.
 
-    >>> averages(["CoLA", "RTE", "RTE after MNLI"])
+    >>> average_sets(["CoLA", "RTE", "RTE after MNLI"])
     {'Avg. of 2': ('CoLA', 'RTE'), 'Avg. of 2, RTE after MNLI': ('CoLA', 'RTE after MNLI')}
-    >>> averages(["CoLA"])
+    >>> average_sets(["CoLA"])
     {}
     """
     single = tuple(name for name in sets if name not in AFTER)
@@ -71,7 +71,7 @@ def _cell(table: Table, arm: str) -> str:
     row = table.row(arm)
     if row is None:
         return NONE
-    return _written(row.score, [point.score for point in row.points])
+    return _write_average(row.score, [point.score for point in row.points])
 
 
 def _by_seed(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) -> list[list[float]]:
@@ -85,7 +85,7 @@ def _by_seed(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) 
     return [[found[seed] for seed in seeds] for found in scores] if seeds else []
 
 
-def _written(found: Estimate, values: Sequence[float]) -> str:
+def _write_average(found: Estimate, values: Sequence[float]) -> str:
     low, high = max(-1.0, found.low), min(1.0, found.high)
     if found.seeds < 2:
         return f"{100 * found.value:.1f}"
@@ -137,7 +137,7 @@ PRETRAINING = Reproduction(
         ),
     ),
     measures=(_LOSS, "generator_loss", _CKA, _COSINE, "output_cka", "parameter_cosine"),
-    drawn=training_curves,
+    drawn=draw_training_curves,
 )
 
 _TABLE_3 = {
@@ -170,7 +170,7 @@ def _on(name: str) -> Sizes:
 
 def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
     """Return the paper's claims as far as some of its sets can speak of them."""
-    ways = averages(sets)
+    ways = average_sets(sets)
     # the paper counts RTE by its second column; fine-tuned alone it falls
     rising = tuple(name for name in sets if float(_TABLE_3[name][1]) > float(_TABLE_3[name][0]))
     here = "" if len(rising) == _RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
@@ -220,7 +220,7 @@ TABLE_3 = Reproduction(
     after="repulsive/pretraining",
     folder="glue",
     made=_claims,
-    summed=glue_grid,
+    summed=build_glue_grid,
 )
 
 REPULSIVE_GLUE = (PRETRAINING, TABLE_3)

@@ -10,7 +10,7 @@ from headwise.lab.analyses.registry import FORCE_DIRECTIONS
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.repulsive.figures import strengths
+from headwise.lab.papers.repulsive.figures import draw_strengths
 from headwise.lab.papers.sizes import Size, Sizes
 
 # Repulsive weight of the released commands, whose step size is 1; their kernel gradient is another (DEVIATIONS.md).
@@ -132,7 +132,7 @@ TABLE_1 = Reproduction(
             for row, arm, cells in zip(_NAMES, ("plain", regularised(name), svgd(name), spos(name)), rows, strict=True)
         ),
     ),
-    drawn=strengths,
+    drawn=draw_strengths,
 )
 
 RATIOS = (0.1, 1, 10)
@@ -174,7 +174,7 @@ STRENGTH = Reproduction(
             ),
         ),
     ),
-    drawn=strengths,
+    drawn=draw_strengths,
 )
 
 _SGLD = f"sgld:{STEP}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Least, Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.repulsive.figures import AttentionMaps, entropies, reliabilities
+from headwise.lab.papers.repulsive.figures import AttentionMaps, draw_entropies, draw_reliabilities
 from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
 from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
@@ -92,7 +92,7 @@ FIGURE_4 = Reproduction(
     ),
     analysis=RELIABILITY,
     measures=("ECE", "OE"),
-    drawn=reliabilities,
+    drawn=draw_reliabilities,
 )
 
 ENTROPIES = "other_entropy"
@@ -124,7 +124,7 @@ FIGURE_5 = Reproduction(
     ),
     analysis=ENTROPY,
     measures=(ENTROPIES,),
-    drawn=entropies,
+    drawn=draw_entropies,
 )
 
 ON_ONE, DIFFERENT = "heads_on_one_word", "different_words"
