@@ -183,7 +183,7 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
-    seeds = reproducing.seeds_at(scale) if seeds is None else seeds
+    seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = count_workers() if workers is None else workers
