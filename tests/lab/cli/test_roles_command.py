@@ -11,7 +11,7 @@ from rich.console import Console
 
 import headwise as hw
 from headwise.lab.cli import main
-from headwise.lab.cli.role_grids import folder_of, role_cells, roles_for, show_roles
+from headwise.lab.cli.role_grids import choose_roles, name_folder, role_cells, show_roles
 
 TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
 COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
@@ -33,7 +33,7 @@ def grid_of(text: str, title: str) -> list[str]:
 
 
 def test_each_role_is_printed_as_its_mask(tmp_path: Path):
-    text = shown(TABLE, roles_for(TABLE, COUNTS, released=False), tmp_path)
+    text = shown(TABLE, choose_roles(TABLE, COUNTS, released=False), tmp_path)
     assert grid_of(text, "rare: 25 %") == ["■···"] * 4
     assert grid_of(text, "separator: 25 %") == ["···■"] * 4
     assert grid_of(text, "dependency: 62 %") == ["■■··", "■■■·", "·■■■", "··■■"]
@@ -51,7 +51,7 @@ def test_rows_that_fall_back_are_told_from_allowed_ones(tmp_path: Path):
 
 def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
     long = hw.WordTable([f"w{i}" for i in range(60)], [0] * 60, ["x"] * 60)
-    roles = roles_for(long, None, released=True)
+    roles = choose_roles(long, None, released=True)
     assert "too wide for this terminal" in shown(long, roles, tmp_path, width=50)
     close = shown(long, roles, tmp_path, width=70)
     assert "■" in close
@@ -60,7 +60,7 @@ def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
 
 def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
     long = hw.WordTable([f"w{i}" for i in range(200)], [0] * 200, ["x"] * 200)
-    shown(long, roles_for(long, None, released=False), tmp_path)
+    shown(long, choose_roles(long, None, released=False), tmp_path)
     (path,) = tmp_path.glob("*.png")
     height, width = matplotlib.image.imread(path).shape[:2]
     assert height < 2800
@@ -69,7 +69,7 @@ def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
 
 def test_the_picture_and_the_page_are_whole(tmp_path: Path):
     table = hw.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
-    shown(table, roles_for(table, COUNTS, released=False), tmp_path / "new" / "folder")
+    shown(table, choose_roles(table, COUNTS, released=False), tmp_path / "new" / "folder")
     page = (tmp_path / "new" / "folder" / "roles.html").read_text(encoding="utf-8")
     assert "&lt;b&gt; $x^2$ &amp;" in page
     assert "Rare(share=0.1" in page
@@ -82,7 +82,7 @@ def test_the_picture_and_the_page_are_whole(tmp_path: Path):
 
 
 def test_without_counts_the_rare_words_are_not_made_up(tmp_path: Path):
-    roles = roles_for(TABLE, None, released=False)
+    roles = choose_roles(TABLE, None, released=False)
     assert roles.names == ("separator", "dependency", "major", "window")
     text = " ".join(shown(TABLE, roles, tmp_path).split())
     assert "rare: not shown" in text
@@ -91,8 +91,8 @@ def test_without_counts_the_rare_words_are_not_made_up(tmp_path: Path):
 
 
 def test_a_folder_is_named_after_the_sentence():
-    assert folder_of("The old man, who bought a red car!") == "the-old-man-who-bought-a"
-    assert folder_of("...") == "sentence"
+    assert name_folder("The old man, who bought a red car!") == "the-old-man-who-bought-a"
+    assert name_folder("...") == "sentence"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -13,7 +13,7 @@ from headwise.errors import DataError
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen import vectors as encoding
 from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import Shape, encodings, shape_of
+from headwise.lab.frozen.vectors import Shape, encodings, find_shape
 from lab.tasks.classification.probing_toy import write_bert, write_gpt2
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
@@ -37,9 +37,9 @@ def test_a_sentence_has_its_vectors_whatever_stands_beside_it_though_the_tokeniz
 
 
 def test_layers_and_heads_are_known_before_anything_is_encoded(frozen):
-    assert shape_of(frozen) == Shape(2, (3, 3))
+    assert find_shape(frozen) == Shape(2, (3, 3))
     with pytest.raises(DataError, match="bert reads no sentences; expected a folder of Hugging Face, or a run of"):
-        shape_of(dataclasses.replace(frozen, lines=lambda _path: []))
+        find_shape(dataclasses.replace(frozen, lines=lambda _path: []))
 
 
 def cut(path: Path) -> None:

@@ -20,7 +20,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.task import words_of
+from headwise.lab.tasks.classification.task import list_words
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import Trained, load_trained
 from lab.command import call
@@ -177,7 +177,7 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
 def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of, pipeline):
     folder, settings = run_of("roles")
     data = load_trained(settings, folder).data
-    kept, counted = hw.IDF.load(folder / "idf.json"), hw.idf(words_of(data, data.train))
+    kept, counted = hw.IDF.load(folder / "idf.json"), hw.idf(list_words(data, data.train))
     for word in ("the", "lovely", ".", "never-seen", *map(str, range(30))):
         assert kept(word) == counted(word)
     assert kept("the") < kept("lovely") < kept("never-seen")

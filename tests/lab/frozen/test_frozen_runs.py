@@ -119,7 +119,7 @@ def expected(task: str, trained: Trained, index: int, lines: list) -> Tensor:
     if task in ("sentence", "pairs"):
         known = {word: place for place, word in enumerate(data.vocabulary)}
         tokens = torch.tensor([[known.get(word, 1) for word in SENTENCES[index].split()]], device=device)
-        return model.attention_of(tokens)[0] if task == "pairs" else model(tokens)["logits"]
+        return model.attend(tokens)[0] if task == "pairs" else model(tokens)["logits"]
     if task == "translation":
         ids = [*read_subwords(lines[-1] / TOKENIZER).encode(SENTENCES[index]), END]
         return model.get_encoder()(input_ids=torch.tensor([ids], device=device)).last_hidden_state

@@ -179,7 +179,7 @@ def test_a_run_of_sentence_has_heads_and_no_layers(words, tmp_path, capsys):
     assert call(*command, "--layers", "none") == 0
     record = json.loads(Path("runs/probe/plain-seed-0-layers_none/tree_depth.json").read_text())
     frozen = open_frozen(place)
-    (heads,) = vectors.shape_of(frozen).heads
+    (heads,) = vectors.find_shape(frozen).heads
     assert [one["name"] for one in record["found"]] == [f"0.{head}" for head in range(heads)]
     # a head that pools has one vector a text, and the run puts out what its heads pooled
     texts = ["the film walked .", "a town"]

@@ -1,7 +1,4 @@
-"""Which way an arm's rule pushes: the share of the repulsion that makes heads longer instead of turning them.
-
-Owns that share, at the start and at the end of a run. The rules are the library's.
-"""
+"""The share of the repulsion of an arm's rule that makes heads longer instead of turning them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,10 @@ def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
     trained = load_trained(settings, folder)
     _, fresh = attach_arm(trained.task, settings.arm, trained.data, settings.scale, seed=settings.seed)
     assert fresh.heads is not None  # a trained model with heads has them when it is new
-    found = {"radial_share_at_start": _of_heads(rule, fresh.heads), "radial_share": _of_heads(rule, trained.heads)}
+    found = {
+        "radial_share_at_start": _average_share(rule, fresh.heads),
+        "radial_share": _average_share(rule, trained.heads),
+    }
     return {"numbers": {name: value for name, value in found.items() if value is not None}}
 
 
@@ -54,7 +54,7 @@ def radial_share(rule: Rule, particles: Tensor) -> float | None:
     return round(float((repulsion * units).sum(1).square().sum()) / total, 12)
 
 
-def _of_heads(rule: Rule, heads: Heads) -> float | None:
+def _average_share(rule: Rule, heads: Heads) -> float | None:
     shares = [radial_share(rule, head_slice.view(head_slice.parameter).flatten(1)) for head_slice in heads.slices()]
     known = [share for share in shares if share is not None]
     if len(known) not in (0, len(shares)):

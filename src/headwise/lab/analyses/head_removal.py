@@ -1,8 +1,4 @@
-"""What every head of a trained model is worth: each is removed alone, and the test set is scored without it.
-
-An et al. 2020, Figure 2, after Michel et al. 2019. Owns the walk over the heads, which goes on where it was stopped.
-The removal is the library's `ablate`, the record `head_drops`'.
-"""
+"""The cost of removing each head of a trained model on the test set (An et al. 2020, Figure 2; Michel et al. 2019)."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ def measure_redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
     every = [(site, head) for site in trained.heads for head in range(site.num_heads)]
     with torch.no_grad():
         whole = _values(trained)
-        record = _begun(folder / UNFINISHED, whole)
+        record = _begin(folder / UNFINISHED, whole)
         for site, head in every[len(record["heads"]) :]:
             one = replace(trained.heads, sites=(site,))
             with ablate(one, head):
@@ -74,7 +70,7 @@ def _values(trained: Trained) -> Values:
     }
 
 
-def _begun(path: Path, whole: Values) -> dict[str, Any]:
+def _begin(path: Path, whole: Values) -> dict[str, Any]:
     scores = {score: float(values.mean()) for score, values in whole.items()}
     if not path.exists():
         return {"scores": scores, "items": len(next(iter(whole.values()))), "heads": []}

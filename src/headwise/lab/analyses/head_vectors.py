@@ -1,7 +1,4 @@
-"""One vector a head: what it puts out on average, and how alike these vectors are.
-
-Owns the vectors that Li et al. 2021 plot (Figure 3). The figure is `tables.dispersion`'s.
-"""
+"""The mean output of each head, and how similar these vectors are (Li et al. 2021, Figure 3)."""
 
 from __future__ import annotations
 

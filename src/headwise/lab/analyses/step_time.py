@@ -1,7 +1,7 @@
-"""What a training step of an arm costs beside one of plain, whatever else the machine does meanwhile.
+"""The time of a training step of an arm relative to one of plain.
 
-Owns the measurement: steps of the arm and of two plain models on the same batches, taken in turn in one process. The
-time of a run's own steps depends on what ran beside it, and runs train at different hours.
+Steps of the arm and of two plain models take turns on the same batches in one process: the steps of a run also depend
+on what else the machine does at that time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command `headwise inspect`: what the heads of a model do on a text, and what each of them is worth.
-
-Owns the order: read, measure with a progress bar, print, write report and page.
-"""
+"""The command `headwise inspect`: measures the heads of models on a text, and writes the report and the page."""
 
 from __future__ import annotations
 
@@ -57,13 +54,13 @@ def inspect_models(
         DataError: A folder holds no model, or a file cannot be read or written.
         SettingError: The other model has another shape.
     """
-    inspected, lines = _encoded(folder, text, pipeline)
-    other = None if against is None else _encoded(against, text, pipeline)[0]
+    inspected, lines = _encode(folder, text, pipeline)
+    other = None if against is None else _encode(against, text, pipeline)[0]
     if other is not None:
         require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
-    roles = None if pipeline is None else _role_maker(pipeline, lines, [inspected, *([other] if other else [])])
-    report = _measured(inspected, roles, console)
-    before = None if other is None else _measured(other, roles, console)
+    roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
+    report = _measure(inspected, roles, console)
+    before = None if other is None else _measure(other, roles, console)
     place = out or Path("runs") / "inspect" / inspected.frozen.name
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -94,13 +91,13 @@ class Inspected:
     batches: tuple[Encoded, ...]
 
 
-def _encoded(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, Sequence[Any]]:
+def _encode(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, Sequence[Any]]:
     frozen = open_frozen(folder, None if pipeline is None else Path(pipeline))
     lines = frozen.lines(text)
     return Inspected(frozen, tuple(frozen.read(lines))), lines
 
 
-def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
+def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
     frozen, score = inspected.frozen, inspected.frozen.score()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bars:
@@ -115,18 +112,18 @@ def _measured(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None,
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _cut(inspected)))))
+    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _describe_cut(inspected)))))
 
 
-def _cut(inspected: Inspected) -> str:
+def _describe_cut(inspected: Inspected) -> str:
     cut = sum(batch.cut for batch in inspected.batches)
     lines = sum(len(batch.places) for batch in inspected.batches)
     return f"{cut} of {lines} lines are longer and were read to {inspected.frozen.longest}." if cut else ""
 
 
-def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
+def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
     """Return what makes the masks of the paper's five roles; which words are rare is counted in the text itself."""
-    from headwise.lab.cli.roles import parser_of
+    from headwise.lab.cli.roles import load_parser
     from headwise.roles.build import Roles
     from headwise.roles.idf import idf
 
@@ -136,7 +133,7 @@ def _role_maker(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
             f"roles are of words, and it is not known which characters the tokens of {wordless.frozen.name} stand for; "
             "leave --pipeline out."
         )
-    tables = parser_of(pipeline)(list(lines))
+    tables = load_parser(pipeline)(list(lines))
     roles = Roles.paper(idf(tables))
 
     def masks(batch: Encoded) -> HeadMask:
@@ -168,12 +165,12 @@ def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
             captured: dict[str, Any] = {capture.site.name: capture.weights for capture in captures}
             repeated = len(captures) > len(captured)
             for row in wanted:
-                weights = [_own(captured.get(site.name), batch, row) for site in heads]
+                weights = [_select_weights(captured.get(site.name), batch, row) for site in heads]
                 found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
     return [found[place] for place in sorted(found)], repeated
 
 
-def _own(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
+def _select_weights(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
     """Return the weights between the real tokens of one sentence; of a site with one query a text, of that query."""
     if weights is None:
         return None

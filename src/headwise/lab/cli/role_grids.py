@@ -1,7 +1,4 @@
-"""What `headwise roles` shows: the mask of each role over one sentence, in the terminal, as a picture and as a page.
-
-Owns the words and the order; the masks come from `role_masks`, the look of a figure from `drawing`.
-"""
+"""What `headwise roles` shows: the mask of each role over one sentence, in the terminal, as a picture and as a page."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def roles_for(table: WordTable, counts: IDF | None, *, released: bool) -> Roles:
+def choose_roles(table: WordTable, counts: IDF | None, *, released: bool) -> Roles:
     """Return the paper's roles, or its code's; without the rare words where nothing is counted."""
     if counts is not None:
         return Roles.released(counts) if released else Roles.paper(counts)
@@ -93,7 +90,7 @@ def role_cells(table: WordTable, roles: Roles) -> list[RoleCells]:
     return found
 
 
-def folder_of(sentence: str) -> str:
+def name_folder(sentence: str) -> str:
     """Return a name for the folder of a sentence: its first words."""
     return "-".join(re.findall(r"\w+", sentence.lower())[:6]) or "sentence"
 

@@ -1,7 +1,4 @@
-"""The command `headwise roles`: a sentence parsed, and its roles shown.
-
-Owns where the parse and the counts come from. spaCy is imported here alone in the laboratory's commands.
-"""
+"""The command `headwise roles`: parses a sentence and shows its roles."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.cli.role_grids import folder_of, roles_for, show_roles
+from headwise.lab.cli.role_grids import choose_roles, name_folder, show_roles
 from headwise.roles.idf import IDF, idf
 
 if TYPE_CHECKING:
@@ -48,16 +45,16 @@ def show(
         raise SettingError("--corpus and --idf were both given; expected one of them.")
     if not sentence.strip():
         raise DataError("the sentence is empty; expected some words.")
-    parse = parser_of(pipeline)
+    parse = load_parser(pipeline)
     (table,) = parse([sentence])
     rarities = None if counts is None else IDF.load(counts)
     if corpus is not None:
-        rarities = _counted(corpus, parse)
-    folder = out or Path("runs") / "roles" / folder_of(sentence)
-    show_roles(table, roles_for(table, rarities, released=released), folder, console, command=command)
+        rarities = _count(corpus, parse)
+    folder = out or Path("runs") / "roles" / name_folder(sentence)
+    show_roles(table, choose_roles(table, rarities, released=released), folder, console, command=command)
 
 
-def parser_of(pipeline: str) -> Parser:
+def load_parser(pipeline: str) -> Parser:
     """Return what parses texts with a pipeline of spaCy.
 
     Raises:
@@ -72,7 +69,7 @@ def parser_of(pipeline: str) -> Parser:
     return Parser(pipeline)
 
 
-def _counted(corpus: Path, parse: Parser) -> IDF:
+def _count(corpus: Path, parse: Parser) -> IDF:
     try:
         lines = corpus.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

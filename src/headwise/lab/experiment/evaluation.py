@@ -1,23 +1,20 @@
-"""What is measured of a model after training: its score in each bin, and how alike its heads are.
-
-Owns the means over sites and batches; the measures are the library's `metrics`. Callers put the model into evaluation
-mode. Must not know any task.
-"""
+"""The scores of a trained model per bin, and how similar its heads are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from headwise import metrics
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads
 from headwise.heads.taps import Taps
+from headwise.lab.data.batching import batch_by_length
 from headwise.lab.experiment.metrics import Metric
 
 PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
@@ -41,6 +38,26 @@ def spread_evenly(items: int, most: int) -> NDArray[np.int64]:
     [0, 4, 8]
     """
     return np.unique(np.linspace(0, items - 1, min(most, items)).astype(np.int64))
+
+
+def spread_batches(lengths: NDArray[np.int64], most: int, size: int) -> Iterator[NDArray[np.int64]]:
+    """Yield at most `most` places spread evenly over items of these lengths, in batches of similar length.
+
+    >>> [batch.tolist() for batch in spread_batches(np.array([5, 9, 4, 2, 3]), 3, 2)]
+    [[4, 2], [0]]
+    """
+    chosen = spread_evenly(len(lengths), most)
+    for batch in batch_by_length(lengths[chosen], size):
+        yield chosen[batch]
+
+
+def round_to_bins(values: ArrayLike, ends: Sequence[int]) -> NDArray[np.int64]:
+    """Return each value rounded up to the end of its bin; the last bin has all larger values.
+
+    >>> round_to_bins([3, 5, 6, 99], (5, 10)).tolist()
+    [5, 5, 10, 10]
+    """
+    return np.array(ends)[np.minimum(np.searchsorted(ends, values), len(ends) - 1)]
 
 
 @dataclass(frozen=True)

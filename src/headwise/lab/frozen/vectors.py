@@ -1,7 +1,4 @@
-"""The vectors of sentences by a frozen model: the mean state of each layer and of each head, kept on disk.
-
-Owns the arrays, their place on disk, and what that follows from: the model's files, the sentences and what is read.
-"""
+"""The vectors of sentences by a frozen model: the mean state of each layer and of each head, cached on disk."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def fingerprint(frozen: Frozen) -> str:
     return digest(" ".join((FORM, *(path.name for path in frozen.files))), frozen.files)
 
 
-def shape_of(frozen: Frozen) -> Shape:
+def find_shape(frozen: Frozen) -> Shape:
     """Return what of a model can be read of a sentence, as it answers to one.
 
     Raises:
@@ -193,7 +190,9 @@ def _write(
                     layers = np.lib.format.open_memmap(place / LAYERS, "w+", np.float32, shape)
                 if not outputs:
                     counts = [capture.site.num_heads for capture in captured]
-                    outputs = [_opened(place, layer, capture, len(sentences)) for layer, capture in enumerate(captured)]
+                    outputs = [
+                        _open_array(place, layer, capture, len(sentences)) for layer, capture in enumerate(captured)
+                    ]
                 rows = list(batch.places)
                 for layer, state in enumerate(states):
                     assert layers is not None  # it was opened with the first states
@@ -223,7 +222,7 @@ def _states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:
     return ()
 
 
-def _opened(place: Path, layer: int, capture: Capture, count: int) -> Any:
+def _open_array(place: Path, layer: int, capture: Capture, count: int) -> Any:
     assert capture.outputs is not None  # that is what was asked for
     shape = count, capture.outputs[0, 0].numel()
     return np.lib.format.open_memmap(place / _file(layer), "w+", np.float32, shape)

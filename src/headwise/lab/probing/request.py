@@ -11,7 +11,7 @@ from headwise.lab.data.arrays import digest
 from headwise.lab.data.probing_files import FORMS, PROBES, find_probing_file
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.frozen.vectors import shape_of
+from headwise.lab.frozen.vectors import find_shape
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import EMBEDDINGS, Vectors
 from headwise.lab.results.runs import COMPARISON
@@ -155,7 +155,7 @@ def choose_vectors(frozen: Frozen, request: ProbeRequest) -> list[Vectors]:
     """
     if (request.layers, request.heads) == (NONE, NONE):
         raise SettingError("--layers and --heads are both none; expected layers or heads to probe.")
-    shape = shape_of(frozen)
+    shape = find_shape(frozen)
     if shape.layers is None and request.layers != NONE:
         raise SettingError(
             f"--layers is {request.layers!r}, and the tokens of {frozen.name} have no state in each layer; give "

@@ -1,7 +1,4 @@
-"""Masks on the heads of an encoder that are made from what the encoder reads, kept while its states are decoded.
-
-Owns when a mask is made: once a forward of the encoder. The masking is `guide`'s. Must not know what the masks mean.
-"""
+"""Role masks on the heads of an encoder, made once per forward and kept while its states are decoded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The masks of an arm's roles, batch by batch: the roles of each sentence, or the control that replaces them.
 
-Owns the making and keeping of masks while a run trains, and the drawing of another parse. What a sentence gets follows
-from the run's seed and the sentence alone, so that a resumed run sees the same masks. Must not know tasks.
+The mask of a sentence follows from the run's seed and the sentence alone, so that a resumed run has the same masks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from headwise.errors import SettingError
 from headwise.lab.experiment.guided import ROLES, Guided
 from headwise.lab.experiment.seeding import key
-from headwise.lab.role_masks.stored import keep_roles
+from headwise.lab.role_masks.stored import write_roles
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.build import Roles
 from headwise.roles.idf import IDF
@@ -141,8 +140,8 @@ class RoleMasks:
         )
 
     def keep(self, folder: Path) -> None:
-        """Write what makes masks of sentences in no data into a run's folder; `kept_roles` reads it."""
-        keep_roles(folder, self.rarity, self.pipeline)
+        """Write what makes masks of sentences in no data into a run's folder; `read_roles` reads it."""
+        write_roles(folder, self.rarity, self.pipeline)
 
     def forget(self) -> None:
         """Drop the masks that are kept; they are made again, the same."""

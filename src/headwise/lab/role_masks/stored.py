@@ -1,7 +1,4 @@
-"""What a run with roles keeps in its folder, so that sentences which are in no data have masks too.
-
-Owns the two files: how rare each word is, and which pipeline parsed. Must not know how masks are made.
-"""
+"""The files in the folder of a run with roles from which masks of new sentences are made."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ class KeptRoles(NamedTuple):
     pipeline: Path | None
 
 
-def keep_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
-    """Write what `kept_roles` reads into a run's folder.
+def write_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
+    """Write what `read_roles` reads into a run's folder.
 
     Args:
         folder: The run's folder.
@@ -44,7 +41,7 @@ def keep_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
     run_folder.write_json(folder / ROLES, {"pipeline": place, "digest": parsed_by})
 
 
-def kept_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles:
+def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles:
     """Return what a finished run with roles keeps.
 
     Args:
@@ -73,7 +70,7 @@ def kept_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
     if record["digest"] is None:
         pipeline = None
     else:
-        pipeline = pipeline or _remembered(folder / ROLES, record["pipeline"])
+        pipeline = pipeline or _find_pipeline(folder / ROLES, record["pipeline"])
         if hash_pipeline(pipeline) != record["digest"]:
             raise DataError(
                 f"{pipeline} is not the pipeline that parsed the texts of {folder}, or it was changed since; name that "
@@ -83,7 +80,7 @@ def kept_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
     return KeptRoles(IDF.load(folder / RARITY), pipeline)
 
 
-def _remembered(path: Path, name: Any) -> Path:
+def _find_pipeline(path: Path, name: Any) -> Path:
     if not isinstance(name, str):
         raise DataError(f"{path} names no pipeline; name the one that parsed the run's texts (--pipeline DIR).")
     if os.sep in name and not Path(name).exists():

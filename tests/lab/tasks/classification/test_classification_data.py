@@ -39,7 +39,7 @@ def scale(**changes: object):
     return dataclasses.replace(CPU, **changes)
 
 
-def texts_of(data: ClassificationData, split: str) -> list[str]:
+def prepare_texts(data: ClassificationData, split: str) -> list[str]:
     return [" ".join(data.texts.table(number).words).lower() for number in getattr(data, split).numbers.tolist()]
 
 
@@ -53,7 +53,7 @@ def folder(place: Path, **files: list[str]) -> Path:
 @pytest.mark.parametrize("name", ["cr", "trec", "subj", "mpqa", "mr", pytest.param("sst2", marks=pytest.mark.slow)])
 def test_no_text_of_a_published_set_is_in_two_splits(name):
     data = load_data(PUBLISHED / name, dataclasses.replace(CPU, train_examples=None), None)
-    found = {split: set(texts_of(data, split)) for split in SPLITS}
+    found = {split: set(prepare_texts(data, split)) for split in SPLITS}
     assert not found["train"] & found["dev"]
     assert not found["train"] & found["test"]
     assert not found["dev"] & found["test"]
@@ -77,10 +77,10 @@ def test_each_text_of_a_published_set_is_tested_in_one_fold_and_its_copies_with_
     tested = np.concatenate([part.test.numbers for part in parts])
     assert tested.tolist() == whole.test.numbers.tolist()
     assert sorted(tested.tolist()) == list(range(len(whole.texts.classes)))
-    seen = [set(texts_of(part, "test")) for part in parts]
+    seen = [set(prepare_texts(part, "test")) for part in parts]
     assert all(not one & other for place, one in enumerate(seen) for other in seen[:place])
     for part in parts:
-        assert not set(texts_of(part, "train")) & set(texts_of(part, "test"))
+        assert not set(prepare_texts(part, "train")) & set(prepare_texts(part, "test"))
 
 
 def test_a_set_with_a_test_of_its_own_is_one_training_whatever_the_folds(tmp_path):
@@ -96,7 +96,7 @@ def test_training_texts_that_stand_in_dev_or_test_too_are_left_out_and_counted(t
         folder(tmp_path, train=train, dev=["0\tTEXT 3 of many", "1\tnew"], test=["0\ttext 4 of many"]), CPU, None
     )
     assert (len(data.train), len(data.dev), len(data.test), data.dropped) == (28, 2, 1, 2)
-    assert "text 3 of many" not in texts_of(data, "train")
+    assert "text 3 of many" not in prepare_texts(data, "train")
 
 
 def test_the_vocabulary_is_that_of_training_and_an_unknown_word_is_no_padding(tmp_path):
@@ -153,9 +153,9 @@ def test_a_cap_keeps_the_same_texts_whatever_their_order(tmp_path):
     (tmp_path / "b.tsv").write_text("".join(reversed(lines)))
     other = load_data(tmp_path / "b.tsv", scale(train_examples=20), None)
     assert len(one.train) == 20
-    assert sorted(texts_of(one, "test")) == sorted(texts_of(other, "test"))
+    assert sorted(prepare_texts(one, "test")) == sorted(prepare_texts(other, "test"))
     # equal texts tie, so that the cap may fall between two of them
-    assert len(set(texts_of(one, "train")) ^ set(texts_of(other, "train"))) <= 1
+    assert len(set(prepare_texts(one, "train")) ^ set(prepare_texts(other, "train"))) <= 1
 
 
 def test_prepared_texts_are_kept_and_follow_from_the_contents_alone(tmp_path):

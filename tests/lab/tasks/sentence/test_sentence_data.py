@@ -16,7 +16,7 @@ from headwise.lab.tasks.sentence import words as sentence_words
 from headwise.lab.tasks.sentence.data import load_sentences
 from headwise.lab.tasks.sentence.files import read_set
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.words import tokenized
+from headwise.lab.tasks.sentence.words import tokenize
 from lab.tasks.sentence.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
 spacy = pytest.importorskip("spacy")
@@ -62,7 +62,7 @@ def test_lines_that_are_read_one_by_one_share_a_tokenizer(monkeypatch):
     blank = spacy.blank
     monkeypatch.setattr(spacy, "blank", lambda name: made.append(name) or blank(name))
     sentence_words._tokenizer.cache_clear()
-    assert [next(tokenized([line])) for line in ("It didn't.", "It did.")] == [
+    assert [next(tokenize([line])) for line in ("It didn't.", "It did.")] == [
         ["it", "did", "n't", "."],
         ["it", "did", "."],
     ]

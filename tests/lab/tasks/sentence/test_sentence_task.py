@@ -108,7 +108,7 @@ def test_padding_never_receives_attention(texts):
     data = TASK.load(texts, TOY, None)
     model = TASK.model(data, TOY).eval()
     tokens = collate([data.train[number] for number in range(8)])["tokens"]
-    weights = model.attention_of(tokens)[1]
+    weights = model.attend(tokens)[1]
     assert (tokens == 0).any()
     assert not weights.masked_select((tokens == 0).unsqueeze(1)).any()
     assert torch.allclose(weights.sum(-1), torch.ones(8, TOY.heads))
@@ -141,7 +141,7 @@ def test_both_texts_of_a_pair_reach_the_answer_and_the_penalty(pairs):
     value = float(methods.penalty().detach())
     both = []
     for tokens in (batch["tokens"], batch["second"]):
-        a = model.attention_of(tokens)[1]
+        a = model.attend(tokens)[1]
         both += [(one @ one.T - torch.eye(TOY.heads)).square().sum() for one in a]
     methods.penalty.taps.read()
     assert value == pytest.approx(float(torch.stack(both).mean().detach()), rel=1e-4)

@@ -1,6 +1,6 @@
-"""The data of the classification task: splits of labelled texts as token ids, and how a batch is made.
+"""The data of the classification task: splits of labeled texts as token ids, and how a batch is made.
 
-Owns the splits, the vocabulary and the batch. A text is encoded as START, its words in lower case, END.
+A text is encoded as START, its words in lower case, END.
 """
 
 from __future__ import annotations
@@ -161,10 +161,12 @@ def load_data(
     Raises:
         DataError: A file is missing or malformed, or a split comes out empty.
     """
-    return data_of(load_texts(place, scale, cache, progress=progress), scale, place)
+    return encode_splits(load_texts(place, scale, cache, progress=progress), scale, place)
 
 
-def data_of(texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True) -> ClassificationData:
+def encode_splits(
+    texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True
+) -> ClassificationData:
     """Return texts cut into splits and encoded; see `load_data`.
 
     Args:
@@ -228,7 +230,7 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
     numbers = {name: np.arange(*texts.files[name]) for name in layout.names}
     keys = [str(key) for key in texts.keys.tolist()]
 
-    def keys_of(chosen: NDArray[np.int64]) -> list[str]:
+    def list_keys(chosen: NDArray[np.int64]) -> list[str]:
         return [keys[int(number)] for number in chosen]
 
     if layout.test is None:
@@ -237,12 +239,12 @@ def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray
     train, test = numbers[layout.train], numbers[layout.test]
     if layout.dev is None:
         # dev is cut before what stands in test is dropped, so that it does not depend on test
-        places = split_by_hash(keys_of(train))
+        places = split_by_hash(list_keys(train))
         own = {"train": np.sort(train[np.concatenate([places["train"], places["test"]])]), "dev": train[places["dev"]]}
     else:
         own = {"train": train, "dev": numbers[layout.dev]}
     whole = {**own, "test": test}
-    kept = drop_shared({name: keys_of(chosen) for name, chosen in whole.items()})
+    kept = drop_shared({name: list_keys(chosen) for name, chosen in whole.items()})
     found = {name: chosen[kept[name]] for name, chosen in whole.items()}
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 

@@ -8,22 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.heads.find import find_heads
+from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.encoded import Encoded, Row, Span, collate_rows
 from headwise.lab.experiment.frozen import Frozen, name_run, read_states
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
 from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
-from headwise.lab.role_masks.lines import LineMasks
-from headwise.lab.role_masks.stored import RARITY, ROLES, kept_roles
+from headwise.lab.role_masks.sentences import RoleMasks
+from headwise.lab.role_masks.stored import RARITY, ROLES, read_roles
 from headwise.lab.tasks.classification.data import END, SPECIAL, START, UNKNOWN
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import word_tables
 from headwise.lab.training.trained import read_scale, restore_run
+from headwise.masks.head_mask import HeadMask
 from headwise.roles.guide import Guidance, guide
+from headwise.roles.idf import IDF
 from headwise.roles.word_table import WordTable
 
 
@@ -37,7 +41,7 @@ def open_classifier(
         kind: Its model.
         folder: The run's folder.
         record: Its settings.
-        pipeline: As `kept_roles` takes it.
+        pipeline: As `read_roles` takes it.
     """
     arm, seed = read_attending_arm(folder, record), int(record["seed"])
     scale = read_scale(folder, record, ClassificationScale)
@@ -49,7 +53,7 @@ def open_classifier(
     heads, run, files, cut = find_heads(encoder), run_encoder(encoder), list_files(folder), scale
     guided = arm.find(Guided)
     if guided is not None:
-        rarity, parsed_by = kept_roles(folder, guided, pipeline)
+        rarity, parsed_by = read_roles(folder, guided, pipeline)
         masks = LineMasks(guided, rarity, num_heads=scale.heads, seed=seed)
         run, files = _guide(run, guide(heads), masks), (*files, folder / RARITY, folder / ROLES)
         cut = replace(scale, pipeline=parsed_by)
@@ -86,3 +90,29 @@ def _guide(run: Callable[[Encoded], Tensor], guidance: Guidance, masks: LineMask
         return run(batch)
 
     return masked
+
+
+class LineMasks:
+    """Makes the masks of batches of lines, one token a word with one before and one after them.
+
+    A random mask is drawn by the run's seed and the line's words: it is another one than a sentence of the run's data
+    had, and the same whenever the line comes.
+
+    Args:
+        guided: The roles and what replaces them; none from another parse.
+        rarity: How rare a word is.
+        num_heads: Heads of a layer.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, guided: Guided, rarity: IDF, *, num_heads: int, seed: int) -> None:
+        self._tables: dict[int, WordTable] = {}
+        table = self._tables.__getitem__
+        self._masks = RoleMasks(guided, table, table, rarity, num_heads=num_heads, seed=seed)
+
+    def __call__(self, batch: Encoded) -> HeadMask:
+        """Return the masks of a batch whose lines have tables of their words."""
+        assert batch.tables is not None
+        numbers = [stable_key("line", *table.words) >> 1 for table in batch.tables]
+        self._tables.update(zip(numbers, batch.tables, strict=True))
+        return self._masks({"tokens": batch.inputs["input_ids"], "numbers": torch.tensor(numbers)})

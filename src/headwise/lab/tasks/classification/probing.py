@@ -15,7 +15,7 @@ from headwise.lab.tasks.classification.data import ClassificationData
 from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from headwise.lab.tasks.classification.scales import ClassificationScale
-from headwise.lab.tasks.classification.task import ClassificationTask, words_of
+from headwise.lab.tasks.classification.task import ClassificationTask, list_words
 
 # With more classes a linear model of pairs of words takes gigabytes.
 MANY = 100
@@ -95,6 +95,6 @@ class ProbingTask(ClassificationTask):
         # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
         from headwise.lab.models import bag_of_words
 
-        train, test = (words_of(data, split, lower=True) for split in (data.train, data.test))
+        train, test = (list_words(data, split, lower=True) for split in (data.train, data.test))
         predicted = bag_of_words.naive_bayes(train, test, data.train.labels)
         return Answers(predicted == data.test.labels, np.asarray(predicted))

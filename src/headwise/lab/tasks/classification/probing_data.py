@@ -17,9 +17,9 @@ from headwise.lab.data.probing_files import (
     find_probing_file,
     read_probing,
 )
-from headwise.lab.tasks.classification.data import ClassificationData, data_of
+from headwise.lab.tasks.classification.data import ClassificationData, encode_splits
 from headwise.lab.tasks.classification.scales import ClassificationScale
-from headwise.lab.tasks.classification.texts import texts_of
+from headwise.lab.tasks.classification.texts import prepare_texts
 
 # Changes with anything in `probing_files` that changes which lines are kept.
 KEPT = "probing-1"
@@ -96,11 +96,11 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
     layout = choose_layout(tuple(kept.lines))
     lines = kept.lines if layout.test is not None else {ALL: [one for part in kept.lines.values() for one in part]}
     labels = tuple(sorted({one.label for part in lines.values() for one in part}))
-    texts = texts_of(
+    texts = prepare_texts(
         layout, dict.fromkeys(lines, path), lines, scale, cache, form=KEPT, labels=labels, progress=progress
     )
     try:
-        data = data_of(texts, scale, path, every_label=False)
+        data = encode_splits(texts, scale, path, every_label=False)
     except DataError as error:
         if str(path) in str(error):
             raise

@@ -1,8 +1,4 @@
-"""The classification task: the class of a sentence, from six published sets or a file of the user's own.
-
-Owns what the laboratory asks of the task: models, batches, answers, role masks and baselines. The data is
-`classification_data`'s.
-"""
+"""The classification task: the class of a sentence, from six published sets or a file of your own."""
 
 from __future__ import annotations
 
@@ -16,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, batch_by_length
+from headwise.lab.data.batching import LengthBatches
 from headwise.lab.data.labeled_texts import find_layout
 from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
-from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Accuracy
@@ -69,7 +65,7 @@ class ClassificationTask(Task):
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None, *, progress: bool = False
     ) -> ClassificationData:
         """Return the data; see `load_data`."""
-        return load_data(_named(folder), scale, cache, progress=progress)
+        return load_data(_require_place(folder), scale, cache, progress=progress)
 
     def find(self, folder: Path, scale: ClassificationScale) -> None:  # noqa: ARG002  any scale reads the same files
         """Refuse a place without a set of texts."""
@@ -79,7 +75,7 @@ class ClassificationTask(Task):
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None
     ) -> tuple[ClassificationScale, ...]:
         """Return the scale of each fold."""
-        return classification_parts(_named(folder), scale, cache)
+        return classification_parts(_require_place(folder), scale, cache)
 
     def model(self, data: ClassificationData, scale: ClassificationScale) -> SentenceTransformer:
         """Return a Transformer encoder with a classifier."""
@@ -94,7 +90,7 @@ class ClassificationTask(Task):
         require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
         donors = Donors(table, data.texts.words.lengths, data.train.numbers.tolist(), key(seed, "shuffled parse"))
-        rarity = idf(words_of(data, data.train))
+        rarity = idf(list_words(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline)
 
     def batches(self, data: ClassificationData, scale: ClassificationScale, seed: int) -> LengthBatches:
@@ -121,14 +117,12 @@ class ClassificationTask(Task):
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""
-        ends = np.array(BINS)
-        return ends[np.minimum(np.searchsorted(ends, data.test.lengths - 2), len(ends) - 1)]
+        return round_to_bins(data.test.lengths - 2, BINS)
 
     def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
         """Run the model on dev texts, a batch each time it is asked."""
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
-            _logits(model, data.dev, chosen[batch])
+        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
+            _logits(model, data.dev, batch)
             yield
 
     def baseline(self, name: str, data: ClassificationData, seed: int) -> Answers:
@@ -137,7 +131,7 @@ class ClassificationTask(Task):
         from headwise.lab.models import bag_of_words
 
         if name == "counts":
-            train, test = (words_of(data, split, lower=True) for split in (data.train, data.test))
+            train, test = (list_words(data, split, lower=True) for split in (data.train, data.test))
             predicted = bag_of_words.counts(train, test, data.train.labels, seed=seed)
         else:
             predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
@@ -164,7 +158,7 @@ def _logits(model: SentenceClassifier, split: Sentences, batch: Sequence[int] | 
     return model(tokens=made["tokens"].to(device), numbers=made["numbers"])["logits"]
 
 
-def _named(place: Path | None) -> Path:
+def _require_place(place: Path | None) -> Path:
     if place is None:
         raise DataError(
             "classification needs --data: a set's folder (all.tsv; or train.tsv, test.tsv and perhaps dev.tsv), or a "
@@ -179,7 +173,7 @@ def word_vectors(data: ClassificationData, scale: ClassificationScale, *, drawn:
     return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known, drawn=drawn)
 
 
-def words_of(data: ClassificationData, split: Sentences, *, lower: bool = False) -> list[list[str]]:
+def list_words(data: ClassificationData, split: Sentences, *, lower: bool = False) -> list[list[str]]:
     """Return the words of each text of a split, as they are written or in lower case."""
     types = data.texts.lower if lower else data.texts.types
     return [[types[word] for word in data.texts.words[number]] for number in split.numbers.tolist()]

@@ -1,8 +1,4 @@
-"""The texts of a classification set as words, with their labels and, where a pipeline is named, their parses.
-
-Owns how a text becomes words, the packing of parses into small arrays and their cache. Splits, vocabularies and token
-ids follow from it and are `classification_data`'s.
-"""
+"""The texts of a classification set as words, with their labels and, where a pipeline is named, their parses."""
 
 from __future__ import annotations
 
@@ -102,10 +98,10 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
         empty = next((one.line for one in read["all"] if not one.text), None)
         if empty is not None:
             raise DataError(f"{place}, line {empty}: the text is empty; fill it in or drop the line.")
-    return texts_of(layout, paths, read, scale, cache, progress=progress)
+    return prepare_texts(layout, paths, read, scale, cache, progress=progress)
 
 
-def texts_of(
+def prepare_texts(
     layout: Layout,
     paths: Mapping[str, Path],
     read: Mapping[str, Sequence[LabeledText]],
@@ -211,12 +207,12 @@ def _encode(
         "types": _lines(types),
         "cut": np.array(sum(len(table) > scale.max_words for table in whole)),
     }
-    arrays |= _packed("words", [[place[word] for word in table.words] for table in tables])
+    arrays |= _pack("words", [[place[word] for word in table.words] for table in tables])
     if scale.pipeline is not None:
         names = sorted({relation for table in tables for relation in table.relations or ()})
         of = {name: index for index, name in enumerate(names)}
-        arrays |= _packed("heads", [list(table.heads or ()) for table in tables])
-        arrays |= _packed("relations", [[of[name] for name in table.relations or ()] for table in tables])
+        arrays |= _pack("heads", [list(table.heads or ()) for table in tables])
+        arrays |= _pack("relations", [[of[name] for name in table.relations or ()] for table in tables])
         arrays["relation_names"] = _lines(names)
     if scale.embeddings is not None:
         found = read_word_vectors(scale.embeddings, {word.lower() for word in types}, scale.width)
@@ -230,7 +226,7 @@ def _plain(text: str) -> str:
     return " ".join(BRACKETS.get(word, word) for word in text.lower().split())
 
 
-def _packed(name: str, rows: Sequence[Sequence[int]]) -> dict[str, NDArray]:
+def _pack(name: str, rows: Sequence[Sequence[int]]) -> dict[str, NDArray]:
     ragged = Ragged.of(rows)
     return {f"{name}.values": ragged.values, f"{name}.offsets": ragged.offsets}
 

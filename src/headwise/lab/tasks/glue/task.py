@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, batch_by_length
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
@@ -125,14 +125,12 @@ class GlueTask(Task):
 
     def difficulties(self, data: GlueData) -> NDArray[np.int64]:
         """Return the number of tokens of each test example, rounded up to the end of its bin."""
-        ends = np.array(BINS)
-        return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
+        return round_to_bins(data.test.lengths, BINS)
 
     def probe(self, model: Any, data: GlueData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
-            self._run(model, [data.dev[int(chosen[place])] for place in batch])
+        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
+            self._run(model, [data.dev[int(place)] for place in batch])
             yield
 
     def baseline(self, name: str, data: GlueData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.batching import TokenBatches, batch_by_tokens
-from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
 from headwise.lab.experiment.task import Answers, Task
@@ -127,9 +127,7 @@ class Graph2TextTask(Task):
 
     def difficulties(self, data: GraphData) -> NDArray[np.int64]:
         """Return the number of triples of each test graph, rounded up to the end of its bin."""
-        ends = np.array(BINS)
-        triples = [len(graph.triples) for graph in data.test.graphs]
-        return ends[np.minimum(np.searchsorted(ends, triples), len(ends) - 1)]
+        return round_to_bins([len(graph.triples) for graph in data.test.graphs], BINS)
 
     def references(self, data: GraphData) -> list[str]:
         """Return the text of each test graph."""

@@ -1,7 +1,4 @@
-"""What a model of the logical inference task has to beat: token counts and the most frequent label.
-
-Owns the two baseline rows of every table of the task. Each returns one predicted label a test item, in test order.
-"""
+"""The baselines of the logical inference task: the most frequent label, and token counts."""
 
 from __future__ import annotations
 

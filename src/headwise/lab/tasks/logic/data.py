@@ -1,8 +1,7 @@
 """The data of the logical inference task: pairs of propositional formulas and the relation between them.
 
-Owns the splits, the token ids and how a batch is made. The data is generated here, or read from the
-published files (Bowman et al. 2015); either way training sees formulas of few operators and the test set asks
-about longer ones too, in bins by number of operators (Tran et al. 2018).
+It is generated, or read from the published files (Bowman et al. 2015). Training has formulas with few operators; the
+test set has longer ones too, in bins by number of operators (Tran et al. 2018).
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
     if folder is None:
         source = f"generated {scale.generated_draws} {GENERATOR_SEED}"
         fingerprint = digest(f"{ENCODING} {source} {kept}")
-        pairs = _generated(scale, most, progress)
+        pairs = _generate(scale, most, progress)
     else:
         files = find_files(folder, scale)
         fingerprint = digest(f"{ENCODING} files {kept}", files.values())
@@ -149,8 +148,8 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
     return {
-        "premise": _padded([example["premise"] for example in examples], "premise"),
-        "hypothesis": _padded([example["hypothesis"] for example in examples], "hypothesis"),
+        "premise": _pad([example["premise"] for example in examples], "premise"),
+        "hypothesis": _pad([example["hypothesis"] for example in examples], "hypothesis"),
         "labels": torch.tensor([example["label"] for example in examples]),
     }
 
@@ -161,7 +160,7 @@ class _Assigned(NamedTuple):
     pair: Pair
 
 
-def _generated(scale: LogicScale, most: int, progress: bool) -> Iterator[_Assigned]:
+def _generate(scale: LogicScale, most: int, progress: bool) -> Iterator[_Assigned]:
     for pair in generate(scale.generated_draws, seed=GENERATOR_SEED, max_operators=most, progress=progress):
         order, tenth = divmod(stable_key("split", pair.premise, pair.hypothesis), 10)
         yield _Assigned({0: "test", 1: "dev"}.get(tenth, "train"), order, pair)
@@ -221,7 +220,7 @@ def _decode(stored: Mapping[str, NDArray], fingerprint: str) -> LogicData:
     return LogicData(split("train"), split("dev"), split("test"), vocabulary, RELATIONS, fingerprint)
 
 
-def _padded(sequences: Sequence[Sequence[int]], name: str) -> Tensor:
+def _pad(sequences: Sequence[Sequence[int]], name: str) -> Tensor:
     lengths = [len(sequence) for sequence in sequences]
     if min(lengths) == 0:
         raise DataError(f"{name} {lengths.index(0)} of the batch has no tokens; expected at least one.")

@@ -1,8 +1,4 @@
-"""The reader of the published logical inference files: `trainK` and `testK`, plain or gzipped.
-
-Owns the line format `relation<TAB>premise<TAB>hypothesis` and the refusal of every line that does not have it.
-Must not know splits or token ids.
-"""
+"""The reader of the published logical inference files: `trainK` and `testK`, plain or gzipped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Propositional formulas: how they are written, in which worlds they hold, how two of them relate.
+"""Propositional formulas (Bowman et al. 2015): notation, the worlds in which they hold, how two of them relate.
 
-Owns the seven relations of natural logic and the bracketed notation of the logical inference task (Bowman et al.
-2015): `x`, `( not X )` and `( L ( op R ) )` with the operator `and` or `or` in the second place. A world gives
-each of the six variables a truth value; a set of worlds is an integer whose bit w tells whether world w is in it.
+A formula is `x`, `( not X )` or `( L ( op R ) )` with the operator `and` or `or`. A world gives each of the six
+variables a truth value; a set of worlds is an integer whose bit w tells whether world w is in it.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def worlds(formula: str) -> int:
         elif token != ")":
             stack.append(token)
         else:
-            stack.append(_reduced(stack, formula))
+            stack.append(_reduce(stack, formula))
     if len(stack) != 1 or not isinstance(stack[0], int):
         raise DataError(f"{formula!r} is not one formula; expected x, ( not X ) or ( L ( op R ) ).")
     return stack[0]
@@ -107,7 +106,7 @@ def bracket_fault(tokens: list[str]) -> str | None:
     return None
 
 
-def _reduced(stack: list[str | int | tuple[str, int]], formula: str) -> int | tuple[str, int]:
+def _reduce(stack: list[str | int | tuple[str, int]], formula: str) -> int | tuple[str, int]:
     if len(stack) >= 3 and stack[-3] == "(":
         left, right = stack[-2:]
         del stack[-3:]

@@ -1,7 +1,4 @@
-"""The generator of logical inference pairs: our own, from the description of Bowman et al. (2015).
-
-Owns the distribution the pairs come from. Must not know splits, token ids or files.
-"""
+"""The generator of logical inference pairs: our own, from the description of Bowman et al. (2015)."""
 
 from __future__ import annotations
 

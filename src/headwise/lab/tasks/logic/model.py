@@ -1,7 +1,4 @@
-"""The classifier of sequence pairs: one encoder for both sides, trainable-query pooling, a small classifier.
-
-Owns `PairClassifier` and `QueryPooling`. Must not know where the pairs come from.
-"""
+"""The classifier of sequence pairs: one encoder for both sides, trainable-query pooling, a small classifier."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The logical inference task: which of seven relations holds between two propositional formulas.
-
-Owns what the laboratory asks of the task: model, batches, answers and baselines. The data is `logic_data`'s.
-"""
+"""The logical inference task: which of seven relations holds between two propositional formulas."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.lab.data.batching import LengthBatches, batch_by_length
+from headwise.lab.data.batching import LengthBatches
 from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
-from headwise.lab.experiment.evaluation import scores_by_bin, spread_evenly
+from headwise.lab.experiment.evaluation import scores_by_bin, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.task import Answers, Task
@@ -82,9 +79,8 @@ class LogicTask(Task):
 
     def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
         """Run the model on dev pairs, a batch each time it is asked."""
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
-            _logits(model, data.dev, chosen[batch])
+        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
+            _logits(model, data.dev, batch)
             yield
 
     def baseline(self, name: str, data: LogicData, seed: int) -> Answers:

@@ -1,7 +1,4 @@
-"""Where the heads of a trained classifier of texts attend: maps of a few texts, and how often heads agree on a word.
-
-Owns the choice of the texts and the two numbers. The figures are `headwise.plots`'.
-"""
+"""Where the heads of a trained classifier of texts attend: maps of a few texts, and how often heads agree on a word."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def _map(model: SelfAttentive, data: SentenceData, place: int) -> dict[str, Any]
 
 
 def _weights(model: SelfAttentive, data: SentenceData, place: int) -> NDArray[np.float64]:
-    return model.attention_of(_tokens(model, data, place, 0))[1][0].double().cpu().numpy()
+    return model.attend(_tokens(model, data, place, 0))[1][0].double().cpu().numpy()
 
 
 def _tokens(model: SelfAttentive, data: SentenceData, place: int, text: int) -> torch.Tensor:

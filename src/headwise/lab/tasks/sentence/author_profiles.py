@@ -1,7 +1,7 @@
-"""The reader of PAN's author profiles: tweets of each author, and how old that author is.
+"""The reader of PAN's author profiles: the tweets of each author, and the author's age.
 
-Owns the two formats of the corpora of 2013 to 2016: one XML file an author, with a document each tweet, and `truth.txt`
-with a line `author:::gender:::age` each. Must not know splits.
+The corpora of 2013 to 2016 have one XML file per author with a document per tweet, and `truth.txt` with a line
+`author:::gender:::age` each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Profiles:
     ageless: int
 
 
-def truth_of(folder: Path) -> Path | None:
+def find_truth(folder: Path) -> Path | None:
     """Return the file of the authors' ages, or None where a folder holds no profiles."""
     found = folder / TRUTH
     return found if found.is_file() and any(folder.glob("*.xml")) else None

@@ -1,7 +1,4 @@
-"""The data of the sentence task: splits of labelled texts or pairs as token ids, and how a batch is made.
-
-Owns the splits, the vocabulary and the batch.
-"""
+"""The data of the sentence task: splits of labeled texts or pairs as token ids, and how a batch is made."""
 
 from __future__ import annotations
 
@@ -170,7 +167,7 @@ def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, pro
     thinned = 0
     if scale.positive is not None:
         before = sum(map(len, splits.values()))
-        splits = {name: _thinned(words, numbers, scale.positive, place) for name, numbers in splits.items()}
+        splits = {name: _thin(words, numbers, scale.positive, place) for name, numbers in splits.items()}
         thinned = before - sum(map(len, splits.values()))
     if scale.train_examples is not None:
         splits["train"] = np.sort(_by_key(words, splits["train"], "cap")[: scale.train_examples])
@@ -218,15 +215,15 @@ def collate(examples: Sequence[Encoded]) -> dict[str, Tensor]:
     """
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
-    batch = {"tokens": _padded([one["tokens"] for one in examples])}
+    batch = {"tokens": _pad([one["tokens"] for one in examples])}
     batch["labels"] = torch.tensor([one["label"] for one in examples])
     seconds = [one["second"] for one in examples if "second" in one]
     if seconds:
-        batch["second"] = _padded(seconds)
+        batch["second"] = _pad(seconds)
     return batch
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
     tokens = np.full((len(rows), max(map(len, rows))), PADDING, dtype=np.int64)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -251,7 +248,7 @@ def _splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 
 
-def _thinned(words: Words, numbers: NDArray[np.int64], share: float, place: Path) -> NDArray[np.int64]:
+def _thin(words: Words, numbers: NDArray[np.int64], share: float, place: Path) -> NDArray[np.int64]:
     """Return the examples of a split without so many of label 1 that they are the share of what is left."""
     if sorted(words.labels) != ["0", POSITIVE]:
         raise DataError(f"{place} has labels {', '.join(words.labels[:4])}; a share of label 1 needs labels 0 and 1.")

@@ -1,7 +1,4 @@
-"""The readers of the sentence task: Yelp, SNLI, SICK and PAN's author profiles, and a user's own file or folder.
-
-Owns which files make which set, and the refusal of every line that does not fit. Must not know words or token ids.
-"""
+"""The readers of the sentence task: Yelp, SNLI, SICK and PAN's author profiles, and a user's own file or folder."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled, read_rows
-from headwise.lab.tasks.sentence.author_profiles import read_profiles, truth_of
+from headwise.lab.tasks.sentence.author_profiles import find_truth, read_profiles
 
 # The released code takes the first lines of Yelp's own file.
 YELP_LINES = 504_000
@@ -78,7 +75,7 @@ def read_set(place: Path) -> SentenceSet:
     parts = tuple(sorted([*place.glob("part*.tsv"), *place.glob("part*.tsv.gz")]))
     if parts:
         return SentenceSet("reviews by stars", {"all": [one for path in parts for one in _texts(path)]}, parts)
-    if truth_of(place) is not None:
+    if find_truth(place) is not None:
         profiles = read_profiles(place)
         examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles.tweets]
         left_out = f" ({profiles.ageless} authors of unknown age left out)" if profiles.ageless else ""

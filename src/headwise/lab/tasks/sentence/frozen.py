@@ -76,4 +76,4 @@ class OneText(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the heads."""
-        return self.model.attention_of(tokens)[0]
+        return self.model.attend(tokens)[0]

@@ -1,7 +1,4 @@
-"""Self-attentive sentence embedding: a bidirectional LSTM, additive multi-head attention and a classifier on its heads.
-
-Owns `SelfAttentive`, for one text and, gated, for two. Must not know the task's data.
-"""
+"""Self-attentive sentence embedding: a bidirectional LSTM, additive multi-head attention and a classifier on heads."""
 
 from __future__ import annotations
 
@@ -80,13 +77,13 @@ class SelfAttentive(TextClassifier):
 
     def logits(self, tokens: Tensor, second: Tensor | None) -> Tensor:
         """Return the logits of each text or pair, [B, labels]."""
-        found = self.attention_of(tokens)[0]
+        found = self.attend(tokens)[0]
         if self.gate is not None and second is not None:
             shape = (len(tokens), self.heads, -1)
-            found = self.gate(found.view(shape), self.attention_of(second)[0].view(shape)).flatten(1)
+            found = self.gate(found.view(shape), self.attend(second)[0].view(shape)).flatten(1)
         return self.classifier(self.dropout(F.relu(self.hidden(self.dropout(found)))))
 
-    def attention_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the heads of each text side by side, [B, r * d], and their attention, [B, r, L]; padding gets none."""
         padding = tokens == 0
         lengths = (~padding).sum(dim=1).cpu()

@@ -1,7 +1,4 @@
-"""Logistic regression on naive Bayes log-count ratios, the baseline `nb-lr` of the sentence task.
-
-Owns the features and the fit (Wang and Manning 2012). Must not know the task's data.
-"""
+"""Logistic regression on naive Bayes log-count ratios, the baseline `nb-lr` (Wang and Manning 2012)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is measured of a classifier's answers besides their accuracy: loss, calibration and, of two classes, ranking.
-
-Owns the numbers' names. The equations of calibration are the library's, those of ranking scikit-learn's.
-"""
+"""Measures of a classifier's answers besides accuracy: loss, calibration and, for two classes, ranking."""
 
 from __future__ import annotations
 

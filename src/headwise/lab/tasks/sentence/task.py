@@ -1,7 +1,4 @@
-"""The sentence task: classes of texts and of pairs, by heads that each sum up a text in their own way.
-
-Owns what the laboratory asks of the task: models, batches, answers and baselines. The data is `sentence_data`'s.
-"""
+"""The sentence task: classes of texts and of pairs, by heads that each summarize a text."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, batch_by_length
-from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.task import Answers, Task
@@ -104,14 +101,12 @@ class SentenceTask(Task):
 
     def difficulties(self, data: SentenceData) -> NDArray[np.int64]:
         """Return the number of words of each test example, rounded up to the end of its bin."""
-        ends = np.array(BINS)
-        return ends[np.minimum(np.searchsorted(ends, data.test.lengths), len(ends) - 1)]
+        return round_to_bins(data.test.lengths, BINS)
 
     def probe(self, model: TextClassifier, data: SentenceData) -> Iterator[None]:
         """Run the model on dev examples, a batch each time it is asked."""
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_length(data.dev.lengths[chosen], BATCH):
-            _logits(model, data.dev, chosen[batch])
+        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
+            _logits(model, data.dev, batch)
             yield
 
     def baseline(self, name: str, data: SentenceData, seed: int) -> Answers:

@@ -1,8 +1,4 @@
-"""How far a trained classifier of texts can be trusted: its reliability, and how sure it is of texts of another kind.
-
-Owns the two analyses of An et al. 2020, appendices C.4 and C.5. Their equations are `headwise.metrics`', the
-figures `headwise.plots`'.
-"""
+"""The calibration of a trained classifier, and its certainty on other texts (An et al. 2020, C.4 and C.5)."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from headwise.lab.models.text_classifiers import TextClassifier
 from headwise.lab.tasks.sentence.data import UNKNOWN, SentenceData, Sentences, encode
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.task import probabilities
-from headwise.lab.tasks.sentence.words import tokenized
+from headwise.lab.tasks.sentence.words import tokenize
 from headwise.lab.training.trained import load_trained
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
 
@@ -64,7 +60,7 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
         raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
     others = read_texts(scale.out_of_domain)
     chosen = [others[number] for number in spread_evenly(len(others), ASKED)]
-    texts = Ragged.of([encode(words[: scale.max_words], data.vocabulary) for words in tokenized(chosen) if words])
+    texts = Ragged.of([encode(words[: scale.max_words], data.vocabulary) for words in tokenize(chosen) if words])
     asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), np.arange(len(texts)))
     with torch.no_grad():
         entropies = predictive_entropy(torch.from_numpy(probabilities(model, asked)))

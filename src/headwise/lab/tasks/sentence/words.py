@@ -1,8 +1,4 @@
-"""The texts of the sentence task as words, cut by spaCy's English tokenizer and kept on disk.
-
-Owns the tokenizer and the packing of words, labels and groups into small arrays. Splits and token ids follow from it
-and are `sentence_data`'s.
-"""
+"""The texts of the sentence task as words, split by spaCy's English tokenizer and cached on disk."""
 
 from __future__ import annotations
 
@@ -90,13 +86,13 @@ def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progres
     return _decode(stored, found.said, tuple(splits), labels, fingerprint)
 
 
-def tokenized(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[str]]:
+def tokenize(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[str]]:
     """Yield the words of each text in lower case, as spaCy's blank English tokenizer cuts them; white space is none.
 
     Raises:
         HeadwiseError: spaCy is not installed.
 
-    >>> list(tokenized(["Didn't like  it."]))
+    >>> list(tokenize(["Didn't like  it."]))
     [['did', "n't", 'like', 'it', '.']]
     """
     for words in words_in_place(texts, progress=progress):
@@ -104,7 +100,7 @@ def tokenized(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[
 
 
 def words_in_place(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[tuple[str, tuple[int, int]]]]:
-    """Yield the words of each text as `tokenized` does, each with its first character and the one after its last.
+    """Yield the words of each text as `tokenize` does, each with its first character and the one after its last.
 
     Raises:
         HeadwiseError: spaCy is not installed.
@@ -158,7 +154,7 @@ def _encode(
 ) -> dict[str, NDArray]:
     every = [(name, one) for name, examples in splits.items() for one in examples]
     pairs = len(every[0][1].texts)
-    flat = tokenized([text for _, one in every for text in one.texts], progress=progress)
+    flat = tokenize([text for _, one in every for text in one.texts], progress=progress)
     words = [[next(flat) for _ in range(pairs)] for _ in every]
     kept = [(name, one, texts) for (name, one), texts in zip(every, words, strict=True) if all(texts)]
     types = sorted({word for _, _, texts in kept for text in texts for word in text[: scale.max_words]})

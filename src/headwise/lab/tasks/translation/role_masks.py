@@ -15,7 +15,7 @@ from headwise.lab.data.subwords import Subwords
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.seeding import key
 from headwise.lab.role_masks.sentences import Donors, RoleMasks
-from headwise.lab.role_masks.stored import kept_roles
+from headwise.lab.role_masks.stored import read_roles
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.idf import IDF, idf
 from headwise.roles.word_table import WordTable
@@ -170,14 +170,14 @@ def read_masks(
         folder: The run's folder.
         guided: Its roles.
         subwords: Its subwords.
-        pipeline: As `kept_roles` takes it.
+        pipeline: As `read_roles` takes it.
         num_heads: Heads of a layer of its encoder.
         seed: Its seed.
 
     Raises:
-        DataError: As `kept_roles` says.
+        DataError: As `read_roles` says.
     """
-    rarity, found = kept_roles(folder, guided, pipeline)
+    rarity, found = read_roles(folder, guided, pipeline)
     sources = Sources(subwords, parser(found, None))
     # only a role from another sentence's parse asks for that
     donors = sources.table
