@@ -48,20 +48,19 @@ class Grid:
         block = [0]
         for column in range(1, len(self.header)):
             if len(block) > 1 and self._least_width([*block, column]) > options.max_width:
-                yield self._render(block)
+                yield self._render(block, options.max_width)
                 block = [0]
             block.append(column)
-        yield self._render(block)
+        yield self._render(block, options.max_width)
 
-    def _lines(self, column: int) -> list[str]:
+    def _lines(self, column: int, *, broken: bool = True) -> list[str]:
         header = self.header[column]
-        if self.align[column] == "r" and "\n" not in header:
+        if broken and self.align[column] == "r" and "\n" not in header:
             header = "\n".join(header.split())
         return [*header.split("\n"), *(row[column] for row in self.rows)]
 
     def _least_width(self, columns: Sequence[int]) -> int:
-        edges = 2 + (len(columns) - 1) * (1 + _padding(columns))
-        return edges + sum(self._least(column) for column in columns)
+        return _edges(columns) + sum(self._least(column) for column in columns)
 
     def _least(self, column: int) -> int:
         lines = self._lines(column)
@@ -71,10 +70,12 @@ class Grid:
         whole = lines if column == 0 else [word for line in lines for word in line.split()]
         return min(max(map(cell_len, whole), default=0), LONGEST_WORD)
 
-    def _render(self, columns: Sequence[int]) -> RichTable:
+    def _render(self, columns: Sequence[int], room: int) -> RichTable:
+        whole_width = sum(max(map(cell_len, self._lines(column, broken=False))) for column in columns)
+        broken = _edges(columns) + whole_width > room
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _padding(columns)), collapse_padding=True)
         for column in columns:
-            lines, right = self._lines(column), self.align[column] == "r"
+            lines, right = self._lines(column, broken=broken), self.align[column] == "r"
             header = Text("\n".join(lines[: len(lines) - len(self.rows)]))
             whole = right or (column == 0 and max(map(cell_len, lines)) <= LONGEST_WORD)
             table.add_column(header, justify="right" if right else "left", overflow="fold", no_wrap=whole)
@@ -146,6 +147,10 @@ def number(value: float | None) -> str:
 def _half_width(found: Estimate) -> float:
     # an interval cut at 0 or 1 is one-sided there
     return max(found.high - found.value, found.value - found.low)
+
+
+def _edges(columns: Sequence[int]) -> int:
+    return 2 + (len(columns) - 1) * (1 + _padding(columns))
 
 
 def _padding(columns: Sequence[int]) -> int:
