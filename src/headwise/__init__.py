@@ -15,9 +15,8 @@ from headwise.heads.ablation import Ablation, Importance, ablate, importance
 from headwise.heads.bias import HeadBias, bias_heads
 from headwise.heads.capture import Capture
 from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.heads import Heads
+from headwise.heads.heads import Heads, Site
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.site import Site
 from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 from headwise.masks.head_mask import HeadMask

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.heads.head_slice import HeadSlice
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 
 
 def misreadings(site: Site) -> Iterator[tuple[str, Site]]:

@@ -27,8 +27,7 @@ from headwise.errors import (
     require_range,
 )
 from headwise.heads.capture import Capture
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.parallel import average_over

@@ -5,9 +5,8 @@ from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.capture import Capture
 from headwise.heads.find import LAYOUTS, find_heads
 from headwise.heads.head_slice import HeadSlice, OutputProjection
-from headwise.heads.heads import Heads
+from headwise.heads.heads import KINDS, PROJECTIONS, Heads, Site
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.site import KINDS, PROJECTIONS, Site
 from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 

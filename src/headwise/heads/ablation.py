@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import NotFired, SettingError, require_integer
 from headwise.heads.capture import require_joined
 from headwise.heads.head_slice import OutputProjection
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint
 from headwise.nn.hooks import Handle, Hook, read_first_argument, replace_first_argument
 

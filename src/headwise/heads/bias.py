@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, NotFired
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle
 from headwise.nn.scores import ScoreCall

@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
-from headwise.heads.site import Site
+from headwise.heads.heads import Site
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
 

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.head_slice import check_head_slice
-from headwise.heads.heads import Heads
+from headwise.heads.heads import Heads, Site
 from headwise.heads.layout_steps import find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.site import Site
 
 # Falcon and GPT-BigCode store the same attribute in several ways; these flags tell which.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))

@@ -25,8 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached
+from headwise.heads.heads import Site
 from headwise.heads.huggingface_config import UNDERNEATH, lend
-from headwise.heads.site import Site
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.hooks import Hook

@@ -10,8 +10,8 @@ from torch import nn
 
 from headwise.errors import LayoutError
 from headwise.heads.head_slice import HeadSlice, OutputProjection
+from headwise.heads.heads import Site
 from headwise.heads.projection import Projection, read_projection
-from headwise.heads.site import Site
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")

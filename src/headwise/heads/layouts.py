@@ -12,6 +12,7 @@ from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
+from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
@@ -30,7 +31,6 @@ from headwise.heads.layout_steps import (
     refuse_uncounted,
 )
 from headwise.heads.projection import Projection, find_obstacle
-from headwise.heads.site import PROJECTIONS, Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.multihead import adopt
 from headwise.nn.scores import TorchScores

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.head_slice import HeadSlice
-from headwise.heads.site import Site
+from headwise.heads.heads import Site
 from headwise.nn.hooks import read_first_argument
 
 Edit = Callable[[Tensor], None]

@@ -24,8 +24,7 @@ from headwise.heads.capture import (
     read_padding,
     split_heads,
 )
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, Hook, read_first_argument
 from headwise.nn.scores import Attended, Observer

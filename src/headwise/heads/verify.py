@@ -12,9 +12,8 @@ from torch import nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.head_slice import HeadSlice, check_head_slice
-from headwise.heads.heads import Heads, require_heads
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.replay import RecordedCall, Replay
-from headwise.heads.site import Site
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.disagreement.terms import position_similarity_sum
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.capture import Capture
-from headwise.heads.site import Site
+from headwise.heads.heads import Site
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.heads import OutputMoments, output_moments
 from headwise.metrics.intervals import mean_interval

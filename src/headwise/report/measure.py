@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, MaskError, SettingError
 from headwise.heads.capture import Capture
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import NotFired
 from headwise.heads.forward_scope import partial_forwards
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 from headwise.nn.hooks import Hook
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, ShapeError
 from headwise.heads.ablation import ablate
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 from headwise.report.prefix_cache import Recording, iterate_tensors, record
 
 Score = Callable[[Any, Any], Tensor]

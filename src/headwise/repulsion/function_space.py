@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, ShapeError
 from headwise.heads.head_slice import HeadSlice
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.repulsion.gram import Geometry, find_collapsed, geometry_from_grams, plain_gram, shifted_gram
 from headwise.repulsion.groups import ForceNorms, ParticleGroup

@@ -142,16 +142,15 @@ def find_collapsed(geometry: Geometry) -> Tensor:
     return equal if geometry.squared_distances.shape[-1] > 1 else torch.zeros_like(equal)
 
 
-def require_nonzero(particles: Tensor, name: str = "particles") -> None:
+def require_nonzero(particles: Tensor) -> None:
     """Raise `ShapeError` naming the particles of [M, D] that are zero, which a kernel on directions cannot take.
 
     >>> require_nonzero(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     """
-    squared_norms = particles.detach().to(torch.float64).square().sum(-1)
-    empty = (squared_norms <= SMALLEST).nonzero().flatten().tolist()
-    if empty:
+    zero = (squared_norms(particles) <= SMALLEST).nonzero().flatten().tolist()
+    if zero:
         raise ShapeError(
-            f"{name} {empty} of {len(particles)} are zero and have no direction; expected nonzero particles. "
+            f"particles {zero} of {len(particles)} are zero and have no direction; expected nonzero particles. "
             "Initialize those heads, or use a kernel on distances such as RBF()."
         )
 

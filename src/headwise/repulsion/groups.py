@@ -9,17 +9,17 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from headwise.errors import HeadwiseError, LayoutError, SettingError, require_integer, require_positive
+from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError, require_integer, require_positive
 from headwise.heads.head_slice import HeadSlice
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import PROJECTIONS
+from headwise.heads.heads import PROJECTIONS, Heads, require_heads
 from headwise.parallel import add_own_part, gather_full, is_sharded, require_readable, write_own_part
-from headwise.repulsion.gram import geometry, geometry_from_grams, require_nonzero, shifted_gram
+from headwise.repulsion.gram import SMALLEST, geometry, geometry_from_grams, shifted_gram, squared_norms
 from headwise.repulsion.rules import Rule
 
 
@@ -104,8 +104,13 @@ class ParticleGroup:
 
     def require_nonzero(self) -> None:
         """Raise `ShapeError` naming the heads that are zero, which have no direction."""
-        with torch.no_grad():
-            require_nonzero(torch.cat([view.flatten(1) for view in self.whole_views()], dim=1), f"{self.name}: heads")
+        squares = sum((squared_norms(view) for view in self.whole_views()), torch.zeros(()))
+        zero = (squares <= SMALLEST).nonzero().flatten().tolist()
+        if zero:
+            raise ShapeError(
+                f"{self.name}: heads {zero} of {self.particles} are zero and have no direction; initialize them, or "
+                "use a kernel on distances such as RBF()."
+            )
 
     def require_apart(self) -> None:
         """Raise `HeadwiseError` where heads are not finite, or all of them equal; `LayoutError` on the meta device."""
@@ -221,10 +226,20 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
     return tuple(groups)
 
 
-def require_several(groups: Sequence[ParticleGroup], heads: Heads) -> None:
-    """Raise `LayoutError` where no group has more than one particle, and list the projections that have."""
-    if any(group.particles > 1 for group in groups):
-        return
+def require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:
+    """Raise unless a rule can act on the groups: trainable, several heads where it compares them, finite, not equal."""
+    for group in groups:
+        group.require_trainable()
+    if not acts_apart(rule) and all(group.particles == 1 for group in groups):
+        _refuse_single(groups, heads)
+    for group in groups:
+        group.require_apart()
+        if rule.needs_inner:
+            group.require_nonzero()
+
+
+def _refuse_single(groups: Sequence[ParticleGroup], heads: Heads) -> NoReturn:
+    """Raise `LayoutError` that lists the projections with more than one particle."""
     several = {
         head_slice.projection: head_slice.heads for site in heads for head_slice in site.slices if head_slice.heads > 1
     }

@@ -23,11 +23,10 @@ from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import (
     ForceNorms,
     ParticleGroup,
-    acts_apart,
     derive_seed,
     find_groups,
     find_langevin_rate,
-    require_several,
+    require_particles,
 )
 from headwise.repulsion.optimizer_hooks import Attachment, assign, require_state, unwrap_optimizers
 from headwise.repulsion.rules import Rule
@@ -124,14 +123,7 @@ def repel(
     require_heads(heads)
     space = rule if isinstance(rule, Space) else ParameterSpace(rule)
     groups = space.find_groups(heads, joint=joint)
-    for group in groups:
-        group.require_trainable()
-    if not acts_apart(rule):
-        require_several(groups, heads)
-    for group in groups:
-        group.require_apart()
-        if rule.needs_inner:
-            group.require_nonzero()
+    require_particles(groups, heads, rule)
     return Repulsion(heads, assign(optimizers, groups), rule, space, when=when, noise=noise, seed=seed)
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, MaskError
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.scores import ScoreCall
 

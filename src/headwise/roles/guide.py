@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from headwise.errors import MaskError, NotFired, SettingError
 from headwise.heads.bias import bias_heads
 from headwise.heads.forward_scope import Forwards, drops_layers, is_partial
-from headwise.heads.heads import Heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.checkpointing import is_recomputing, outside_graphs
 from headwise.nn.hooks import Hook

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.head_slice import OutputProjection
-from headwise.heads.heads import Heads, require_heads
-from headwise.heads.site import Site
+from headwise.heads.heads import Heads, Site, require_heads
 from headwise.parallel import is_sharded
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
 from headwise.routing.save import SavePretrained, find_aggregators

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError
 from headwise.heads.ablation import ablate
-from headwise.heads.site import Site
+from headwise.heads.heads import Site
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.metrics import METRICS, Loss
 from headwise.lab.experiment.seeding import key

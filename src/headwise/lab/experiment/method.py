@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headwise.disagreement.penalty import Similarity, Sum
 from headwise.errors import SettingError, require_choice, require_integer, require_range
-from headwise.heads.site import PROJECTIONS
+from headwise.heads.heads import PROJECTIONS
 from headwise.lab.experiment.guided import Guided
 from headwise.repulsion.rules import Rule
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
