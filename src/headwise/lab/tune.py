@@ -18,7 +18,7 @@ from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.pool import do_jobs
 from headwise.lab.training.cross_validation import list_scales
@@ -186,7 +186,7 @@ def draw_arm(tuning: Tuning, index: int) -> Arm:
 
 
 def _draw(where: LogUniform | Uniform | Choice, seed: int, index: int, name: str) -> str:
-    return where.draw(random.Random(key(seed, "tune", index, name)))
+    return where.draw(random.Random(derive_key(seed, "tune", index, name)))
 
 
 def _make_job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int) -> Job:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.seeding import initialize_parameters, key
+from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.nn.multihead import MultiheadAttention
 
 
@@ -98,7 +98,7 @@ def test_a_module_starts_as_torch_would_start_it_under_the_seed_of_its_name():
     model = Encoder()
     initialize_parameters(model, seed=3)
     with torch.random.fork_rng():
-        torch.manual_seed(key(3, "out"))
+        torch.manual_seed(derive_key(3, "out"))
         assert torch.equal(model.out.weight, nn.Linear(8, 3).weight)
 
 
@@ -127,15 +127,16 @@ def test_a_module_that_cannot_draw_its_parameters_is_refused_before_anything_is_
 
 
 def test_keys_are_63_bits_and_the_same_in_every_process():
-    keys = {key(seed, name) for seed in range(50) for name in ("data", "noise", "dropout")}
+    keys = {derive_key(seed, name) for seed in range(50) for name in ("data", "noise", "dropout")}
     assert len(keys) == 150
     assert all(0 <= value < 2**63 for value in keys)
     assert max(keys) > 2**62
-    assert key(3, "data") == 3671545289025277455
-    code = "from headwise.lab.experiment.seeding import key; print(key(3, 'data'))"
+    assert derive_key(3, "data") == 3671545289025277455
+    code = "from headwise.lab.experiment.seeding import derive_key; print(derive_key(3, 'data'))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(answer.stdout) == key(3, "data")
+    assert int(answer.stdout) == derive_key(3, "data")
 
 
 def test_keys_tell_apart_order_type_and_where_one_part_ends():
-    assert len({key(1, "a"), key("a", 1), key("1", "a"), key("1a"), key("1", "", "a")}) == 5
+    parts = [(1, "a"), ("a", 1), ("1", "a"), ("1a",), ("1", "", "a")]
+    assert len({derive_key(*some) for some in parts}) == 5

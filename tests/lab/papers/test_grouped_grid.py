@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError
 from headwise.lab.experiment.metrics import METRICS
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers import grouped_table
 from headwise.lab.papers.claims import Contrast
 from headwise.lab.papers.grouped_table import build_grouped_grid
@@ -87,7 +87,7 @@ def test_what_is_not_told_to_be_above_the_majority_is_in_parentheses_and_nothing
 
 
 def test_the_test_is_one_sided_and_adjusted_over_the_whole_grid():
-    p = estimate(right(BARELY) - 0.5, seed=key("chance", "One", "plain")).p
+    p = estimate(right(BARELY) - 0.5, seed=derive_key("chance", "One", "plain")).p
     assert 0.05 < p < 0.1
     one = table(majority=0.5, plain=BARELY)
     assert grouped_table._at_chance({"One": one}, {"One": one.evidence}) == set()

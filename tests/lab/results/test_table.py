@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, NotFired
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.comparison_page import write_headline
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
@@ -50,14 +50,14 @@ def test_accuracies_and_differences_are_those_of_the_answers_on_disk(table, tmp_
         arm: np.stack([run.statistics for run in results.runs if run.arm == arm]) for arm in ("plain", "smooth", "svgd")
     }
     row = known(table.row("svgd"))
-    assert row.score == score(correct["svgd"], seed=key("accuracy", "svgd"))
+    assert row.score == score(correct["svgd"], seed=derive_key("accuracy", "svgd"))
     assert row.bins[1].value == pytest.approx(correct["svgd"][:, 40:80].mean())
     assert row.to_plain is not None
     assert row.to_control is not None
     assert row.to_plain.estimate == difference(
-        correct["svgd"], correct["plain"], seed=key("difference", "svgd", "plain")
+        correct["svgd"], correct["plain"], seed=derive_key("difference", "svgd", "plain")
     )
-    expected = difference(correct["svgd"], correct["smooth"], seed=key("difference", "svgd", "smooth"))
+    expected = difference(correct["svgd"], correct["smooth"], seed=derive_key("difference", "svgd", "smooth"))
     assert row.to_control.estimate == expected
     below = correct["svgd"][:, 80:].mean() - correct["plain"][:, 80:].mean()
     assert row.bins_to_plain[2].value == pytest.approx(below)

@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.results.runs import STEP_RATIO
@@ -42,7 +42,7 @@ def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
     data = task.load(settings.data, settings.scale, settings.cache)
     plain = parse_arm("plain")
     steps = [_step(task, arm, data, settings) for arm in (plain, settings.arm, plain)]
-    batches: Any = task.batches(data, settings.scale, key(settings.seed, "order"))
+    batches: Any = task.batches(data, settings.scale, derive_key(settings.seed, "order"))
     chosen = [task.collate([data.train[index] for index in batch]) for batch in itertools.islice(batches, BATCHES)]
     ratios, again = [], []
     for batch in chosen:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from headwise.errors import SettingError
 
 
-def key(*parts: int | str) -> int:
+def derive_key(*parts: int | str) -> int:
     """Return a seed in [0, 2^63) that depends on all of `parts`, their order and their types, on any machine.
 
-    The first 63 bits of SHA-256. Streams named apart, `key(seed, "data")` and `key(seed, "noise")`, are independent,
-    so that a method which draws does not shift what another one draws.
+    The first 63 bits of SHA-256. Keys with different names are independent, so that a method which draws does not shift
+    what another one draws.
 
-    >>> key(1, "data") == key(1, "data"), key(1, "data") == key("1", "data"), key("ab", "c") == key("a", "bc")
-    (True, False, False)
+    >>> derive_key(1, "data") == derive_key(1, "data"), derive_key(1, "data") == derive_key("1", "data")
+    (True, False)
     """
     digest = hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode("ascii")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
@@ -53,7 +53,7 @@ def initialize_parameters(model: nn.Module, seed: int) -> None:
     cuda_devices = sorted((device for device in devices if device.type == "cuda"), key=str)
     with torch.random.fork_rng(devices=cuda_devices), torch.no_grad():
         for name, reset in resets:
-            manual_seed(key(seed, name))
+            manual_seed(derive_key(seed, name))
             reset()
         for module in model.modules():
             # torch's attention starts this bias at zero, but its output projection was reset after it

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.measures import Shown
 from headwise.lab.results.evidence import Evidence, by_seed, match_seeds
 from headwise.lab.results.runs import Run, read_starts
@@ -217,7 +217,7 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
 def _estimate_claim(contrast: Contrast, leads: Leads | str) -> Found:
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
-    return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=key("claim", str(contrast))))
+    return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=derive_key("claim", str(contrast))))
 
 
 def _read_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.reproduction import Published
 from headwise.lab.results.cells import NONE, Grid, percent
 from headwise.lab.results.evidence import Evidence, by_seed
@@ -113,7 +113,7 @@ def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) ->
             # of many labels the most frequent one may not occur in test at all
             floor = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
             scores = np.stack([results.metric.values(run.statistics) for run in runs])
-            found = estimate(scores - floor, seed=key("chance", part, row.arm))
+            found = estimate(scores - floor, seed=derive_key("chance", part, row.arm))
             p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
     adjusted = holm(list(p_values.values()))
     return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import NotFired
 from headwise.lab.experiment.metrics import Metric
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.head_drops import HeadDrops
 from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.runs import MEASURES, Results, Run, read_results, read_starts
@@ -111,11 +111,11 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
         control=first.control,
         baseline=first.baseline,
         seeds=tuple(run.seed for run in runs),
-        score=score(_stack_values(runs, metric), seed=key("accuracy", first.arm), least=metric.least),
+        score=score(_stack_values(runs, metric), seed=derive_key("accuracy", first.arm), least=metric.least),
         bins=tuple(
             score(
                 _stack_values(runs, metric, mask),
-                seed=key("accuracy", first.arm),
+                seed=derive_key("accuracy", first.arm),
                 resamples=BIN_RESAMPLES,
                 least=metric.least,
             )
@@ -170,7 +170,7 @@ def _compare(
     found = difference(
         one,
         other,
-        seed=key("difference", runs[0].arm, name),
+        seed=derive_key("difference", runs[0].arm, name),
         resamples=resamples,
         least=metric.least,
         starts=read_starts(other for _, other in pairs),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.role_masks.stored import write_roles
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.build import Roles
@@ -67,7 +67,7 @@ class Donors:
         """Return the sentence's words with the other parse."""
         own = self.table(number)
         alike = self.pool.get(len(own), [])
-        seed = key(self.seed, "parse", number)
+        seed = derive_key(self.seed, "parse", number)
         if alike:
             generator = np.random.default_rng(seed)
             drawn = [alike[place] for place in generator.integers(len(alike), size=TRIES).tolist()]
@@ -163,7 +163,7 @@ class RoleMasks:
             else:
                 mask = self.roles[name](own, num_heads=1, encoding=encodings)
             if name in self.guided.random:
-                mask = mask.randomized([key(self.seed, "random mask", name, number) for number in numbers])
+                mask = mask.randomized([derive_key(self.seed, "random mask", name, number) for number in numbers])
             made.append(mask.roles.expand(len(numbers), 1, mask.tokens, mask.tokens))
         planes = torch.cat(made, dim=1).numpy()
         return [plane[:, :size, :size] for plane, size in zip(planes, sizes, strict=True)]

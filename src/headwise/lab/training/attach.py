@@ -18,7 +18,7 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.method import KINDS, Aggregate, DropHeads, OtherModel, Penalize, Repel
 from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.seeding import initialize_parameters, key
+from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
@@ -126,7 +126,7 @@ class Methods:
             self.penalty, self.penalty_weight = _build_penalty(self.heads, penalize), penalize.weight
         drop = arm.find(DropHeads)
         if drop is not None and drop.rate:
-            self.drophead = DropHead(self.heads, drop.rate, seed=key(seed, "drophead"))
+            self.drophead = DropHead(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
         if masks is not None:
             _guide(model, self.heads, masks)
 
@@ -138,7 +138,7 @@ class Methods:
             heads = _choose(self.heads, layers, method.kinds)
             if method.projections is not None:
                 heads = heads.projection(*method.projections)
-            self.repulsion = repel(optimizer, heads, method.rule, when="manual", seed=key(self.seed, "noise"))
+            self.repulsion = repel(optimizer, heads, method.rule, when="manual", seed=derive_key(self.seed, "noise"))
 
     def penalized(self, loss: Tensor) -> Tensor:
         """Return the loss with the arm's penalty added."""

@@ -22,7 +22,7 @@ from headwise.lab.experiment.evaluation import diversity, scores_by_bin
 from headwise.lab.experiment.job import Heartbeat
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings, read_versions
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.training import processes
@@ -195,7 +195,7 @@ def _trainer(
 ) -> HeadTrainer:
     recipe, seed = settings.scale.recipe, settings.seed
     rate = settings.arm.learning_rate or recipe.learning_rate
-    batches: Any = task.batches(data, settings.scale, key(seed, "order"))
+    batches: Any = task.batches(data, settings.scale, derive_key(seed, "order"))
     steps = math.ceil(len(batches) / recipe.accumulation)
     staging = folder / run_folder.UNFINISHED
     processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
@@ -225,7 +225,7 @@ def _trainer(
         folder,
         steps,
         batches=batches,
-        dropout_seed=key(seed, "dropout"),
+        dropout_seed=derive_key(seed, "dropout"),
         evaluate=lambda: _on_dev(task, model, methods, data),
         heartbeat=heartbeat,
         save_seconds=settings.save_seconds,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
@@ -41,9 +41,10 @@ def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table
         for chosen in ways.values():
             found = _by_seed(evidence, chosen, arm)
             means = np.array([[statistics.fmean(values)] for values in zip(*found, strict=True)]) if found else None
-            cells.append(
-                NONE if means is None else _write_average(estimate(means, seed=key("glue", arm)), means[:, 0].tolist())
-            )
+            if means is None:
+                cells.append(NONE)
+            else:
+                cells.append(_write_average(estimate(means, seed=derive_key("glue", arm)), means[:, 0].tolist()))
         rows.append((arm, *cells))
     title = "Fine-tuning, times 100: mean [95 % interval], median over seeds"
     return Grid(title, ("arm", *sets, *ways), tuple(rows), "l" + "r" * (len(sets) + len(ways)))

@@ -19,7 +19,7 @@ from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Accuracy
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.task import Answers, MaskMaker, Task
 from headwise.lab.models.text_classifiers import (
     DRAWN,
@@ -89,7 +89,9 @@ class ClassificationTask(Task):
         """Return what makes the role masks of a batch; the words' rarity is that of the training split."""
         require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
-        donors = Donors(table, data.texts.words.lengths, data.train.numbers.tolist(), key(seed, "shuffled parse"))
+        donors = Donors(
+            table, data.texts.words.lengths, data.train.numbers.tolist(), derive_key(seed, "shuffled parse")
+        )
         rarity = idf(list_words(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline)
 

@@ -11,7 +11,7 @@ from typing import Any
 from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import digest, numbered_lines
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.runs import REFERENCES
 from headwise.lab.tasks.graph2text.data import test_graphs
 from headwise.lab.tasks.graph2text.files import Graph
@@ -114,9 +114,9 @@ def write_rating(
         DataError: The folder holds the form of other texts, whose ratings would be lost.
     """
     require_integer("items", count, low=1)
-    chosen = sorted(items, key=lambda item: key(seed, "rated", item.number))[:count]
+    chosen = sorted(items, key=lambda item: derive_key(seed, "rated", item.number))[:count]
     # each run stands on either side as often
-    drawn = sorted(chosen, key=lambda item: key(seed, "side", item.number))
+    drawn = sorted(chosen, key=lambda item: derive_key(seed, "side", item.number))
     flipped = {item.number: place < len(chosen) // 2 for place, item in enumerate(drawn)}
     shown = [_shown(item, flipped[item.number]) for item in chosen]
     named = digest(repr([sorted(item.items(), key=str) for item in shown]))

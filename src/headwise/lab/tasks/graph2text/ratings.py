@@ -12,7 +12,7 @@ import numpy as np
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder as runs
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.tasks.graph2text.rating_form import CRITERIA, SIDES
@@ -55,7 +55,7 @@ class Ratings:
         if not items:
             return None
         scores = [[self.values[rater, item][criterion] for item in items] for rater in self.raters]
-        return estimate(np.array(scores, dtype=np.float64), seed=key("ratings", criterion))
+        return estimate(np.array(scores, dtype=np.float64), seed=derive_key("ratings", criterion))
 
     def agreement(self, criterion: str) -> float | None:
         """Return how often two raters of an item say the same; None where no item has two."""

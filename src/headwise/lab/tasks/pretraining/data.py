@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from headwise.errors import DataError, require_integer
 from headwise.lab.data.batching import ResumableBatches
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.tasks.pretraining.files import find_files
 from headwise.lab.tasks.pretraining.prepare import (
     RECORD,
@@ -147,7 +147,7 @@ class StreamBatches(ResumableBatches):
         super().__init__(seed)
         self.sizes, self.batch_size, self.steps = np.asarray(sizes, np.int64), batch_size, steps
         self.starts: list[int] = [0, *np.cumsum(self.sizes).tolist()]
-        self.first_draw = key(seed, "masks")
+        self.first_draw = derive_key(seed, "masks")
 
     def __len__(self) -> int:
         return self.steps

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.lab.experiment.metrics import Measure
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.pretraining.data import MaskedRow, Rows
 
@@ -38,7 +38,7 @@ def score_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
         batch = MaskedRow.batch([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
         tensors = {name: tensor.to(device) for name, tensor in batch.items()}
         # the same noise for every model: an arm differs by its generator's probabilities
-        yield model(**tensors, sampling_seed=key("replacements", first))
+        yield model(**tensors, sampling_seed=derive_key("replacements", first))
 
 
 def score_rows(model: Any, rows: Rows) -> Answers:

@@ -13,7 +13,7 @@ from headwise.lab.data.arrays import Ragged, stable_key
 from headwise.lab.data.encoded import Pieces, make_pieces
 from headwise.lab.data.subwords import Subwords
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.seeding import key
+from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.role_masks.sentences import Donors, RoleMasks
 from headwise.lab.role_masks.stored import read_roles
 from headwise.masks.head_mask import HeadMask
@@ -156,7 +156,7 @@ def learn_masks(
     """
     pool = sources.numbers(train[index] for index in range(len(train)))
     lengths = {number: len(sources.table(number)) for number in pool}
-    donors = Donors(sources.table, lengths, pool, key(seed, "shuffled parse"))
+    donors = Donors(sources.table, lengths, pool, derive_key(seed, "shuffled parse"))
     rarity = idf([sources.table(number).words for number in pool])
     return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=pipeline)
 
