@@ -294,7 +294,7 @@ def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
     here = tmp_path / "here"
     comparison = dataclasses.replace(toy(tmp_path / "pool", "plain", 2), workers=2)
     assert compare(comparison, console()) == []
-    for job in compare_module._jobs(comparison, LogicTask(), load_logic(None, TOY, None)):
+    for job in compare_module._list_jobs(comparison, LogicTask(), load_logic(None, TOY, None)):
         if job.name == "plain seed 1":
             do_job(job.settings, here, lambda: False)
     name = "model.safetensors"

@@ -1,7 +1,6 @@
-"""A comparison: arms x seeds on one task, each run in its own folder, then the table, the figures and the page.
+"""A comparison: arms x seeds on one task, each run in a separate folder, then the table, the figures and the page.
 
-Owns the folder of a comparison, the order of its runs and what happens when it is run again: finished runs are kept,
-interrupted ones go on, nothing is overwritten.
+Run again, it keeps finished runs and resumes interrupted ones; nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.results.comparison_page import write_report
-from headwise.lab.results.figures import write_pictures
+from headwise.lab.results.comparison_page import make_page
+from headwise.lab.results.figures import write_figures
 from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.paired_tests import run_paired_tests
 from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pair_with_controls, read_results
-from headwise.lab.results.table import Table, write_record
+from headwise.lab.results.table import Table, make_record
 from headwise.lab.results.tabulate import read_table
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.baseline import BaselineSettings
@@ -55,10 +54,10 @@ class Comparison:
         scale: Sizes of data, model and training.
         out: Folder of the comparison.
         data: Folder of the data; None generates it.
-        workers: Runs side by side, each on one thread.
-        cache: Folder where prepared data is kept; None for one inside `out`.
-        options: What the command said of the scale; None where it was named alone.
-        launcher: Where the runs are done; `workers` of them at once.
+        workers: Number of parallel runs, each on one thread.
+        cache: Folder of prepared data; None for one inside `out`.
+        options: Options that change the scale; None if there are none.
+        launcher: Where the runs are done.
     """
 
     task: str
@@ -91,34 +90,33 @@ def compare(
     Args:
         comparison: What to compare.
         console: Where progress and table are shown.
-        redundancy: Whether each head of each trained model is then removed alone, to see what it is worth.
-        step_times: Whether steps of each arm are then timed in turn with steps of plain.
+        redundancy: Whether to remove each head of each trained model alone afterwards and measure the cost.
+        step_times: Whether to time steps of each arm in turn with steps of plain afterwards.
 
     Returns:
         The runs that failed; the table is made from the others.
 
     Raises:
-        SettingError: The folder cannot be written, holds another comparison, an arm does not fit the model, or heads
-            are to be removed where a run is made of folds.
+        SettingError: The folder cannot be written or holds another comparison, an arm does not fit the model, or
+            `redundancy` is combined with cross-validation.
         DataError: The data cannot be read.
-        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+        KeyboardInterrupt: Ctrl-C; every run has saved its state.
     """
     out = comparison.out
     jobs = plan_runs(comparison, console)
     if redundancy and any(job.settings.whole is not None for job in jobs):
         raise SettingError(
-            "--redundancy looks at the heads of one trained model, and with --folds a run is several; give one of them."
+            "--redundancy needs one trained model per run, and with --folds a run has several; omit one of them."
         )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     elsewhere = left and comparison.launcher.name != "local"
     engine = open_engine(comparison.launcher, out) if elsewhere else None
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console, engine=engine)
-    asked = {REDUNDANCY: redundancy, STEP_TIME: step_times}
-    for name, wanted in asked.items():
-        if wanted:
-            failures += do_analyses(name, jobs, comparison.workers, console)
+    analyses = [name for name, wanted in ((REDUNDANCY, redundancy), (STEP_TIME, step_times)) if wanted]
+    for name in analyses:
+        failures += do_analyses(name, jobs, comparison.workers, console)
     if any(runs.is_finished(find_run(job)) for job in jobs):
-        publish(out, console, command_of(comparison) + "".join(f" --{name}" * on for name, on in asked.items()))
+        publish(out, console, " ".join([write_command(comparison), *(f"--{name}" for name in analyses)]))
     return failures
 
 
@@ -127,33 +125,33 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
 
     Raises:
         SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
-        DataError: The data cannot be read, or a model that a run begins with is not there.
+        DataError: The data cannot be read, or a model that a run starts from does not exist.
     """
     runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
-    data = task.load(comparison.data, comparison.scale, _cache(comparison), progress=console.is_terminal)
+    data = task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     for arm in comparison.arms:
         require_fits(arm, task, data, comparison.scale)
         for seed in comparison.seeds:
-            # what a run begins with is there now, or it fails after hours
-            if not runs.is_finished(run_folder(comparison.out, arm.folder, seed)):
+            # fail now rather than after hours if the initial run does not exist
+            if not runs.is_finished(find_run_folder(comparison.out, arm.folder, seed)):
                 task.initial_run(arm, data, comparison.scale, seed)
-    # what is refused above leaves the folder to another command
+    # only now, so that a refusal leaves the folder free
     _claim(comparison, task, data)
-    jobs = _jobs(comparison, task, data)
+    jobs = _list_jobs(comparison, task, data)
     for job in jobs:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
     return jobs
 
 
 def publish(out: Path, console: Console, command: str) -> None:
-    """Show the table of what is finished in a folder, and write its JSON form, figures and page.
+    """Show the table of the finished runs in a folder, and write its JSON form, figures and page.
 
     Args:
         out: Folder of the comparison.
         console: Where the table is shown.
-        command: What the page says it was made with.
+        command: The command to show on the page.
 
     Raises:
         DataError: A file of a run is damaged.
@@ -166,17 +164,15 @@ def publish(out: Path, console: Console, command: str) -> None:
 def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
     """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
     runs.prepare_folder(folder / FIGURES)
-    write_record(table, folder / RESULTS)
-    drawn = write_pictures(table, folder / FIGURES)
-    write_report(table, drawn, folder / REPORT, command=command)
+    runs.write_json(folder / RESULTS, make_record(table))
+    drawn = write_figures(table, folder / FIGURES)
+    make_page(table, drawn, command=command).write(folder / REPORT)
     console.print(render_terminal(table))
     console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
 
 def test_in_pairs(out: Path, console: Console) -> None:
-    """Let sacreBLEU test the translations of each arm against its control's, where there are references.
-
-    What was tested before is kept in the folder `out`, which all its tables read.
+    """Run sacreBLEU's paired tests of each arm against its control if there are references; keep results in `out`.
 
     Raises:
         DataError: A file of a run is damaged.
@@ -191,30 +187,23 @@ def test_in_pairs(out: Path, console: Console) -> None:
             progress.update(bar, completed=count)
 
 
-def command_of(comparison: Comparison) -> str:
-    """Return the command that makes a comparison, with every arm and seed its folder knows."""
+def write_command(comparison: Comparison) -> str:
+    """Return the command of a comparison, with all arms and seeds recorded in its folder."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += [
-        "--seeds",
-        str(max(record["seeds"]) + 1),
-        *(comparison.options or ScaleOptions(comparison.scale.name)).words(),
-    ]
+    words += ["--seeds", str(max(record["seeds"]) + 1)]
+    words += (comparison.options or ScaleOptions(comparison.scale.name)).words()
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     return shlex.join([*words, "--out", str(comparison.out)])
 
 
-def run_folder(out: Path, arm: str, seed: int) -> Path:
+def find_run_folder(out: Path, arm: str, seed: int) -> Path:
     """Return the folder of one run of a comparison; `arm` is an arm's folder name or a baseline's name."""
     return out / arm / f"seed-{seed}"
 
 
 def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
-    """Make sure that an arm can be put on the model of a scale, before any run starts.
-
-    Raises:
-        SettingError: It cannot; the message says why.
-    """
+    """Check that an arm can be put on the model of a scale; raises SettingError if not."""
     try:
         model, methods = attach_arm(task, arm, data, scale, seed=0)
         methods.repel(torch.optim.Adam(model.parameters()))
@@ -222,12 +211,12 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
 
-def _cache(comparison: Comparison) -> Path:
+def _find_cache(comparison: Comparison) -> Path:
     return comparison.cache or comparison.out / CACHE
 
 
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
-    """Write what the comparison is, adding to the arms and seeds of an earlier one in the same folder."""
+    """Write the record of the comparison, adding to the arms and seeds of an earlier one in the same folder."""
     path = comparison.out / COMPARISON
     fixed: dict[str, Any] = {
         "task": comparison.task,
@@ -248,10 +237,9 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         )
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
-    # these determine no run: an older folder shows what the task shows now, and says what its data is
+    # these do not affect any run, so an older folder may be updated
     shown = [runs.as_record(measure) for measure in task.shown]
-    said = {"described": data.summary(), "shown": shown}
-    runs.write_json(path, fixed | said | {"arms": arms, "seeds": seeds})
+    runs.write_json(path, fixed | {"described": data.summary(), "shown": shown, "arms": arms, "seeds": seeds})
     if not (comparison.out / TEST).exists():
         runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
     references = task.references(data)
@@ -259,21 +247,20 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         runs.write_text(comparison.out / REFERENCES, "".join(f"{line}\n" for line in references))
 
 
-def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
-    """Return all runs, the baselines first, then seed by seed so that seeds fill evenly over the arms.
-
-    A run of several parts is there part by part.
-    """
+def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
+    """Return all runs or their parts, the baselines first, then seed by seed so that all arms advance evenly."""
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
-    places = {"data": comparison.data, "cache": _cache(comparison)}
+    places = {"data": comparison.data, "cache": _find_cache(comparison)}
     rows = [
-        Job(name, run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05)
+        Job(
+            name, find_run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05
+        )
         for name in task.baselines
     ]
     rows += [
         Job(
             f"{arm.name} seed {seed}",
-            run_folder(comparison.out, arm.folder, seed),
+            find_run_folder(comparison.out, arm.folder, seed),
             RunSettings(arm=arm, seed=seed, **shared, **places),
         )
         for seed in comparison.seeds
@@ -282,6 +269,6 @@ def _jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
     scales = list_scales(task, rows[-1].settings)
     jobs = [part for row in rows for part in split_job(row, scales)]
     for job in jobs:
-        # parts may all be finished and the run not, where it was ended in between
+        # if the command was stopped in between, all parts may be finished and the run not
         gather_parts(job.settings, job.folder)
     return jobs

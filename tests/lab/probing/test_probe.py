@@ -19,7 +19,7 @@ from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.models.text_classifiers import masked_mean
 from headwise.lab.probing import run
-from headwise.lab.probing.figures import heads_grid, layers_grid
+from headwise.lab.probing.figures import make_heads_grid, make_layers_grid
 from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
 from headwise.lab.probing.probe import ProbedTask, choose_sentences, judge_probes
 from headwise.lab.probing.request import parse_heads, parse_layers
@@ -198,11 +198,11 @@ def test_what_is_at_chance_is_told_from_what_is_not():
     assert not judge_probes(fitted[2:], test=1000, majority=0.5)[0].at_chance
     assert (found[1].low, found[1].high) == (pytest.approx(0.5693, abs=1e-4), pytest.approx(0.6299, abs=1e-4))
     task = ProbedTask("t", "d", "T", 2, 9, 9, 1000, 0.5, "", found)
-    grid = layers_grid([task])
+    grid = make_layers_grid([task])
     assert grid is not None
     assert grid.header == ("task", "classes", "majority", "emb", "0", "1", "±")
     assert grid.rows[0] == ("T", "2", "50.0", "(51.0)", "60.0", "(52.8)", "3.1")
-    assert heads_grid([task]) is None
+    assert make_heads_grid([task]) is None
     assert ProbedTask.read(json.loads(json.dumps(task.record()))) == task
 
 
@@ -223,7 +223,7 @@ def test_heads_and_sets_of_heads_are_named_by_layer_and_number():
 
 def test_a_set_of_heads_stands_side_by_side(bert, tmp_path):
     found = encodings(open_frozen(bert), SENTENCES, tmp_path, model="m")
-    both = parse_heads("1.2+0.0", found.counts)[0].of(found)
+    both = parse_heads("1.2+0.0", found.counts)[0].select(found)
     assert np.array_equal(both, np.concatenate([found.heads[1][:, 16:24], found.heads[0][:, 0:8]], axis=1))
 
 

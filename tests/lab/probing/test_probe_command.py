@@ -56,12 +56,12 @@ def words(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
         (("--task", "word_content"), "word_content does not exist"),
         (
             ("--data", "data/past_present.txt", "--task", "tree_depth"),
-            "and --task asks for tree_depth; name its folder",
+            "and --task is tree_depth; name its folder",
         ),
         (("--workers", "0"), "--workers is 0; expected an integer of at least 1"),
         (("--workers", "-3"), "--workers is -3; expected an integer of at least 1"),
         (("--classifier", "forest"), "classifier is 'forest'"),
-        (("--sentences", "5"), "no dev sentence is left; ask for more with --sentences"),
+        (("--sentences", "5"), "no dev sentence is left; raise --sentences"),
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(options, said, words, capsys, monkeypatch):
@@ -92,7 +92,7 @@ def test_results_of_other_sentences_are_not_shown_for_those_of_this_file(words, 
     write_probing(Path("data/tree_depth.txt"), {"tr": 60, "va": 20, "te": 30}, seed=9)
     said = refused(capsys, *quick)
     old = json.loads(before)["data"]
-    assert f"out/tree_depth.json tells of other sentences (digest {old}) than data/tree_depth.txt holds" in said
+    assert f"out/tree_depth.json is about other sentences (digest {old}) than those of data/tree_depth.txt" in said
     assert "choose another --out" in said
     assert Path("out/tree_depth.json").read_text() == before
     assert not Path("out/past_present.json").exists()
@@ -105,7 +105,7 @@ def test_a_result_that_does_not_say_its_data_is_refused(words, capsys):
     place = Path("out/tree_depth.json")
     record = json.loads(place.read_text())
     place.write_text(json.dumps({name: value for name, value in record.items() if name != "data"}))
-    assert "tree_depth.json is no result of a probe" in refused(capsys, *quick)
+    assert "tree_depth.json is not the result of a probe" in refused(capsys, *quick)
 
 
 def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(words):

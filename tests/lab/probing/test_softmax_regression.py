@@ -62,7 +62,7 @@ def test_a_fit_that_stops_before_its_last_iteration_need_not_have_come_to_its_en
     given = dict.fromkeys(("train", "dev", "test"), Split(vectors, labels))
     assert fit(Classifier(penalties=(1e-3,)), given).converged
     # the loss is read three times at most
-    monkeypatch.setattr(softmax_regression, "READINGS", 0.03)
+    monkeypatch.setattr(softmax_regression, "EVALUATIONS", 0.03)
     assert not fit(Classifier(penalties=(1e-3,)), given).converged
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.results.comparison_page import format_setting, make_page, write_headline, write_report
-from headwise.lab.results.figures import pictures
+from headwise.lab.results.comparison_page import format_setting, make_page, write_headline
+from headwise.lab.results.figures import draw_figures
 from headwise.lab.results.table import Table
 from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
@@ -20,7 +20,7 @@ def table(tmp_path_factory) -> Table:
 
 
 def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
-    html = make_page(table, pictures(table), command="headwise compare logic --seeds 5").render()
+    html = make_page(table, draw_figures(table), command="headwise compare logic --seeds 5").render()
     parts = [
         write_headline(table),
         ">Verdicts<",
@@ -72,14 +72,14 @@ def test_one_arm_one_seed_and_plain_alone_are_put_in_words_that_agree(tmp_path):
 
 def test_baselines_alone_still_make_a_page(tmp_path):
     table = read_table(write_comparison(tmp_path, PAPER[:2], items=10))
-    assert "Nothing was compared" in make_page(table, pictures(table)).render()
+    assert "Nothing was compared" in make_page(table, draw_figures(table)).render()
 
 
 def test_hostile_names_settings_and_commands_stay_text(tmp_path):
     arms = [PAPER[2], Drawn(HOSTILE, "plain", 0.4, force=0.3)]
     table = read_table(write_comparison(tmp_path / "out", arms, items=10, seeds=(0, 1)))
     path = tmp_path / "report.html"
-    write_report(table, pictures(table), path, command=f"headwise compare logic --arms '{HOSTILE}'")
+    make_page(table, draw_figures(table), command=f"headwise compare logic --arms '{HOSTILE}'").write(path)
     html = path.read_text(encoding="utf-8")
     assert "<script" not in html
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") >= 6
@@ -113,10 +113,10 @@ def test_records_are_printed_as_the_values_they_record(record, text):
 def test_the_worth_of_heads_has_a_part_of_its_own_with_its_figures(tmp_path):
     out = write_comparison(tmp_path, PAPER[2:5], items=10, seeds=(0, 1))
     table = read_table(out)
-    assert "What each head is worth" not in make_page(table, pictures(table)).render()
+    assert "What each head is worth" not in make_page(table, draw_figures(table)).render()
     write_head_costs(out, {"plain": (0.0, 0.1), "smooth": (0.2, 0.1), "svgd": (0.2, 0.1)})
     table = read_table(out)
-    html = make_page(table, pictures(table)).render()
+    html = make_page(table, draw_figures(table)).render()
     places = [
         html.index(part)
         for part in (

@@ -14,12 +14,12 @@ from headwise.lab.results import figures
 from headwise.lab.results.drawing import choose_styles, draw_means, span_a_point
 from headwise.lab.results.figures import (
     draw_dev_by_epoch,
+    draw_figures,
     draw_head_costs,
     draw_score_by_bin,
     draw_score_by_force,
     draw_score_by_similarity,
-    pictures,
-    write_pictures,
+    write_figures,
 )
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Table
@@ -39,7 +39,7 @@ def small(folder: Path, arms: list[Drawn], **changed) -> Table:
 
 
 def test_each_figure_is_a_png_with_words(table):
-    drawn = pictures(table)
+    drawn = draw_figures(table)
     names = ["score-by-difficulty", "diversity-against-score", "score-against-force-ratio"]
     assert [picture.name for picture in drawn] == names
     for picture in drawn:
@@ -49,22 +49,22 @@ def test_each_figure_is_a_png_with_words(table):
 
 
 def test_the_same_table_gives_the_same_bytes(table):
-    assert [picture.png for picture in pictures(table)] == [picture.png for picture in pictures(table)]
+    assert [picture.png for picture in draw_figures(table)] == [picture.png for picture in draw_figures(table)]
 
 
 def test_files_are_written_whole_and_a_folder_that_refuses_is_named(table, tmp_path):
-    drawn = write_pictures(table, tmp_path)
+    drawn = write_figures(table, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         f"{picture.name}.png": picture.png for picture in drawn
     }
     with pytest.raises(DataError, match="cannot be written"):
-        write_pictures(table, tmp_path / "missing")
+        write_figures(table, tmp_path / "missing")
 
 
 def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
     with mpl.rc_context({"font.size": 23.0, "text.parse_math": True}):
         before = dict(mpl.rcParams)
-        pictures(table)
+        draw_figures(table)
         assert dict(mpl.rcParams) == before
     code = (
         "import sys, headwise.lab.results.figures; "
@@ -76,7 +76,7 @@ def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
 
 def test_names_with_mathematics_and_markup_are_drawn_as_text(tmp_path):
     table = small(tmp_path, [PAPER[2], Drawn("$\\frac{$ <b>_x^", "plain", 0.4, force=0.1), Drawn("_hidden", force=0.2)])
-    assert len(pictures(table)) == 3
+    assert len(draw_figures(table)) == 3
 
 
 def test_a_figure_without_data_is_left_out(tmp_path):
@@ -162,7 +162,7 @@ def test_dev_by_epoch_is_drawn_from_three_epochs_on(tmp_path):
     picture = draw_dev_by_epoch(table)
     assert picture is not None
     assert picture.alt == "accuracy on dev, first epoch to last: plain 12.0 to 15.0; smooth 12.0 to 15.0"
-    assert picture.name in [drawn.name for drawn in pictures(table)]
+    assert picture.name in [drawn.name for drawn in draw_figures(table)]
 
 
 def test_the_band_of_a_curve_goes_from_the_lowest_seed_to_the_highest(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(
     assert 0.0 in edges
     assert edges[0] <= -2
     assert "svgd 32 on average, 2 to 90" in accuracy.alt
-    assert {accuracy.name, loss.name} <= {picture.name for picture in pictures(read_table(out))}
+    assert {accuracy.name, loss.name} <= {picture.name for picture in draw_figures(read_table(out))}
 
 
 def test_bars_reach_from_the_lowest_cost_to_beyond_most_of_them():

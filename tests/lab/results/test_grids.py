@@ -5,6 +5,7 @@ import json
 import pytest
 from rich.console import Console, RenderableType
 
+from headwise.lab.experiment.run_folder import write_json
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.grids import (
     bins_grid,
@@ -17,7 +18,7 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
-from headwise.lab.results.table import Table, write_record
+from headwise.lab.results.table import Table, make_record
 from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
@@ -81,7 +82,7 @@ def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better
     assert signature_grid(table) in list_grids(table)
     assert "nc:6|version:2.6.0" in printed(table, 80)
     written = tmp_path / "results.json"
-    write_record(table, written)
+    write_json(written, make_record(table))
     rows = json.loads(written.read_text())["rows"]
     assert rows[1]["answered"] == {"chrF": 41.5, "seconds": 3.26}
     assert [run["answered"]["chrF"] for run in rows[1]["runs"]] == [41.0, 42.0]
@@ -196,8 +197,8 @@ def test_unfinished_runs_are_named(tmp_path):
 
 def test_the_record_is_strict_json_with_a_stable_order(table, tmp_path):
     one, other = tmp_path / "one.json", tmp_path / "other.json"
-    write_record(table, one)
-    write_record(table, other)
+    write_json(one, make_record(table))
+    write_json(other, make_record(table))
     assert one.read_bytes() == other.read_bytes()
 
     def refuse(constant: str) -> None:
@@ -229,7 +230,7 @@ def test_the_costs_of_heads_are_pooled_over_seeds_and_split_by_kind(tmp_path):
     )
     assert loss.rows[0][-3:] == ("0.0083", "0.0027", "0.014")
     assert {accuracy, loss} <= set(list_grids(read_table(out)))
-    write_record(read_table(out), tmp_path / "results.json")
+    write_json(tmp_path / "results.json", make_record(read_table(out)))
     rows = {row["arm"]: row["heads"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     assert rows["smooth"] == {}
     assert rows["plain"]["accuracy"]["redundant_share"] == 0.5

@@ -200,7 +200,7 @@ def test_twenty_four_thousand_items_and_five_seeds_take_no_time():
 
 @pytest.mark.parametrize("scores", [np.ones(3), np.ones((0, 4)), np.array([[1.0, np.nan]])])
 def test_scores_that_are_not_a_finite_table_are_refused(scores):
-    with pytest.raises(SettingError, match="expected finite numbers, one row a seed"):
+    with pytest.raises(SettingError, match="expected finite numbers, one row per seed"):
         estimate(scores, seed=0)
 
 

@@ -180,7 +180,7 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
         ("result.json", lambda path: path.write_text("{}"), "has no 'settings'"),
         ("result.json", lambda path: change(path, seed="x"), "is not the result of a run"),
         ("result.json", lambda path: change(path, score=None), "is not the result of a run"),
-        ("result.json", lambda path: change(path, score={"pooled": 0.123}), "says accuracy 0.123000"),
+        ("result.json", lambda path: change(path, score={"pooled": 0.123}), "has accuracy 0.123000"),
         ("predictions.npz", lambda path: path.unlink(), "does not exist"),
         ("predictions.npz", lambda path: path.write_bytes(b""), "is damaged"),
         ("predictions.npz", lambda path: path.write_bytes(path.read_bytes()[:200]), "is damaged"),

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.measures import Shown
-from headwise.lab.results.evidence import Evidence, by_seed, match_seeds
+from headwise.lab.results.evidence import Evidence, index_by_seed, match_seeds
 from headwise.lab.results.runs import Run, read_starts
-from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, estimate_over_starts, holm, undecided
+from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, describe_undecided, estimate_over_starts, holm
 
 # A claim is settled at this adjusted p-value.
 LEVEL = 0.05
@@ -243,7 +243,7 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | st
     if any(part not in parts for part in contrast.parts):
         return "was not run"
     runs = [
-        by_seed(parts[part].results.runs, arm)
+        index_by_seed(parts[part].results.runs, arm)
         for _, mean in means
         for part in mean.over
         for arm in (mean.arm, mean.against)
@@ -292,7 +292,7 @@ def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evid
     if not seeds:
         return "was not run"
     leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
-    runs = [by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+    runs = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
     return Leads(np.array(leads)[:, None], _starts(runs, seeds))
 
 
@@ -321,7 +321,7 @@ def _verdict(found: Sequence[Found]) -> str:
         return f"no verdict ({absent[0]})"
     fewest = min((one.estimate for one in found if one.estimate is not None), key=lambda estimate: estimate.seeds)
     if fewest.seeds < MINIMUM_SEEDS:
-        return undecided(fewest.seeds, fewest.drawn)
+        return describe_undecided(fewest.seeds, fewest.drawn)
     settled = [
         one.estimate.value > 0
         for one in found

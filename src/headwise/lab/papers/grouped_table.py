@@ -15,8 +15,8 @@ from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.reproduction import Published
-from headwise.lab.results.cells import NONE, Grid, percent
-from headwise.lab.results.evidence import Evidence, by_seed
+from headwise.lab.results.cells import NONE, Grid, format_percent
+from headwise.lab.results.evidence import Evidence, index_by_seed
 from headwise.lab.results.statistics import estimate, holm
 from headwise.lab.results.table import Row, Table
 
@@ -96,7 +96,7 @@ def _build_row(
 
 
 def _score(row: Row, *, marked: bool) -> str:
-    text = percent(row.score)
+    text = format_percent(row.score)
     return f"({text})" if marked else text
 
 
@@ -109,7 +109,7 @@ def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) ->
             continue
         results = evidence[part].results
         for row in table.arms:
-            runs = list(by_seed(results.runs, row.arm).values())
+            runs = list(index_by_seed(results.runs, row.arm).values())
             # of many labels the most frequent one may not occur in test at all
             floor = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
             scores = np.stack([results.metric.values(run.statistics) for run in runs])

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.lab.compare import run_folder
+from headwise.lab.compare import find_run_folder
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.registry import named_task
@@ -59,7 +59,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     for plan in (*plans[0].before, *plans):
         asked = plan.comparison
         for arm in asked.arms:
-            done = sum(runs.is_finished(run_folder(asked.out, arm.folder, seed)) for seed in asked.seeds)
+            done = sum(runs.is_finished(find_run_folder(asked.out, arm.folder, seed)) for seed in asked.seeds)
             left += len(asked.seeds) - done
             seeds = f"0 to {max(asked.seeds)}" if len(asked.seeds) > 1 else "0"
             cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)

@@ -20,7 +20,7 @@ from headwise.lab.papers.claims import Found, Judged, judge
 from headwise.lab.papers.grouped_table import build_grouped_grid
 from headwise.lab.papers.initial_runs import Begun
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, lack_of
-from headwise.lab.results.cells import NONE, Grid, number, percent
+from headwise.lab.results.cells import NONE, Grid, format_number, format_percent
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import NOTE, diversity_grid, list_grids, verdict_grid
@@ -266,8 +266,8 @@ def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
     values = evidence.of(arm, measure).values()
     if not values:
         return NONE
-    mean = number(fmean(values))
-    return mean if len(values) == 1 else f"{mean} ({number(min(values))} to {number(max(values))})"
+    mean = format_number(fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({format_number(min(values))} to {format_number(max(values))})"
 
 
 def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ def _ours(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
     if row is None:
         return NONE
     if column.ours == "score":
-        return percent(row.score)
+        return format_percent(row.score)
     if column.ours == "step time":
         return NONE if row.step_ratio is None else f"{row.step_ratio:.2f}"
     if row.parameters is None:

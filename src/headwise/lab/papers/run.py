@@ -16,7 +16,7 @@ from rich.console import Console
 from headwise.atomic import write_whole
 from headwise.errors import DataError
 from headwise.lab.analyses.registry import HEAD_VECTORS, identify_inputs
-from headwise.lab.compare import Comparison, plan_runs, publish_table, run_folder, test_in_pairs
+from headwise.lab.compare import Comparison, find_run_folder, plan_runs, publish_table, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.job import Failure, Job
@@ -65,7 +65,7 @@ class Plan:
     def folders(self) -> list[Path]:
         """The folder of each run."""
         asked = self.comparison
-        return [run_folder(asked.out, arm.folder, seed) for arm in asked.arms for seed in asked.seeds]
+        return [find_run_folder(asked.out, arm.folder, seed) for arm in asked.arms for seed in asked.seeds]
 
     @property
     def finished(self) -> list[Path]:

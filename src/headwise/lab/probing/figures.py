@@ -22,21 +22,18 @@ NOTE = (
 COLUMNS = 3
 
 
-def layers_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
+def make_layers_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
     """Return the accuracy of each layer on each task; None if no layer was probed."""
-    names = _list_names([one for task in tasks for one in task.layers])
-    if not names:
-        return None
-    rows = []
-    for task in tasks:
-        found = {one.name: one for one in task.layers}
-        cells = [_format_cell(found.get(name)) for name in names]
-        rows.append((task.title, str(task.labels), f"{100 * task.majority:.1f}", *cells, _format_half(task.layers)))
+    names, cells = _lay_out([task.layers for task in tasks])
+    rows = tuple(
+        (task.title, str(task.labels), f"{100 * task.majority:.1f}", *row, _format_half(task.layers))
+        for task, row in zip(tasks, cells, strict=True)
+    )
     header = ("task", "classes", "majority", *names, "±")
-    return Grid("accuracy by layer, %", header, tuple(rows), "l" + "r" * (len(header) - 1))
+    return Grid("accuracy by layer, %", header, rows, "l" + "r" * (len(header) - 1)) if names else None
 
 
-def heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
+def make_heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
     """Return the best head of each task and the number above chance; None if no single head was probed."""
     rows = []
     for task in tasks:
@@ -60,19 +57,15 @@ def heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
     return Grid("accuracy of single heads, %", header, tuple(rows), "lrlrrrr") if rows else None
 
 
-def sets_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
+def make_sets_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
     """Return the accuracy of each set of heads on each task; None if none was probed."""
-    names = _list_names([one for task in tasks for one in task.sets])
-    if not names:
-        return None
-    rows = []
-    for task in tasks:
-        found = {one.name: one for one in task.sets}
-        rows.append((task.title, f"{100 * task.majority:.1f}", *(_format_cell(found.get(name)) for name in names)))
-    return Grid("accuracy of sets of heads, %", ("task", "majority", *names), tuple(rows), "lr" + "r" * len(names))
+    names, cells = _lay_out([task.sets for task in tasks])
+    rows = tuple((task.title, f"{100 * task.majority:.1f}", *row) for task, row in zip(tasks, cells, strict=True))
+    header = ("task", "majority", *names)
+    return Grid("accuracy of sets of heads, %", header, rows, "lr" + "r" * len(names)) if names else None
 
 
-def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
+def draw_layers(tasks: Sequence[ProbedTask]) -> Picture | None:
     """Draw one panel per task: accuracy by layer with its interval, the majority baseline, hollow dots at chance."""
     tasks = [task for task in tasks if task.layers]
     if not tasks:
@@ -89,7 +82,7 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
             for place, value, one in zip(places, values, found, strict=True):
                 face = "white" if one.at_chance else style.color
                 axes.plot(place, value, marker="o", markersize=5, markerfacecolor=face, markeredgecolor=style.color)
-            _draw_majority(axes, task)
+            axes.axhline(100 * task.majority, color=GRAY, linewidth=1.2, linestyle=(0, (5, 1.5)))
             axes.set_xticks(list(places), [one.name for one in found])
             axes.set_title(_format_title(task), fontsize=10, loc="left")
         figure.supxlabel("layer", fontsize=10)
@@ -105,7 +98,7 @@ def layers_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
     return Picture("layers", png, caption, alt)
 
 
-def heads_picture(tasks: Sequence[ProbedTask]) -> Picture | None:
+def draw_heads(tasks: Sequence[ProbedTask]) -> Picture | None:
     """Draw one panel per task and one square per head: points above the majority baseline, a cross at chance."""
     tasks = [task for task in tasks if len(task.single_heads) > 1]
     if not tasks:
@@ -147,16 +140,15 @@ def _draw_squares(axes: Axes, task: ProbedTask) -> None:
     axes.tick_params(length=0)
 
 
-def _draw_majority(axes: Axes, task: ProbedTask) -> None:
-    axes.axhline(100 * task.majority, color=GRAY, linewidth=1.2, linestyle=(0, (5, 1.5)))
-
-
 def _format_title(task: ProbedTask) -> str:
     return f"{task.title} (majority {100 * task.majority:.1f})"
 
 
-def _list_names(found: Sequence[Probed]) -> list[str]:
-    return list(dict.fromkeys(one.name for one in found))
+def _lay_out(found: Sequence[Sequence[Probed]]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of all probes, and a cell for each in each task."""
+    names = list(dict.fromkeys(one.name for probes in found for one in probes))
+    by_name = [{one.name: one for one in probes} for probes in found]
+    return names, [[_format_cell(known.get(name)) for name in names] for known in by_name]
 
 
 def _format_cell(one: Probed | None) -> str:

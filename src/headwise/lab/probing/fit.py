@@ -26,25 +26,24 @@ FORM = "fit-2"  # bump this when fits change
 KINDS = ("regression", "mlp")
 # SentEval's four and a stronger one, as there are fewer sentences here; strongest first.
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-# The path of a regression ends when so many weaker penalties in a row were no better on dev. A hidden layer tries all:
-# under strong ones it answers one class, and two that do are as good as each other.
+# A regression stops after this many weaker penalties in a row without improvement on dev. A hidden layer tries all:
+# under strong ones it always predicts the same class.
 PATIENCE = 2
 ITERATIONS, EPOCHS = 100, 200
 BATCH = 128
-# Beyond so many classes there is no hidden layer, as SentEval has it for word content; and regression, which then takes
-# long, is `SoftmaxRegression`'s.
+# Above this many classes there is no hidden layer, as in SentEval for word content, and `SoftmaxRegression` is used.
 MANY = 100
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """What is fitted on the vectors.
+    """The classifier to fit.
 
     Attributes:
-        kind: "regression", logistic, or "mlp", with one hidden layer.
-        penalties: What is tried for lambda in mean loss + lambda/2 |W|^2, in the order it is tried.
-        hidden: Hidden units of the MLP.
-        seed: Seed of the MLP's draws.
+        kind: "regression" (logistic) or "mlp" (one hidden layer).
+        penalties: Values to try for lambda in mean loss + lambda/2 |W|^2, in order.
+        hidden: Number of hidden units of the MLP.
+        seed: Random seed of the MLP.
 
     Raises:
         SettingError: A value is outside its range.
@@ -112,12 +111,12 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     # keep constant coordinates constant
     spread = np.where(spread > 1e-6 * (np.abs(middle) + 1e-6), spread, 1.0)
 
-    def scaled(name: str) -> NDArray[np.float32]:
+    def standardize(name: str) -> NDArray[np.float32]:
         return ((np.asarray(splits[name].vectors, dtype=np.float32) - middle) / spread).astype(np.float32)
 
     kept: tuple[float, float, Any] | None = None
     worse = 0
-    vectors, dev = scaled("train"), scaled("dev")
+    vectors, dev = standardize("train"), standardize("dev")
     many = len(np.unique(splits["train"].labels)) > MANY
     hidden = classifier.kind == "mlp" and not many
     with threadpool_limits(1), warnings.catch_warnings():
@@ -141,7 +140,7 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
                 break
         assert kept is not None  # there is at least one penalty
         score, penalty, chosen = kept
-        correct = int(np.sum(chosen.predict(scaled("test")) == splits["test"].labels))
+        correct = int(np.sum(chosen.predict(standardize("test")) == splits["test"].labels))
     converged = chosen.converged_ if many else int(np.max(chosen.n_iter_)) < chosen.max_iter
     return Fitted(score, correct, penalty, converged)
 
@@ -152,10 +151,10 @@ def _make_hidden_layer(classifier: Classifier, penalty: float, count: int) -> ML
         activation="logistic",
         # scikit-learn divides alpha by the sentences of a batch
         alpha=penalty * BATCH,
-        batch_size=cast(Any, min(BATCH, count)),  # a number or "auto"; its own hint knows the latter alone
+        batch_size=cast(Any, min(BATCH, count)),  # a number or "auto"; scikit-learn's type hint has the latter only
         learning_rate_init=1e-2,
         max_iter=EPOCHS,
-        # sigmoids stay on a plateau for a while before they tell anything
+        # sigmoids stay on a plateau for a while
         n_iter_no_change=30,
         random_state=classifier.seed,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Vectors:
             return EMBEDDINGS if self.layer < 0 else str(self.layer)
         return "+".join(f"{layer}.{head}" for layer, head in self.heads)
 
-    def of(self, found: Encodings) -> NDArray[np.floating]:
+    def select(self, found: Encodings) -> NDArray[np.floating]:
         """Return the vectors [N, d] of encoded sentences."""
         if self.layer is not None:
             assert found.layers is not None  # checked when the request was parsed
@@ -172,23 +172,18 @@ def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int
             ordered = sorted(chosen, key=lambda number: (stable_key("probe", data.sentences[number].lower()), number))
             chosen = sorted(ordered[: int(share * most)])
         if not chosen:
-            raise DataError(f"{place}: no {name} sentence is left; ask for more with --sentences.")
+            raise DataError(f"{place}: no {name} sentence is left; raise --sentences.")
         places[name] = np.arange(len(numbers), len(numbers) + len(chosen))
         labels[name] = data.texts.classes[np.array(chosen)]
         numbers += chosen
     if len(np.unique(labels["train"])) < 2:
-        raise DataError(f"{place}: the training sentences have one class alone; ask for more with --sentences.")
+        raise DataError(f"{place}: all training sentences have one class; raise --sentences.")
     return numbers, Chosen(places, labels)
-
-
-def read_sentences(data: Any, numbers: Iterable[int]) -> list[str]:
-    """Return sentences by number, as the file writes them."""
-    return [data.sentences[number] for number in numbers]
 
 
 def probe_vectors(found: Encodings, chosen: Chosen, vectors: Vectors, classifier: Classifier) -> Fitted:
     """Fit a classifier on the vectors of a layer or of heads."""
-    read = vectors.of(found)
+    read = vectors.select(found)
     splits = {name: Split(read[places], chosen.labels[name]) for name, places in chosen.places.items()}
     return fit(classifier, splits)
 

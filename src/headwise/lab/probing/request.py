@@ -49,7 +49,7 @@ class ProbeRequest:
 
 
 def choose_folder(name: str, request: ProbeRequest) -> Path:
-    """Return the folder of results where none is named: after the model and what is asked for other than by default.
+    """Return the default folder of results, named after the model and the options that are not the defaults.
 
     >>> choose_folder("bert", ProbeRequest("emb,5", "none", Classifier(), 10_000)).name
     'bert-layers_emb,5-heads_none'
@@ -61,10 +61,10 @@ def choose_folder(name: str, request: ProbeRequest) -> Path:
         "sentences": (request.sentences or ALL, SENTENCES),
         "seed": (request.classifier.seed, Classifier().seed),
     }
-    words = [f"{option}_{value}" for option, (value, usual) in chosen.items() if value != usual]
-    said = "-".join(words)
-    # a file system takes 255 bytes of a name, and sets of heads may be many
-    return Path("runs") / "probe" / "-".join(filter(None, (name, said if len(said) <= LONGEST else digest(said))))
+    options = "-".join(f"{option}_{value}" for option, (value, usual) in chosen.items() if value != usual)
+    # a file name has at most 255 bytes
+    options = options if len(options) <= LONGEST else digest(options)
+    return Path("runs") / "probe" / "-".join(filter(None, (name, options)))
 
 
 def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]:
@@ -72,8 +72,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
 
     Raises:
         DataError: The folder has no file of a task.
-        SettingError: Tasks are named beside "all", or beside one file; or a file has the name of what lies beside the
-            results.
+        SettingError: Tasks are named together with "all" or with one file, or a file has the name of another output.
     """
     names = list(dict.fromkeys(wanted))
     if ALL in names and len(names) > 1:
@@ -82,8 +81,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
         name = data.name.partition(".")[0]
         if names not in ([ALL], [name]):
             raise SettingError(
-                f"--data is one file, {data}, and --task asks for {','.join(names)}; name its folder, or leave --task "
-                "out."
+                f"--data is one file, {data}, and --task is {','.join(names)}; name its folder, or omit --task."
             )
         if name in TAKEN:
             raise SettingError(f"--data is {data.name}, and its results cannot be called {name}.json; rename the file.")
@@ -91,7 +89,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
     if names == [ALL]:
         names = [name for name in PROBES if any((data / f"{name}{form}").is_file() for form in FORMS)]
         if not names:
-            raise DataError(f"{data} holds no probing file; expected some as {next(iter(PROBES))}.txt, plain or .gz.")
+            raise DataError(f"{data} holds no probing file; expected e.g. {next(iter(PROBES))}.txt, plain or .gz.")
     return [(name, find_probing_file(data / name)) for name in names]
 
 

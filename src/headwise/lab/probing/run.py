@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import joblib
 import numpy as np
@@ -20,7 +20,14 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.frozen.vectors import encodings, fingerprint
-from headwise.lab.probing.figures import NOTE, heads_grid, heads_picture, layers_grid, layers_picture, sets_grid
+from headwise.lab.probing.figures import (
+    NOTE,
+    draw_heads,
+    draw_layers,
+    make_heads_grid,
+    make_layers_grid,
+    make_sets_grid,
+)
 from headwise.lab.probing.fit import FORM, Fitted
 from headwise.lab.probing.probe import (
     Chosen,
@@ -29,7 +36,6 @@ from headwise.lab.probing.probe import (
     choose_sentences,
     judge_probes,
     probe_vectors,
-    read_sentences,
 )
 from headwise.lab.probing.request import CONFIG, NONE, ProbeRequest, choose_folder, choose_vectors
 from headwise.lab.results.runs import COMPARISON
@@ -77,8 +83,8 @@ def probe_model(
     Args:
         frozen: The model.
         files: Name and file of each task.
-        request: What is probed and how.
-        out: Folder of results, figures and text; what is finished there is not done again. None for `choose_folder`.
+        request: What to probe and how.
+        out: Folder of results, figures and text; finished tasks are not repeated. None for `choose_folder`.
         cache: Folder of encoded sentences.
         workers: Number of classifiers fitted in parallel.
         console: The console.
@@ -86,8 +92,7 @@ def probe_model(
 
     Raises:
         DataError: The model cannot be probed, or a file cannot be read or written.
-        SettingError: `out` holds a model, or results of other settings or other sentences, or a layer or head is not
-            there.
+        SettingError: `out` holds a model, or results of other settings or sentences, or a layer or head does not exist.
     """
     out = choose_folder(frozen.name, request) if out is None else out
     _require_free(out, cache)
@@ -102,7 +107,7 @@ def probe_model(
     run_folder.claim(out, record)
     for prepared in left:
         task = _probe(frozen, model, prepared, vectors, request, cache, workers, console)
-        run_folder.write_json(_find_place(out, prepared.task), task.record())
+        run_folder.write_json(out / f"{prepared.task}.json", task.record())
         finished[prepared.task] = task
     tasks = [finished[name] for name, _ in files]
     _show(tasks, out, console, frozen.name, command)
@@ -110,7 +115,7 @@ def probe_model(
 
 
 def _require_free(out: Path, cache: Path) -> None:
-    """Refuse the cache, and a folder of a model or of runs, which settings of a probe would make something else."""
+    """Refuse the cache, and a folder of a model or of runs."""
     if out.resolve() == cache.resolve():
         raise SettingError(f"{out} is the folder of --cache, which may be removed; choose another --out.")
     settings = out / run_folder.SETTINGS
@@ -118,27 +123,23 @@ def _require_free(out: Path, cache: Path) -> None:
     if settings.exists() and "classifier" not in run_folder.read_json(settings):
         held.append(settings)
     if held:
-        raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for what is probed.")
-
-
-def _find_place(out: Path, name: str) -> Path:
-    return out / f"{name}.json"
+        raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for the results.")
 
 
 def _read_finished(out: Path, name: str, path: Path) -> ProbedTask | None:
     """Return the stored result of a task, or None; it must be of the same data."""
-    place = _find_place(out, name)
+    place = out / f"{name}.json"
     if not place.exists():
         return None
     try:
         task = ProbedTask.read(run_folder.read_json(place))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place} is no result of a probe ({error}); delete it and probe again.") from None
+        raise DataError(f"{place} is not the result of a probe ({error}); delete it and probe again.") from None
     data = digest("", [path])
     if task.data != data:
         raise SettingError(
-            f"{place} tells of other sentences (digest {task.data}) than {path} holds (digest {data}); choose another "
-            "--out, or name the data it was made from."
+            f"{place} is about other sentences (digest {task.data}) than those of {path} (digest {data}); choose "
+            "another --out, or name the data it was made from."
         )
     return task
 
@@ -148,7 +149,7 @@ def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> Prepa
     data = task.load(path, task.scales["paper"], cache / WORDS)
     numbers, chosen = choose_sentences(data, request.sentences, path)
     title = PROBES[name].title if name in PROBES else name
-    sentences = read_sentences(data, numbers)
+    sentences = [data.sentences[number] for number in numbers]
     return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
 
 
@@ -177,10 +178,12 @@ def _probe(
         bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
         jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, request.classifier) for one in vectors)
         fitted: list[tuple[Vectors, Fitted]] = []
-        for one, result in zip(vectors, _run_in_parallel(jobs, workers), strict=True):
+        results = cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
+        for one, result in zip(vectors, results, strict=True):
             fitted.append((one, result))
             bars.update(bar, advance=1)
-    majority = _find_majority(task.chosen)
+    most_frequent = np.bincount(task.chosen.labels["train"]).argmax()
+    majority = float(np.mean(task.chosen.labels["test"] == most_frequent))
     return ProbedTask(
         task=task.task,
         data=task.data,
@@ -194,31 +197,22 @@ def _probe(
     )
 
 
-def _run_in_parallel(jobs: Iterable[Any], workers: int) -> Iterable[Fitted]:
-    return cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
-
-
-def _find_majority(chosen: Chosen) -> float:
-    most = np.bincount(chosen.labels["train"]).argmax()
-    return float(np.mean(chosen.labels["test"] == most))
-
-
 def _count_unconverged(task: ProbedTask) -> str:
-    """Return how many classifiers of a task had not come to their end, or nothing."""
+    """Return how many classifiers of a task did not converge, or ""."""
     short = sum(not one.converged for one in task.found)
     return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
 
 
 def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:
     lines = [f"# What {name} tells of sentences", "", "```console", f"$ {command}", "```", ""]
-    for grid in (layers_grid(tasks), heads_grid(tasks), sets_grid(tasks)):
+    for grid in (make_layers_grid(tasks), make_heads_grid(tasks), make_sets_grid(tasks)):
         if grid is not None:
             console.print(grid)
             lines += [grid.to_markdown(), ""]
-    for said in (NOTE, *filter(None, map(_count_unconverged, tasks))):
-        console.print(said, highlight=False)
-        lines += [said, ""]
-    for picture in (layers_picture(tasks), heads_picture(tasks)):
+    for note in (NOTE, *filter(None, map(_count_unconverged, tasks))):
+        console.print(note, highlight=False)
+        lines += [note, ""]
+    for picture in (draw_layers(tasks), draw_heads(tasks)):
         if picture is not None:
             write_whole(out / f"{picture.name}.png", picture.png)
             lines += [f"![{picture.alt}]({picture.name}.png)", "", picture.caption, ""]

@@ -1,6 +1,6 @@
 """Logistic regression over many classes: scikit-learn's objective and interface, minimized by torch in float32.
 
-scikit-learn's own works in float64 on arrays of sentences x classes, and took 16 minutes for a probe of a thousand.
+scikit-learn's works in float64 on arrays of sentences x classes, and took 16 minutes for a probe of 1,000 classes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from torch.nn.functional import cross_entropy
 
 from headwise.errors import require_integer, require_positive
 
-# Of the largest entry of the gradient, times the number of classes, as a class has so small a part in the mean loss:
-# scikit-learn's tolerance at a hundred of them.
+# For the largest entry of the gradient, times the number of classes: scikit-learn's tolerance at 100 classes.
 TOLERANCE = 1e-2
-# A step of the line search rarely reads the loss more often.
-READINGS = 10
-# Sentences whose scores over a thousand classes stay in a core's cache.
+# Maximum evaluations of the loss per iteration, mostly in the line search.
+EVALUATIONS = 10
+# Sentences whose scores over 1,000 classes fit in a core's cache.
 SENTENCES = 500
 
 
 class SoftmaxRegression(ClassifierMixin, BaseEstimator):
-    """One linear layer and a softmax, from where the last fit ended (at first from zeros).
+    """One linear layer and a softmax; each fit starts from the last one (the first from zeros).
 
     The objective is that of `LogisticRegression(C=1 / (penalty N))` of scikit-learn over three classes or more,
 
@@ -78,9 +77,9 @@ class SoftmaxRegression(ClassifierMixin, BaseEstimator):
         lbfgs = torch.optim.LBFGS(
             [weight, bias],
             max_iter=self.max_iter,
-            max_eval=READINGS * self.max_iter,
+            max_eval=EVALUATIONS * self.max_iter,
             tolerance_grad=tolerance,
-            # in float32 the loss stands still before its gradient is small
+            # in float32 the loss stops changing before its gradient is small
             tolerance_change=0.0,
             history_size=10,
             line_search_fn="strong_wolfe",
@@ -97,9 +96,10 @@ class SoftmaxRegression(ClassifierMixin, BaseEstimator):
             return value
 
         lbfgs.step(loss)
-        # what was read last need not be where the line search ended
+        # the last evaluation need not be where the line search ended
         loss()
-        self.converged_ = all(float(of.grad.abs().max()) <= tolerance for of in (weight, bias) if of.grad is not None)
+        gradients = [one.grad for one in (weight, bias) if one.grad is not None]
+        self.converged_ = all(float(grad.abs().max()) <= tolerance for grad in gradients)
         self.coef_, self.intercept_ = weight.detach().numpy(), bias.detach().numpy()
         self.n_iter_ = int(lbfgs.state[weight]["n_iter"])
         return self

@@ -91,52 +91,52 @@ class Grid:
         return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
 
-def percent(found: Estimate, *, interval: bool = True) -> str:
+def format_percent(found: Estimate, *, interval: bool = True) -> str:
     """Return a score times 100.
 
-    >>> percent(Estimate(0.9812, 0.976, 0.9864, 0.001, seeds=5, items=100))
+    >>> format_percent(Estimate(0.9812, 0.976, 0.9864, 0.001, seeds=5, items=100))
     '98.1 ±0.5'
     """
     value = f"{100 * found.value:.1f}"
     return f"{value} ±{100 * _half_width(found):.1f}" if interval else value
 
 
-def points(found: Difference | None) -> str:
+def format_points(found: Difference | None) -> str:
     """Return a difference in percentage points with its sign, or a dash.
 
-    >>> points(Difference("plain", Estimate(-0.0123, -0.02, -0.0046, 0.01, seeds=5, items=100)))
+    >>> format_points(Difference("plain", Estimate(-0.0123, -0.02, -0.0046, 0.01, seeds=5, items=100)))
     '−1.2 ±0.8'
     """
     if found is None:
         return NONE
-    return f"{signed(100 * found.estimate.value)} ±{100 * _half_width(found.estimate):.1f}"
+    return f"{format_signed(100 * found.estimate.value)} ±{100 * _half_width(found.estimate):.1f}"
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Return a number with one decimal and a sign (typographic minus); what rounds to zero has no sign.
 
-    >>> signed(1.26), signed(-0.5), signed(-0.04)
+    >>> format_signed(1.26), format_signed(-0.5), format_signed(-0.04)
     ('+1.3', '−0.5', '0.0')
     """
     text = f"{value:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", MINUS)
 
 
-def p_range(values: Sequence[float]) -> str:
+def format_p_range(values: Sequence[float]) -> str:
     """Return the range of p-values of different runs.
 
-    >>> p_range([0.2104, 0.00012, 0.034]), p_range([0.034])
+    >>> format_p_range([0.2104, 0.00012, 0.034]), format_p_range([0.034])
     ('<0.001 to 0.210', '0.034')
     """
     ends = dict.fromkeys("<0.001" if value < 0.0005 else f"{value:.3f}" for value in (min(values), max(values)))
     return " to ".join(ends)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a measure with three significant digits, or a dash.
 
-    >>> number(0.98765), number(12.345), number(0.000123), number(-0.25), number(None)
-    ('0.988', '12.3', '0.00012', '−0.250', '–')
+    >>> [format_number(value) for value in (0.98765, 12.345, 0.000123, -0.25, None)]
+    ['0.988', '12.3', '0.00012', '−0.250', '–']
     """
     if value is None:
         return NONE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.figures import HEADS_PREFIX, Picture
@@ -50,39 +49,24 @@ COST = (
 )
 
 
-def write_report(table: Table, pictures: Sequence[Picture], path: Path, *, command: str = "") -> None:
-    """Write the page of a comparison as one self-contained file.
-
-    Args:
-        table: The comparison.
-        pictures: Its figures.
-        path: The HTML file.
-        command: The command that made it, as typed.
-
-    Raises:
-        DataError: The file cannot be written.
-    """
-    make_page(table, pictures, command=command).write(path)
-
-
 def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -> Page:
-    """Return the page of a comparison; arguments as for `write_report`."""
+    """Return the page of a comparison, with its figures and the command that made it."""
     page = Page(f"headwise compare {table.task}")
     page.paragraph(write_headline(table), kind="lead")
     if table.missing:
         page.paragraph(f"Not finished, and not included below: {_join_words(table.missing)}.")
     _add_scores(page, table)
     page.heading(f"Score by {table.difficulty}")
-    _add_grid(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
+    _add_grids(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
     page.paragraph(f"Test items: {_describe_items(table)}.", kind="note")
     of_heads = [picture for picture in pictures if picture.name.startswith(HEADS_PREFIX)]
     _add_pictures(page, [picture for picture in pictures if picture not in of_heads])
     page.heading("How alike the heads are")
-    _add_grid(page, diversity_grid(table), caption="means over seeds")
+    _add_grids(page, diversity_grid(table), caption="means over seeds")
     page.paragraph(COLUMNS, kind="note")
     if costs := head_grids(table):
         page.heading("What each head is worth")
-        _add_grids(page, costs)
+        _add_grids(page, *costs)
         page.paragraph(HEADS, kind="note")
         _add_pictures(page, of_heads)
     page.heading("Settings of the arms")
@@ -90,7 +74,7 @@ def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -
     page.heading("How it was judged")
     page.paragraph(_describe_protocol(table))
     if table.signatures:
-        _add_grid(page, signature_grid(table))
+        _add_grids(page, signature_grid(table))
     page.heading("Made with")
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     page.paragraph(f"{versions}. Data {table.data or 'unnamed'}; seeds {_join_words(list(map(str, table.seeds)))}.")
@@ -100,7 +84,7 @@ def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -
 
 
 def write_headline(table: Table) -> str:
-    """Return two or three sentences that say what was compared and found."""
+    """Return the findings of a comparison in two or three sentences."""
     arms = [row for row in table.arms if row.control is not None]
     seeds = sorted({len(row.seeds) for row in table.arms or table.rows})
     each = f"{seeds[0]} seed{'s' * (seeds != [1])}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
@@ -188,19 +172,17 @@ def _describe_items(table: Table) -> str:
 
 def _add_scores(page: Page, table: Table) -> None:
     page.heading("Verdicts")
-    _add_grid(page, verdict_grid(table))
     others = plain_grid(table)
-    if others.rows:
-        _add_grid(page, others)
+    _add_grids(page, verdict_grid(table), *([others] if others.rows else []))
     page.paragraph(
         "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
         "Holm-adjusted, each table by itself.",
         kind="note",
     )
-    _add_grids(page, paired_grids(table))
+    _add_grids(page, *paired_grids(table))
     if table.paired:
         page.paragraph(PAIRED, kind="note")
-    _add_grid(page, cost_grid(table))
+    _add_grids(page, cost_grid(table))
     page.paragraph(COST, kind="note")
 
 
@@ -209,14 +191,10 @@ def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
         page.figure(picture.png, caption=picture.caption, alt=picture.alt)
 
 
-def _add_grids(page: Page, every: Sequence[Grid]) -> None:
-    for grid in every:
-        _add_grid(page, grid)
-
-
-def _add_grid(page: Page, grid: Grid, *, caption: str = "") -> None:
-    header = [name.replace("\n", " ") for name in grid.header]
-    page.table(header, grid.rows, align=grid.align, caption=caption or grid.title)
+def _add_grids(page: Page, *grids: Grid, caption: str = "") -> None:
+    for grid in grids:
+        header = [name.replace("\n", " ") for name in grid.header]
+        page.table(header, grid.rows, align=grid.align, caption=caption or grid.title)
 
 
 def _join_words(words: Sequence[str]) -> str:

@@ -60,14 +60,13 @@ def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evide
     Raises:
         DataError: A file is damaged; see `read_results`.
     """
-    if not (out / COMPARISON).exists() or not any(
-        _find_result(out, arm, seed).exists() for arm in arms for seed in seeds
-    ):
+    finished = any((_find_folder(out, arm, seed) / RESULT).exists() for arm in arms for seed in seeds)
+    if not finished or not (out / COMPARISON).exists():
         return None
     results = read_results(out)
     runs = tuple(run for run in results.runs if run.baseline or (run.arm in arms and run.seed in seeds))
     cut = replace(results, arms=tuple(arms), seeds=tuple(seeds), runs=runs)
-    numbers = {(run.arm, run.seed): read_numbers(_find_folder(out, run)) for run in runs}
+    numbers = {(run.arm, run.seed): read_numbers(_find_folder(out, run.arm, run.seed)) for run in runs}
     return Evidence(cut, numbers)
 
 
@@ -96,14 +95,14 @@ def read_numbers(folder: Path) -> dict[str, float]:
     }
 
 
-def by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
+def index_by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
     """Return the runs of an arm by seed."""
     return {run.seed: run for run in runs if run.arm == arm}
 
 
 def match_seeds(pairs: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
     """Return the runs of several arms by shared seed; the one run of a baseline is matched with every seed."""
-    runs = [by_seed(evidence.results.runs, arm) for evidence, arm in pairs]
+    runs = [index_by_seed(evidence.results.runs, arm) for evidence, arm in pairs]
     alone = [bool(found) and all(run.baseline for run in found.values()) for found in runs]
     others = [set(found) for found, baseline in zip(runs, alone, strict=True) if not baseline]
     if not others:
@@ -115,9 +114,5 @@ def match_seeds(pairs: Sequence[tuple[Evidence, str]]) -> list[dict[int, Run]]:
     ]
 
 
-def _find_folder(out: Path, run: Run) -> Path:
-    return out / escape_arm_name(run.arm) / f"seed-{run.seed}"
-
-
-def _find_result(out: Path, arm: str, seed: int) -> Path:
-    return out / escape_arm_name(arm) / f"seed-{seed}" / RESULT
+def _find_folder(out: Path, arm: str, seed: int) -> Path:
+    return out / escape_arm_name(arm) / f"seed-{seed}"

@@ -55,7 +55,7 @@ class Picture:
         return self.without_text or self
 
 
-def pictures(table: Table) -> tuple[Picture, ...]:
+def draw_figures(table: Table) -> tuple[Picture, ...]:
     """Return the figures for which the table has data."""
     drawn = (
         draw_score_by_bin(table),
@@ -67,13 +67,13 @@ def pictures(table: Table) -> tuple[Picture, ...]:
     return tuple(picture for picture in drawn if picture is not None)
 
 
-def write_pictures(table: Table, folder: Path) -> tuple[Picture, ...]:
+def write_figures(table: Table, folder: Path) -> tuple[Picture, ...]:
     """Write each figure to `folder`, whole files only, and return them.
 
     Raises:
         DataError: A file cannot be written.
     """
-    drawn = pictures(table)
+    drawn = draw_figures(table)
     for picture in drawn:
         write_whole(folder / f"{picture.name}.png", picture.png)
     return drawn

@@ -8,8 +8,17 @@ from statistics import fmean
 from rich.console import Group
 from rich.text import Text
 
-from headwise.lab.results.cells import NONE, Grid, number, p_range, percent, points, signed
+from headwise.lab.results.cells import (
+    NONE,
+    Grid,
+    format_number,
+    format_p_range,
+    format_percent,
+    format_points,
+    format_signed,
+)
 from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
+from headwise.lab.results.runs import MEASURES
 from headwise.lab.results.table import PLAIN, Table
 
 # More bins do not fit a terminal with their intervals.
@@ -24,9 +33,9 @@ def verdict_grid(table: Table) -> Grid:
         (
             row.arm,
             str(len(row.seeds)),
-            percent(row.score),
+            format_percent(row.score),
             "baseline" if row.baseline else row.control or NONE,
-            points(row.to_control),
+            format_points(row.to_control),
             row.verdict or NONE,
         )
         for row in table.rows
@@ -38,7 +47,7 @@ def verdict_grid(table: Table) -> Grid:
 def plain_grid(table: Table) -> Grid:
     """Return the differences to plain of baselines and of arms whose control is another arm."""
     rows = tuple(
-        (row.arm, points(row.to_plain), row.to_plain.verdict or NONE)
+        (row.arm, format_points(row.to_plain), row.to_plain.verdict or NONE)
         for row in table.rows
         if row.to_plain is not None and row.control != PLAIN
     )
@@ -52,7 +61,7 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
         table: The comparison.
         intervals: Whether to show half the 95 % interval of each score.
     """
-    rows = tuple((row.arm, *(percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
+    rows = tuple((row.arm, *(format_percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
     header = ("arm", *map(str, table.bins))
     title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
     return Grid(title, header, rows, "l" + "r" * len(table.bins))
@@ -130,10 +139,10 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
             cells = (
                 tests.arm,
                 str(len(tests.seeds)),
-                signed(tests.difference),
+                format_signed(tests.difference),
                 f"{tests.ahead}, {tests.behind}",
-                p_range([test.bootstrap for test in tests.tests]),
-                p_range([test.randomisation for test in tests.tests]),
+                format_p_range([test.bootstrap for test in tests.tests]),
+                format_p_range([test.randomisation for test in tests.tests]),
             )
             rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
         header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
@@ -144,8 +153,7 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
 
 def diversity_grid(table: Table) -> Grid:
     """Return how similar the heads of each arm are, one row per arm."""
-    names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
-    rows = tuple((row.arm, *(number(row.measures[name]) for name in (*names, "force_ratio"))) for row in table.arms)
+    rows = tuple((row.arm, *(format_number(row.measures[name]) for name in MEASURES)) for row in table.arms)
     header = ("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio")
     return Grid("how alike the heads are: means over seeds", header, rows, "l" + "r" * (len(header) - 1))
 
@@ -176,4 +184,4 @@ def _format_mean_cost(score: str, drops: Sequence[Drop]) -> str:
     if not drops:
         return NONE
     mean = fmean(drop.value for drop in drops)
-    return number(mean) if score == LOSS else number(100 * mean)
+    return format_number(mean) if score == LOSS else format_number(100 * mean)

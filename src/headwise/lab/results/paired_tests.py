@@ -77,8 +77,8 @@ class PairedTests:
     seeds: tuple[int, ...]
     tests: tuple[SystemTest, ...]
 
-    def among(self, seeds: Sequence[int]) -> PairedTests:
-        """Return the tests of these seeds alone."""
+    def select(self, seeds: Sequence[int]) -> PairedTests:
+        """Return the tests of these seeds only."""
         kept = [(seed, test) for seed, test in zip(self.seeds, self.tests, strict=True) if seed in seeds]
         return replace(self, seeds=tuple(seed for seed, _ in kept), tests=tuple(test for _, test in kept))
 
@@ -150,7 +150,7 @@ def run_paired_tests(pairs: Sequence[Pair], references: Path, kept: Path) -> Ite
 
     Args:
         pairs: The pairs.
-        references: File of references, a line a test item.
+        references: File of references, one line per test item.
         kept: File of results, rewritten after each control.
 
     Raises:
@@ -236,7 +236,7 @@ def _say_how_to_redo(path: Path) -> str:
 
 @contextmanager
 def _fixed_seed() -> Iterator[None]:
-    # the environment is the only place sacreBLEU takes a seed from
+    # sacreBLEU takes a seed from the environment only
     before = os.environ.get("SACREBLEU_SEED")
     os.environ["SACREBLEU_SEED"] = str(SEED)
     try:

@@ -239,7 +239,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
     except (TypeError, ValueError, ShapeError):
         raise DataError(f"{path} is not the result of a run; {again}") from None
     if abs(score - found) > 1e-6:
-        raise DataError(f"{path} says {metric.name} {score:.6f}, its predictions say {found:.6f}; {again}")
+        raise DataError(f"{path} has {metric.name} {score:.6f}, its predictions give {found:.6f}; {again}")
     return run
 
 

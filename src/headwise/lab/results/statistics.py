@@ -28,7 +28,7 @@ class Estimate:
         p: Two-sided p-value of the mean being zero.
         seeds: Number of independent runs S.
         items: Number of test items N.
-        drawn: What is drawn anew in each of them, as in "seed".
+        drawn: What differs between them, as in "seed".
     """
 
     value: float
@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def is_one_number(self) -> bool:
-        """Whether one run was measured once, of which there is no interval; fine-tunings of one run have theirs."""
+        """Whether there is one run with one item and so no interval."""
         return self.seeds == self.items == 1 and self.low == self.high
 
 
@@ -49,10 +49,10 @@ def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES, least: floa
     """Return the score of an arm with its 95 % interval, within [least, 1]; see `estimate`.
 
     Args:
-        values: [S, N], one row a seed, one column a test item; see `metric`.
+        values: [S, N], one row per seed, one column per test item.
         seed: Seed of the resampling.
         resamples: Number of resamples.
-        least: The least score there can be: 0, or -1 of a correlation.
+        least: The lowest possible score: 0, or -1 for a correlation.
     """
     found = estimate(values, seed=seed, resamples=resamples)
     return replace(found, low=max(found.low, least), high=min(found.high, 1.0))
@@ -70,15 +70,15 @@ def difference(
     """Return the score of an arm minus its control's with its 95 % interval, within -+ (1 - least); see `estimate`.
 
     Args:
-        arm: Values of the arm, [S, N], one row a seed, one column a test item.
+        arm: Values of the arm, [S, N], one row per seed, one column per test item.
         control: Values of the control under the same seeds on the same items, [S, N].
         seed: Seed of the resampling.
         resamples: Number of resamples.
-        least: The least score there can be, as in `score`.
-        starts: Which earlier run each row began with; see `estimate_over_starts`.
+        least: The lowest possible score, as in `score`.
+        starts: Seed of the earlier run that each row started from; see `estimate_over_starts`.
 
     Raises:
-        SettingError: The two do not have one shape.
+        SettingError: The shapes differ.
 
     Example:
         >>> one, other = np.array([[1.0, 1.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 1.0]])
@@ -98,16 +98,15 @@ def difference(
 def estimate_over_starts(
     leads: Array, starts: Sequence[int] | None, *, seed: int, resamples: int = RESAMPLES
 ) -> Estimate:
-    """Return the mean of rows of which some began with one earlier run and share its chance: these count as one.
+    """Return the mean of rows, where rows that started from the same earlier run count as one.
 
-    Fine-tunings of one pre-training say how much fine-tuning varies and nothing of how much pre-training does; a
-    method that acts in pre-training is judged over pre-trainings. Each start counts as much, however many rows began
-    with it. The interval is the wider one of that over starts and that over rows: with one start, the former knows
-    test items alone.
+    Fine-tunings of one pre-training do not show how much pre-training varies; a method that acts in pre-training is
+    judged over pre-trainings. All starts have equal weight. The interval is the wider one of that over starts and
+    that over rows, as with one start the former covers test items only.
 
     Args:
-        leads: [S, N], one row a run.
-        starts: Which earlier run each row began with; None where each drew everything itself.
+        leads: [S, N], one row per run.
+        starts: Seed of the earlier run that each row started from; None if they started from scratch.
         seed: Seed of the resampling.
         resamples: Number of resamples.
 
@@ -143,19 +142,18 @@ def estimate(
 ) -> Estimate:
     """Return the mean of `scores` with an interval from a hierarchical bootstrap, seeds x test items.
 
-    Each resample draws S seeds and,
-    because all seeds answer the same items, one set of N items for all of them (Owen 2007, "The pigeonhole
-    bootstrap"). With s the standard error under both sources of chance, in the data and (*) in a resample, the
-    interval is mean -+ c s, where c is the level's quantile of |mean* - mean| / s*, but no less than Student's t with
-    S - 1 degrees of freedom; resamples without any spread do not count for c.
+    Each resample draws S seeds and, because all seeds answer the same items, one set of N items for all of them
+    (Owen 2007, "The pigeonhole bootstrap"). With s the standard error under both sources of variation, in the data and
+    (*) in a resample, the interval is mean -+ c s, where c is the level's quantile of |mean* - mean| / s*, but no less
+    than Student's t with S - 1 degrees of freedom; resamples without any spread do not count for c.
     p = (1 + #{|mean* - mean| / s* >= |mean| / s}) / (resamples + 1), but no less than t's.
 
     Percentiles of mean* would be simpler and wrong: five seeds of two equal arms differ in the same direction once
     in 16 times, and then no resample crosses zero.
 
     Args:
-        scores: [S, N], one row a seed, one column a test item. S = 1 knows nothing about seeds: the interval is then
-            over items alone. Of one number nothing is known: the interval is empty, and p is 1.
+        scores: [S, N], one row per seed, one column per test item. If S = 1 the interval is over items only; for a
+            single number it is empty, and p is 1.
         seed: Seed of the resampling.
         resamples: Number of resamples.
         level: Coverage of the interval, in (0, 1).
@@ -176,10 +174,10 @@ def estimate(
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 2 or values.size == 0 or not np.isfinite(values).all():
         raise SettingError(
-            f"scores have shape {values.shape}; expected finite numbers, one row a seed, one column an item."
+            f"scores have shape {values.shape}; expected finite numbers, one row per seed, one column per item."
         )
     seeds, items = values.shape
-    # an item counts only through its column, and most items share theirs: draw how often each column occurs
+    # most items have equal columns: draw how often each distinct column occurs
     columns, counts = np.unique(values, axis=1, return_counts=True)
     generator = np.random.default_rng(seed)
     drawn_items = generator.multinomial(items, counts / items, size=resamples) / items
@@ -189,7 +187,7 @@ def estimate(
     scaled = _ratio(np.abs(means - mean), errors)
     observed = _ratio(np.abs(mean), error)
     freedom = seeds - 1 if seeds > 1 else items - 1
-    # a resample of a nearly constant column may have no spread at all: it says nothing about the width
+    # a resample of a nearly constant column may have no spread, and so no information about the width
     spread = scaled[np.isfinite(scaled)]
     critical = np.quantile(spread, level, method="higher") if 2 * len(spread) > resamples else 0.0
     p = (1 + np.count_nonzero(scaled >= observed)) / (resamples + 1)
@@ -220,7 +218,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict(found: Estimate, adjusted: float, *, level: float = 0.05) -> str:
-    """Return what a difference amounts to, in words.
+    """Return the verdict on a difference in words.
 
     Args:
         found: Arm minus control.
@@ -233,7 +231,7 @@ def verdict(found: Estimate, adjusted: float, *, level: float = 0.05) -> str:
     'better (p = 0.004)'
     """
     if found.seeds < MINIMUM_SEEDS:
-        return undecided(found.seeds, found.drawn)
+        return describe_undecided(found.seeds, found.drawn)
     words = "no difference shown"
     if adjusted <= level:
         words = "better" if found.value > 0 else "worse"
@@ -242,10 +240,10 @@ def verdict(found: Estimate, adjusted: float, *, level: float = 0.05) -> str:
     return f"{words} (p = {adjusted:.{3 if adjusted < 0.1 else 2}f})"
 
 
-def undecided(runs: int, drawn: str) -> str:
-    """Return in words that there are too few independent runs for a verdict.
+def describe_undecided(runs: int, drawn: str) -> str:
+    """Return the verdict if there are too few independent runs.
 
-    >>> undecided(1, "pre-training")
+    >>> describe_undecided(1, "pre-training")
     'no verdict (1 pre-training)'
     """
     return f"no verdict ({runs} {drawn}{'s' * (runs != 1)})"
@@ -254,8 +252,8 @@ def undecided(runs: int, drawn: str) -> str:
 def _mean_and_error(columns: Array, item_shares: Array, seed_shares: Array, items: int) -> tuple[Array, Array]:
     """Return mean and standard error [R] of columns [S, P] under shares of items [R, P] and of seeds [R, S].
 
-    Crossed random effects: with A and B the variances of the mean that seed means and item means suggest by
-    themselves, both contain what belongs to neither, C, once; s^2 = A + B - C, no less than A or B alone.
+    Crossed random effects: A and B are the variances of the mean estimated from seed means and from item means; both
+    contain the residual C, so s^2 = A + B - C, but no less than A or B.
     """
     seeds = len(columns)
     seed_means = item_shares @ columns.T
@@ -266,7 +264,7 @@ def _mean_and_error(columns: Array, item_shares: Array, seed_shares: Array, item
     between_items = np.clip(np.einsum("rp,rp->r", item_shares, item_means**2) - square, 0, None)
     total = np.einsum("rs,sr->r", seed_shares, columns**2 @ item_shares.T) - square
     rest = np.clip(total - between_seeds - between_items, 0, None)
-    # one seed, or one item, says nothing about the spread between them
+    # one seed, or one item, has no spread
     a = between_seeds / (seeds - 1) if seeds > 1 else np.zeros_like(mean)
     b = between_items / (items - 1) if items > 1 else np.zeros_like(mean)
     c = rest / ((seeds - 1) * (items - 1)) if seeds > 1 and items > 1 else np.zeros_like(mean)
@@ -274,6 +272,6 @@ def _mean_and_error(columns: Array, item_shares: Array, seed_shares: Array, item
 
 
 def _ratio(distance: Array, error: Array) -> Array:
-    # rounding leaves a distance of some 1e-17 where there is none
+    # rounding may leave about 1e-17 of a zero distance
     distance = np.where(distance < 1e-12, 0.0, distance)
     return np.divide(distance, error, out=np.where(distance > 0, np.inf, 0.0), where=error > 0)

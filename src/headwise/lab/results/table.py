@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headwise.lab.experiment.metrics import Measure, Metric
-from headwise.lab.experiment.run_folder import write_json
 from headwise.lab.results.head_drops import HeadDrops, summarize_drops
 from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.statistics import Estimate
@@ -168,11 +166,6 @@ def make_record(table: Table) -> dict[str, Any]:
         "signatures": [list(pair) for pair in table.signatures],
         "versions": dict(table.versions),
     }
-
-
-def write_record(table: Table, path: Path) -> None:
-    """Write `make_record(table)` atomically."""
-    write_json(path, make_record(table))
 
 
 def _record_row(row: Row, table: Table) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _select_paired(paired: Sequence[PairedTests], seeds: Mapping[str, Sequence[i
     """Return the tests of the arms and seeds in the table, in its order, one metric after the other."""
     metrics = list(dict.fromkeys(tests.metric for tests in paired))
     known = [
-        tests.among([seed for seed in seeds[tests.arm] if seed in seeds[tests.against]])
+        tests.select([seed for seed in seeds[tests.arm] if seed in seeds[tests.against]])
         for tests in paired
         if tests.arm in seeds and tests.against in seeds
     ]
@@ -204,7 +204,7 @@ def _adjust(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
 
 
 def _mark_untested(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
-    """Return differences that are not tested, as each model answered a test that it generated itself."""
+    """Return differences without tests, as each model answered a test that it generated itself."""
     return {arm: replace(found, verdict=OWN_TEST) for arm, found in family.items() if found is not None}
 
 

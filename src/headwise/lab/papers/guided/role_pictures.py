@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from headwise.lab.experiment.guided import ROLES
 from headwise.lab.papers.claims import Judged
-from headwise.lab.results.cells import signed
+from headwise.lab.results.cells import format_signed
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN
@@ -68,7 +68,7 @@ def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
         png = to_png(figure)
     alt = "; ".join(
-        f"{role} replaced {REPLACED[kind]}: {signed(100 * one.value)} points"
+        f"{role} replaced {REPLACED[kind]}: {format_signed(100 * one.value)} points"
         for kind, of in found.items()
         for role, one in of.items()
     )
