@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.progress import make_bars
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
@@ -99,8 +99,7 @@ def _encode(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, 
 
 def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
     frozen, score = inspected.frozen, inspected.frozen.score()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bars:
+    with make_bars(console=console) as bars:
         bar = bars.add_task(f"forwards of {frozen.name}", total=None)
         report = measure(
             frozen.model,

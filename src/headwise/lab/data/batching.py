@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from headwise.errors import DataError, SettingError, require_integer
@@ -150,6 +152,18 @@ def batch_by_tokens(lengths: ArrayLike, *, tokens: int, examples: int | None = N
     sort_key, cuts = _plan(lengths, tokens, examples)
     ordered = np.argsort(sort_key, kind="stable")
     return [ordered[start:end].tolist() for start, end in pairwise(cuts)]
+
+
+def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Return rows of ids as one int64 tensor [B, longest], with `value` after the shorter ones.
+
+    >>> pad([[5, 6], [7]], 0).tolist()
+    [[5, 6], [7, 0]]
+    """
+    padded = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return torch.from_numpy(padded)
 
 
 def _cut_by_length(

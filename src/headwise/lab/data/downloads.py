@@ -19,10 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from headwise.errors import DataError, SettingError, require_integer
+from headwise.lab.data.progress import make_bars
 
 CHUNK = 1 << 20
 SILENCE = 60.0  # timeout of a transfer in seconds without data
@@ -133,7 +133,9 @@ def _receive(download: Download, partial: Path, present: int, progress: bool) ->
     with response:
         resumed = present > 0 and getattr(response, "status", None) == 206
         received = present if resumed else 0
-        with partial.open("ab" if resumed else "wb") as stream, _show_bars(progress) as bars:
+        columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        bars = make_bars(*columns, shown=progress, transient=False)
+        with partial.open("ab" if resumed else "wb") as stream, bars:
             task = bars.add_task(download.name, total=download.size, completed=received)
             # a larger file is a different one: the checksum will differ
             while received <= download.size:
@@ -146,18 +148,6 @@ def _receive(download: Download, partial: Path, present: int, progress: bool) ->
                 received += stream.write(piece)
                 bars.update(task, completed=received)
     return received
-
-
-def _show_bars(progress: bool) -> Progress:
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not (progress and console.is_terminal))
 
 
 def _explain_unreachable(download: Download, folder: Path, error: Exception) -> DataError:

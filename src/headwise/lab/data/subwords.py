@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from headwise.errors import DataError, require_integer
+from headwise.lab.data.arrays import digest
 
 # the ids that the models use
 PADDING, START, END = 0, 1, 2
@@ -25,25 +26,20 @@ LEAST_OFTEN = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Subwords:
-    """Encodes and decodes text; id 0 is padding, 1 start and 2 end, whatever the tokenizer's own ids are.
+class TextEncoder:
+    """Encodes text as token ids.
 
     Attributes:
-        tokenizer: The tokenizer that cuts the text.
-        shift: Added to its ids: 0 if its first three ids are these, else 3.
-
-    Example:
-        >>> subwords = learn_subwords(["a cat and a hat"] * 2, vocabulary_size=262)
-        >>> subwords.decode([START, *subwords.encode("a cat </s>"), END, 4])
-        'a cat </s>'
+        tokenizer: The tokenizer; a text that spells a special token is text.
+        shift: Added to its ids.
     """
 
     tokenizer: Tokenizer
-    shift: int
+    shift: int = 0
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of ids, including the three special ones."""
+        """Number of ids, including the special ones."""
         return self.shift + max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -51,16 +47,32 @@ class Subwords:
         """The smallest type that holds every id: uint16 or uint32."""
         return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without start and end."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without start and end."""
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         if self.shift == 0:
             return [encoding.ids for encoding in encoded]
         return [[self.shift + id_ for id_ in encoding.ids] for encoding in encoded]
+
+    def to_json(self) -> str:
+        """Return the text of its `tokenizer.json`."""
+        return self.tokenizer.to_str(pretty=True)
+
+
+class Subwords(TextEncoder):
+    """Encodes and decodes text; id 0 is padding, 1 start and 2 end, whatever the tokenizer's own ids are.
+
+    `shift` is 0 if the tokenizer's first three ids are these, else 3.
+
+    Example:
+        >>> subwords = learn_subwords(["a cat and a hat"] * 2, vocabulary_size=262)
+        >>> subwords.decode([START, *subwords.encode("a cat </s>"), END, 4])
+        'a cat </s>'
+    """
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without start and end."""
+        return self.encode_batch([text])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids up to the first end, without special ids."""
@@ -71,10 +83,6 @@ class Subwords:
             if id_ not in (PADDING, START):
                 kept.append(int(id_) - self.shift)
         return self.tokenizer.decode(kept, skip_special_tokens=True)
-
-    def to_json(self) -> str:
-        """Return the text of its `tokenizer.json`."""
-        return self.tokenizer.to_str(pretty=True)
 
 
 def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool = False) -> Subwords:
@@ -104,7 +112,7 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
         show_progress=progress and sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(lines, trainer)
-    return _finish(tokenizer, shift=0)
+    return Subwords(clear_settings(tokenizer))
 
 
 def read_subwords(path: Path) -> Subwords:
@@ -116,22 +124,37 @@ def read_subwords(path: Path) -> Subwords:
     Raises:
         DataError: The file cannot be read or is no tokenizer.
     """
+    tokenizer = read_tokenizer(path)
+    if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
+        raise DataError(f"{path} has an empty vocabulary; expected at least one token.")
+    ours = tuple(tokenizer.id_to_token(id_) for id_ in (PADDING, START, END)) == SPECIAL
+    return Subwords(clear_settings(tokenizer), shift=0 if ours else len(SPECIAL))
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`.
+
+    Raises:
+        DataError: The file cannot be read or is no tokenizer.
+    """
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
     except Exception as error:
         # tokenizers raises bare Exception for whatever is wrong inside
         raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({error}).") from error
-    if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
-        raise DataError(f"{path} has an empty vocabulary; expected at least one token.")
-    ours = tuple(tokenizer.id_to_token(id_) for id_ in (PADDING, START, END)) == SPECIAL
-    return _finish(tokenizer, shift=0 if ours else len(SPECIAL))
 
 
-def _finish(tokenizer: Tokenizer, shift: int) -> Subwords:
-    # the file cannot keep this: a text that spells a special token is text
+def clear_settings(tokenizer: Tokenizer) -> Tokenizer:
+    """Turn off truncation and padding, and encode a text that spells a special token as text; return the tokenizer."""
+    # the file cannot keep this
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Subwords(tokenizer, shift)
+    return tokenizer
+
+
+def describe_tokenizer(path: Path | None, *learned: int) -> tuple[object, ...]:
+    """Return what a prepared text's ids depend on: the given file's digest, or the settings of learning."""
+    return ("tokenizer", digest("", [path])) if path else ("learned", *learned)

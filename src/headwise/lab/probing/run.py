@@ -10,12 +10,12 @@ from typing import cast
 import joblib
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.probing_files import PROBES
+from headwise.lab.data.progress import make_bars
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.registry import named_task
@@ -163,8 +163,7 @@ def _probe(
     workers: int,
     console: Console,
 ) -> ProbedTask:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bars:
+    with make_bars(console=console) as bars:
         bar = bars.add_task(f"{task.title}: encoding", total=len(task.sentences))
         found = encodings(
             frozen,

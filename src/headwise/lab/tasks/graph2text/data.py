@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest
+from headwise.lab.data.batching import pad
 from headwise.lab.data.splits import drop_shared, split_by_hash
 from headwise.lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, GraphCoder, learn_coder
 from headwise.lab.tasks.graph2text.files import Graph, read_graphs
@@ -171,13 +172,13 @@ def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
         neighbours[place, : len(found), : len(found)] = found
     inputs = [[START, *(_read(word, one) for word in one["text"][:-1])] for one in examples]
     return {
-        "title": _padded([one["title"] for one in examples]),
-        "entities": _padded(entities),
-        "nodes": _padded(nodes),
+        "title": pad([one["title"] for one in examples], PADDING),
+        "entities": pad(entities, PADDING),
+        "nodes": pad(nodes, PADDING),
         "neighbours": torch.from_numpy(neighbours),
-        "types": _padded([one["types"] for one in examples]),
-        "inputs": _padded(inputs),
-        "labels": _padded([one["text"] for one in examples], IGNORED),
+        "types": pad([one["types"] for one in examples], PADDING),
+        "inputs": pad(inputs, PADDING),
+        "labels": pad([one["text"] for one in examples], IGNORED),
     }
 
 
@@ -195,13 +196,6 @@ def _neighbours(entities: int, triples: Sequence[tuple[int, int, int]]) -> NDArr
         found[forward, 1 + head] = found[1 + tail, forward] = True
         found[forward + 1, 1 + tail] = found[1 + head, forward + 1] = True
     return found
-
-
-def _padded(rows: Sequence[Sequence[int]], value: int = PADDING) -> Tensor:
-    found = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
-    for row, ids in zip(found, rows, strict=True):
-        row[: len(ids)] = ids
-    return torch.from_numpy(found)
 
 
 def _splits(read: Mapping[str, Sequence[Graph]]) -> tuple[dict[str, list[Graph]], int]:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, stable_key
+from headwise.lab.data.progress import make_bars
+from headwise.lab.data.subwords import describe_tokenizer
 from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.pretraining.files import Piece, read_pieces
 from headwise.lab.tasks.pretraining.rows import Packer
@@ -63,11 +64,7 @@ def compute_fingerprint(files: Sequence[Path], preparation: TextPreparation) -> 
     Raises:
         DataError: A file cannot be read.
     """
-    how = (
-        ("tokenizer", digest("", [preparation.tokenizer]))
-        if preparation.tokenizer
-        else ("learned", preparation.vocabulary_size, preparation.learned_from)
-    )
+    how = describe_tokenizer(preparation.tokenizer, preparation.vocabulary_size, preparation.learned_from)
     sizes = preparation.length, preparation.shard_bytes, preparation.held_out_rows
     # the endings choose the reader
     endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in files]
@@ -98,7 +95,7 @@ def prepare_text(
         with lock:
             if not place.exists():
                 try:
-                    with _show_bars(progress) as bars:
+                    with make_bars(shown=progress) as bars:
                         record = _write(files, preparation, partial, bars, progress=progress)
                 except DataError:
                     # text refused before the first shard leaves nothing to resume
@@ -260,9 +257,3 @@ def _write_array(path: Path, rows: NDArray) -> None:
     with temporary.open("wb") as stream:
         np.save(stream, rows)
     temporary.replace(path)
-
-
-def _show_bars(progress: bool) -> Progress:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
@@ -86,20 +86,8 @@ class PretrainingScale(Scale):
 
     def sizes(self, vocabulary: int) -> ElectraSizes:
         """Return the sizes of the model with `vocabulary` token ids."""
-        return ElectraSizes(
-            vocabulary,
-            self.width,
-            self.hidden,
-            self.layers,
-            self.heads,
-            self.embedding,
-            self.generator,
-            self.dropout,
-            self.generator_weight,
-            self.discriminator_weight,
-            self.deviation,
-            self.sinusoids,
-        )
+        others = {one.name: getattr(self, one.name) for one in fields(ElectraSizes) if one.name != "vocabulary"}
+        return ElectraSizes(vocabulary, **others)
 
 
 # cpu: two cores spend two fifths of a step on dropout, and a small text is read less than four times.

@@ -1,21 +1,18 @@
-"""Word pieces: BERT's way to cut text, learned here or given as a `tokenizer.json`.
-
-Owns the special tokens, and the files by which Hugging Face finds a tokenizer beside a model.
-"""
+"""Word pieces, BERT's tokenization, learned here or given as a `tokenizer.json`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from headwise.errors import DataError, require_integer
+from headwise.lab.data.subwords import TextEncoder, clear_settings, read_tokenizer
 
 PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_OFTEN = 2
@@ -24,30 +21,14 @@ MOST_LETTERS = 1_000
 CONTINUES = "##"
 
 
-@dataclass(frozen=True, eq=False)
-class WordPieces:
+class WordPieces(TextEncoder):
     """Turns text into the ids of word pieces.
-
-    Attributes:
-        tokenizer: The tokenizer; a text that spells a special token is text.
 
     Example:
         >>> words = learn_word_pieces(lambda: ["the cat sat on the mat"] * 2, 40)
         >>> [words.tokenizer.id_to_token(one) for one in words.encode_batch(["The cat [SEP]"])[0][:2]]
         ['the', 'cat']
     """
-
-    tokenizer: Tokenizer
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of ids."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest type that holds every id: uint16 or uint32."""
-        return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
 
     @property
     def padding(self) -> int:
@@ -77,10 +58,6 @@ class WordPieces:
             found[number] = token.startswith(CONTINUES)
         return found
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without start and end."""
-        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
     def files(self) -> dict[str, str]:
         """Return the files by which `transformers.AutoTokenizer` knows it, name to text."""
         names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
@@ -93,10 +70,6 @@ class WordPieces:
             "tokenizer.json": self.to_json(),
             "tokenizer_config.json": json.dumps({**settings, "model_max_length": 512}, indent=1) + "\n",
         }
-
-    def to_json(self) -> str:
-        """Return the text of its `tokenizer.json`."""
-        return self.tokenizer.to_str(pretty=True)
 
     def _id(self, token: str) -> int:
         found = self.tokenizer.token_to_id(token)
@@ -144,13 +117,7 @@ def read_word_pieces(path: Path) -> WordPieces:
         DataError: The file cannot be read, is no tokenizer, or lacks a special token.
     """
     path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}).") from error
-    except Exception as error:
-        # tokenizers raises bare Exception for whatever is wrong inside
-        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({error}).") from error
+    tokenizer = read_tokenizer(path)
     missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; expected a tokenizer with {', '.join(SPECIAL)}.")
@@ -183,10 +150,7 @@ def _make_empty(model: models.WordPiece) -> Tokenizer:
 
 def _finish(tokenizer: Tokenizer) -> WordPieces:
     tokenizer.add_special_tokens(list(SPECIAL))
-    # the file cannot keep this: a text that spells a special token is text
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    clear_settings(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START} $A {END}",
         pair=f"{START} $A {END} $B:1 {END}:1",

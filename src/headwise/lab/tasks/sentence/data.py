@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, stable_key
+from headwise.lab.data.batching import pad
 from headwise.lab.data.splits import drop_shared, split_by_hash
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import Words, load_words
@@ -215,19 +216,12 @@ def collate(examples: Sequence[Encoded]) -> dict[str, Tensor]:
     """
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
-    batch = {"tokens": _pad([one["tokens"] for one in examples])}
+    batch = {"tokens": pad([one["tokens"] for one in examples], PADDING)}
     batch["labels"] = torch.tensor([one["label"] for one in examples])
     seconds = [one["second"] for one in examples if "second" in one]
     if seconds:
-        batch["second"] = _pad(seconds)
+        batch["second"] = pad(seconds, PADDING)
     return batch
-
-
-def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    tokens = np.full((len(rows), max(map(len, rows))), PADDING, dtype=np.int64)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    return torch.from_numpy(tokens)
 
 
 def _splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError, require_choice, require_integer
 from headwise.lab.data.arrays import Ragged, numbered_lines, open_ragged
+from headwise.lab.data.batching import pad
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.tasks.translation.cleaning import Cleaning
@@ -51,7 +51,7 @@ class TranslationSplit(Dataset[TranslationExample]):
 
     def __post_init__(self) -> None:
         if len(self.sources) != len(self.targets):
-            raise DataError(f"{len(self.sources)} sources but {len(self.targets)} targets; expected as many.")
+            raise DataError(f"{len(self.sources)} sources but {len(self.targets)} targets; expected the same number.")
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -240,20 +240,14 @@ def collate(examples: Sequence[TranslationExample]) -> dict[str, Tensor]:
     """
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
+    for side in ("source", "target"):
+        empty = next((index for index, example in enumerate(examples) if not example[side]), None)
+        if empty is not None:
+            raise DataError(f"{side} {empty} of the batch has no tokens; expected at least one.")
     return {
-        "input_ids": _padded([example["source"] for example in examples], "source", PADDING),
-        "labels": _padded([example["target"] for example in examples], "target", IGNORED),
+        "input_ids": pad([example["source"] for example in examples], PADDING),
+        "labels": pad([example["target"] for example in examples], IGNORED),
     }
-
-
-def _padded(sequences: Sequence[Sequence[int]], name: str, padding: int) -> Tensor:
-    lengths = [len(sequence) for sequence in sequences]
-    if min(lengths) == 0:
-        raise DataError(f"{name} {lengths.index(0)} of the batch has no tokens; expected at least one.")
-    padded = np.full((len(sequences), max(lengths)), padding, dtype=np.int64)
-    for row, sequence in zip(padded, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(padded)
 
 
 def _summary(name: str, counts: Mapping[str, Any]) -> str:

@@ -13,12 +13,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
-from headwise.lab.data.subwords import END, Subwords, learn_subwords, read_subwords
+from headwise.lab.data.progress import make_bars
+from headwise.lab.data.subwords import END, Subwords, describe_tokenizer, learn_subwords, read_subwords
 from headwise.lab.experiment.run_folder import as_record, write_json
 from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
 from headwise.lab.tasks.translation.corpora import Corpus, Files, Layout
@@ -58,11 +58,7 @@ def make_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparation: 
     """
     flat = [path for pairs in files.values() for pair in pairs for path in pair]
     counts = {split: len(pairs) for split, pairs in files.items()}
-    how = (
-        ("tokenizer", digest("", [preparation.tokenizer]))
-        if preparation.tokenizer
-        else ("learned", preparation.vocabulary_size, preparation.learned_from)
-    )
+    how = describe_tokenizer(preparation.tokenizer, preparation.vocabulary_size, preparation.learned_from)
     languages = corpus.source_language, corpus.target_language
     # the endings choose the reader
     endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in flat]
@@ -89,7 +85,7 @@ def prepare(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
-        with _bars(progress) as bars:
+        with make_bars(shown=progress) as bars:
             record = _write(_Text(layout, files, bars), preparation, partial, progress)
         record |= {"fingerprint": fingerprint, "corpus": corpus.name}
         record |= {"source_language": corpus.source_language, "target_language": corpus.target_language}
@@ -205,9 +201,3 @@ def _require_text(batch: list[TextPair], source: Path, target: Path) -> None:
 
 def _names(files: Files) -> dict[str, list[list[str]]]:
     return {split: [[source.name, target.name] for source, target in pairs] for split, pairs in files.items()}
-
-
-def _bars(progress: bool) -> Progress:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal))

@@ -1,0 +1,25 @@
+"""Progress bars of long readings on stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+
+def make_bars(
+    *columns: ProgressColumn, console: Console | None = None, shown: bool = True, transient: bool = True
+) -> Progress:
+    """Return progress bars: the title, a bar, and `columns` (by default the count and the time remaining).
+
+    Args:
+        *columns: What follows the bar.
+        console: Where to show them; None for stderr, if that is a terminal.
+        shown: Whether to show them.
+        transient: Whether they disappear when they are done.
+    """
+    if console is None:
+        console = Console(stderr=True)
+        shown = shown and console.is_terminal
+    after = columns or (MofNCompleteColumn(), TimeRemainingColumn())
+    title = TextColumn("{task.description}")
+    return Progress(title, BarColumn(), *after, console=console, transient=transient, disable=not shown)
