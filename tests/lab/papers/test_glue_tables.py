@@ -14,9 +14,8 @@ from rich.console import Console
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.scale_options import ScaleOptions
-from headwise.lab.papers.data import with_data
+from headwise.lab.papers.data import read_initial_runs, with_data
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.initial_runs import read_begun
 from headwise.lab.papers.listing import show_plans
 from headwise.lab.papers.records import Reproduced, render
 from headwise.lab.papers.repulsive.glue import SVGD, average_sets
@@ -163,7 +162,7 @@ def test_a_record_says_what_its_runs_began_with(tmp_path):
     run_folder.write_json(
         tmp_path / "comparison.json", {"task": "pretraining", "scale": "gpu", "sizes": {"steps": 6000}, "data": "ab12"}
     )
-    begun = read_begun(tmp_path, None, tmp_path)
+    begun = read_initial_runs(tmp_path, None, tmp_path)
     assert str(begun) == "pretraining at scale gpu (6,000 steps), data ab12"
     assert Reproduced(TABLE, "gpu", {}, {}, {}, begun=begun).file == "table-3-gpu.json"
     assert Reproduced(TABLE, "cpu", {}, {}, {}, begun=begun).file == "table-3-cpu-after-pretraining-gpu.json"

@@ -14,7 +14,7 @@ from headwise.lab.data.probing_files import CATEGORIES, PROBES
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
-from headwise.lab.papers.diversify.probing import CELLS, TABLE_7
+from headwise.lab.papers.diversify.tables import CELLS, TABLE_7
 from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing

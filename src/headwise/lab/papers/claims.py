@@ -1,8 +1,4 @@
-"""What a paper claims of its runs, and whether ours bear it out.
-
-Owns the form of a claim (contrasts between arms, and numbers that are shown without a test) and its verdict. Which
-claims a paper makes is in `tables`; the arithmetic is `statistics`'.
-"""
+"""What a paper claims of its runs, and whether ours bear it out."""
 
 from __future__ import annotations
 
@@ -116,6 +112,25 @@ class Claim:
     contrasts: tuple[Contrast, ...] = ()
     shown: tuple[Shown, ...] = ()
     tested: bool = True
+
+
+def compare_arms(
+    arms: str | Sequence[str], against: str | Sequence[str], parts: Collection[str] = ("",), measure: str | None = None
+) -> tuple[Contrast, ...]:
+    """Return the contrast of every arm with every arm it is set against, in each part.
+
+    >>> [str(contrast) for contrast in compare_arms(("svgd", "em"), "plain", ("base",))]
+    ['svgd over plain in base', 'em over plain in base']
+    """
+    ahead, behind = ((names,) if isinstance(names, str) else names for names in (arms, against))
+    return tuple(
+        Contrast(one, other, part=part, measure=measure) for part in parts for one in ahead for other in behind
+    )
+
+
+def claim_control(statement: str, contrasts: tuple[Contrast, ...]) -> Claim:
+    """Return a claim that compares a method with our control."""
+    return Claim(f"{statement} (our control; the paper has none).", contrasts)
 
 
 @dataclass(frozen=True)

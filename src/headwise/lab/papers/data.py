@@ -1,9 +1,9 @@
-"""The data of a reproduction's parts: its name in folders and records, where it is, and which parts have none."""
+"""The data of a reproduction's parts and the runs they begin with: names, places, and which parts have none."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.experiment.task import Task
 from headwise.lab.papers.reproduction import Reproduction
+from headwise.lab.results.runs import COMPARISON
 
 RECORD = "record.json"
 # A layout of a few files of a corpus; what was trained on it was not trained on the corpus.
@@ -151,3 +152,63 @@ def _lack(task: Task, place: Path, corpus: str | None) -> str:
         return "not there"
     found = task.missing_file(place / corpus)
     return f"no {found}" if found else ""
+
+
+@dataclass(frozen=True)
+class InitialRuns:
+    """A comparison whose runs others begin with.
+
+    Attributes:
+        task: Its task.
+        scale: Its scale.
+        steps: Steps of a run; None where the task counts none.
+        data: Name of its data, "" where that is not known, and its fingerprint.
+    """
+
+    task: str
+    scale: str
+    steps: int | None
+    data: str
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f" ({self.steps:,} steps)"
+        return f"{self.task} at scale {self.scale}{steps}, data {self.data}"
+
+
+def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
+    """Refuse a place that is no comparison of a task.
+
+    Raises:
+        DataError: It is none; the message says what to run instead.
+    """
+    if _read_comparison(place).get("task") != task:
+        raise DataError(
+            f"{place} is no comparison of {task}; expected for {reproduction} the --out folder of one, with arms. To "
+            f"fine-tune a single model: headwise compare glue --pretrained {place}"
+        )
+
+
+def read_initial_runs(place: Path, data: Path | None, cache: Path) -> InitialRuns:
+    """Return what a comparison is.
+
+    Args:
+        place: Its folder.
+        data: Folder of its data, where that is known.
+        cache: Folder that prepared data is kept in.
+
+    Raises:
+        DataError: The folder holds no comparison.
+    """
+    record = _read_comparison(place)
+    try:
+        task, scale, fingerprint = (str(record[name]) for name in ("task", "scale", "data"))
+        steps = record["sizes"].get("steps")
+    except (KeyError, TypeError, AttributeError):
+        raise DataError(f"{place / COMPARISON} is not the record of a comparison; make it again.") from None
+    named = f"{find_corpus_name(fingerprint, data, cache)} {fingerprint}".strip()
+    return InitialRuns(task, scale, None if steps is None else int(steps), named)
+
+
+def _read_comparison(place: Path) -> dict[str, Any]:
+    found = read_json(place / COMPARISON) if (place / COMPARISON).is_file() else {}
+    return found if isinstance(found, dict) else {}

@@ -53,12 +53,7 @@ def draw_curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[s
         for arm, by_part in found.items()
     )
     means = "each line an arm's means, its band from seed to seed" if ordered else "each large mark an arm's mean"
-    return Picture(
-        f"{measure.lower()}-by-part",
-        png,
-        f"{measure} by part: each dot a seed, {means}.",
-        alt,
-    )
+    return Picture(f"{measure.lower()}-by-part", png, f"{measure} by part: each dot a seed, {means}.", alt)
 
 
 def draw_head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> Picture | None:

@@ -25,8 +25,8 @@ MAJORITY = "majority"
 VOCABULARY = "vocabulary.json"
 LEVEL = 0.05
 MARKED = (
-    "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that is "
-    "more (one-sided at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
+    "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that "
+    "is more (one-sided at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
 )
 
 

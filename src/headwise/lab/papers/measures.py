@@ -1,14 +1,11 @@
-"""Numbers that stand beside a claim without a test: what runs cost, how large a model is, where a curve is lowest.
-
-Owns how they are picked from the runs and written. Must not judge anything.
-"""
+"""Numbers shown with a claim without a test: what runs cost, how large a model is, where a curve is lowest."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, ClassVar, Self
 
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import STEP_RATIO
@@ -16,29 +13,39 @@ from headwise.lab.results.runs import STEP_RATIO
 ABSENT, UNMEASURED = "not run", "not measured"
 
 
-class Shown(Protocol):
-    """A number, or a few, to show beside a claim."""
+class _PerArm:
+    """A label with one value for each arm of a part."""
+
+    label: str
+    arms: tuple[str, ...]
+    part: str
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts they come from."""
-        ...
+        """The part the values come from."""
+        return (self.part,)
 
-    def named(self, canonical: Callable[[str, str], str]) -> Shown:
-        """Return it with each arm's name replaced by `canonical(part, name)`."""
-        ...
+    def named(self, canonical: Callable[[str, str], str]) -> Self:
+        """Return it with each arm's name replaced by `canonical(part, name)`, each once."""
+        arms = tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms))
+        this: Any = self  # a dataclass in each subclass
+        return replace(this, arms=arms)
 
     def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
-        """Return whether any of them is there."""
-        ...
+        """Return whether any arm has a value."""
+        return any(self._write(arm, parts) not in (ABSENT, UNMEASURED) for arm in self.arms)
 
     def text(self, parts: Mapping[str, Evidence]) -> str:
-        """Return them in words."""
-        ...
+        """Return "label: arm value, arm value"."""
+        place = f" in {self.part}" if self.part else ""
+        return f"{self.label}{place}: " + ", ".join(f"{arm} {self._write(arm, parts)}" for arm in self.arms)
+
+    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(_PerArm):
     """Means over seeds of a number of each run.
 
     Attributes:
@@ -57,36 +64,18 @@ class Numbers:
     digits: int = 2
     scale: float = 1.0
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The part it comes from."""
-        return (self.part,)
-
-    def named(self, canonical: Callable[[str, str], str]) -> Numbers:
-        """Return it with canonical names, each once."""
-        return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
-
-    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
-        """Return whether any arm has the number."""
-        return any(self._mean(arm, parts) is not None for arm in self.arms)
-
-    def text(self, parts: Mapping[str, Evidence]) -> str:
-        """Return "label: arm number, arm number"."""
-        return _join_names(self.label, self.part, [(arm, self._write(arm, parts)) for arm in self.arms])
-
-    def _mean(self, arm: str, parts: Mapping[str, Evidence]) -> float | None:
-        return parts[self.part].mean(arm, self.measure) if self.part in parts else None
-
     def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
-        value = self._mean(arm, parts)
+        if self.part not in parts:
+            return ABSENT
+        value = parts[self.part].mean(arm, self.measure)
         if value is not None:
             return f"{self.scale * value:,.{self.digits}f}"
-        return UNMEASURED if self.part in parts and parts[self.part].has(arm) else ABSENT
+        return UNMEASURED if parts[self.part].has(arm) else ABSENT
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Time of a training step over plain's: of steps timed in turn, else of the runs' own, median over shared seeds.
+class StepTimes(_PerArm):
+    """Time of a training step over plain's: of steps timed in turn, or of the runs themselves; median over seeds.
 
     Attributes:
         arms: Names of the arms.
@@ -95,33 +84,15 @@ class StepTimes:
 
     arms: tuple[str, ...]
     part: str = ""
+    label: ClassVar[str] = "step time over plain"
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The part it comes from."""
-        return (self.part,)
-
-    def named(self, canonical: Callable[[str, str], str]) -> StepTimes:
-        """Return it with canonical names, each once."""
-        return replace(self, arms=tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms)))
-
-    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
-        """Return whether the steps of any arm were timed."""
-        return any(self._ratio(arm, parts) != ABSENT for arm in self.arms)
-
-    def text(self, parts: Mapping[str, Evidence]) -> str:
-        """Return "step time over plain: arm ratio, arm ratio"."""
-        found = [(arm, self._ratio(arm, parts)) for arm in self.arms]
-        return _join_names("step time over plain", self.part, found)
-
-    def _ratio(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
         if self.part not in parts:
             return ABSENT
-        timed = parts[self.part].of(arm, STEP_RATIO)
-        if timed:
-            return f"{statistics.median(timed.values()):.2f}"
-        own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
-        ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
+        ratios = parts[self.part].of(arm, STEP_RATIO).values()
+        if not ratios:
+            own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
+            ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
         return f"{statistics.median(ratios):.2f}" if ratios else ABSENT
 
 
@@ -170,6 +141,4 @@ class Least:
         )
 
 
-def _join_names(label: str, part: str, found: list[tuple[str, str]]) -> str:
-    place = f" in {part}" if part else ""
-    return f"{label}{place}: " + ", ".join(f"{arm} {value}" for arm, value in found)
+Shown = Numbers | StepTimes | Least

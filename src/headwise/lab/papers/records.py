@@ -17,8 +17,8 @@ from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_json, write_text
 from headwise.lab.papers.claims import Found, Judged, judge
+from headwise.lab.papers.data import InitialRuns
 from headwise.lab.papers.grouped_table import build_grouped_grid
-from headwise.lab.papers.initial_runs import Begun
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, lack_of
 from headwise.lab.results.cells import NONE, Grid, format_number, format_percent
 from headwise.lab.results.evidence import Evidence
@@ -36,8 +36,8 @@ laboratory's page of the documentation; what differs from the paper, in `DEVIATI
 OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
 # Where arms are columns.
 OTHER_GROUPED = (
-    "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number with "
-    "one of the paper's."
+    "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number "
+    "with one of the paper's."
 )
 SAME = "Ours are on the data and the size that the paper names."
 
@@ -62,7 +62,7 @@ class Reproduced:
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
     drawn: tuple[Picture, ...] = ()
-    begun: Begun | None = None
+    begun: InitialRuns | None = None
 
     @property
     def file(self) -> str:

@@ -71,6 +71,23 @@ class PaperRow:
     part: str = ""
 
 
+def build_rows(
+    names: Sequence[str], arms: Callable[[str], Sequence[str]], table: Mapping[str, Sequence[str | tuple[str, ...]]]
+) -> tuple[PaperRow, ...]:
+    """Return the rows of a table with the same rows in each part.
+
+    Args:
+        names: What the paper calls the rows of a part.
+        arms: Returns their arms in a part.
+        table: Their cells in each part; text alone where there is one column.
+    """
+    return tuple(
+        PaperRow(name, arm, (cells,) if isinstance(cells, str) else cells, part)
+        for part, rows in table.items()
+        for name, arm, cells in zip(names, arms(part), rows, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Published:
     """The numbers that a paper prints.

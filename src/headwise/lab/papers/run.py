@@ -23,10 +23,18 @@ from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.papers.data import find_corpus_name, find_data, find_part_folder, find_text, name_data
+from headwise.lab.papers.data import (
+    InitialRuns,
+    find_corpus_name,
+    find_data,
+    find_part_folder,
+    find_text,
+    name_data,
+    read_initial_runs,
+    require_initial_runs,
+)
 from headwise.lab.papers.figures import draw_curve, draw_head_map
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.initial_runs import Begun, read_begun, require_begun
 from headwise.lab.papers.records import (
     Reproduced,
     build_claims_grid,
@@ -106,7 +114,7 @@ def make_plans(
     task, before, text = named_task(reproduction.task), (), data
     data, plans = find_data(reproduction, data), []
     if reproduction.after and options is not None and options.pretrained is not None:
-        require_begun(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
+        require_initial_runs(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
     elif reproduction.after:
         first = REPRODUCTIONS[reproduction.after]
         options = options or ScaleOptions(scale)
@@ -227,7 +235,7 @@ def report(
     tables = {part: make_table(found.results) for part, found in evidence.items()}
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = _draw_pictures(reproduction, places, evidence, tables)
-    begun = _read_initial_runs(plans, out / CACHE) if reproduction.after else None
+    begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
     place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
     _write_pages(reproduction, plans, evidence, place, console)
@@ -247,11 +255,11 @@ def report(
     return reproduced
 
 
-def _read_initial_runs(plans: Sequence[Plan], cache: Path) -> Begun:
+def _find_initial_runs(plans: Sequence[Plan], cache: Path) -> InitialRuns:
     first = next(plan for plan in plans if not plan.part.after)
     data = first.before[0].comparison.data if first.before else None
     scale: Any = first.comparison.scale
-    return read_begun(Path(scale.pretrained), data, cache)
+    return read_initial_runs(Path(scale.pretrained), data, cache)
 
 
 def _draw_pictures(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import base
@@ -25,22 +25,14 @@ TABLE_1 = Reproduction(
     parts=(Part(("plain", *_TERMS, *_SUMS), base("wmt17")),),
     extra="nothing; a sum of terms has each with weight 1, which the paper leaves unsaid",
     claims=(
-        Claim(
-            "Each term alone improves on the baseline.",
-            tuple(Contrast(term, "plain") for term in _TERMS),
-        ),
-        Claim(
-            "The output term is the best.",
-            (Contrast(_OUTPUT, _SUBSPACE), Contrast(_OUTPUT, _POSITION)),
-        ),
+        Claim("Each term alone improves on the baseline.", compare_arms(_TERMS, "plain")),
+        Claim("The output term is the best.", (Contrast(_OUTPUT, _SUBSPACE), Contrast(_OUTPUT, _POSITION))),
         Claim(
             "The position term is less effective than the other two.",
             (Contrast(_SUBSPACE, _POSITION), Contrast(_OUTPUT, _POSITION)),
         ),
         Claim(
-            "Sums of terms do not improve further on the output term alone.",
-            tuple(Contrast(terms, _OUTPUT) for terms in _SUMS),
-            tested=False,
+            "Sums of terms do not improve further on the output term alone.", compare_arms(_SUMS, _OUTPUT), tested=False
         ),
         Claim("No term slows training much.", shown=(StepTimes((*_TERMS, *_SUMS)),)),
     ),
@@ -71,18 +63,14 @@ TABLE_2 = Reproduction(
     parts=(Part(("plain", *_PLACES, _RELEASED), base("wmt17")),),
     extra=(
         f"{_RELEASED}, the weights that the released code has for encoder, decoder and cross-attention; the paper "
-        f"states "
-        "one weight for all, which is ours in the other rows"
+        "states one weight for all, which is ours in the other rows"
     ),
     claims=(
-        Claim("Disagreement improves on the baseline in every row.", tuple(Contrast(arm, "plain") for arm in _PLACES)),
-        Claim(
-            "All three kinds of attention together are best.",
-            tuple(Contrast("output", arm) for arm in _PLACES[:-1]),
-        ),
+        Claim("Disagreement improves on the baseline in every row.", compare_arms(_PLACES, "plain")),
+        Claim("All three kinds of attention together are best.", compare_arms("output", _PLACES[:-1])),
         Claim(
             "The released weights change little (ours; the paper does not compare them).",
-            (Contrast("output", _RELEASED),),
+            compare_arms("output", _RELEASED),
             tested=False,
         ),
         Claim("All three slow training by 12 %.", shown=(StepTimes(_PLACES),)),
@@ -111,13 +99,12 @@ TABLE_3 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK, *_ROUTED), base("wmt14")),),
     extra=(
-        f"{_TRUNK}, the control of both algorithms in the encoder; the controls of the other kinds of attention "
-        f"are left "
-        "out"
+        f"{_TRUNK}, the control of both algorithms in the encoder; the controls of the other kinds of attention are "
+        "left out"
     ),
     claims=(
-        Claim("Routing improves on the linear map in every row.", tuple(Contrast(arm, "plain") for arm in _ROUTED)),
-        Claim("EM routing is better than simple routing.", (Contrast(_EM, _SIMPLE),)),
+        Claim("Routing improves on the linear map in every row.", compare_arms(_ROUTED, "plain")),
+        Claim("EM routing is better than simple routing.", compare_arms(_EM, _SIMPLE)),
         Claim(
             "Self-attention, of encoder and decoder, gains more than the attention between them.",
             (Contrast(_EM, _EM_CROSS), Contrast(_EM_DECODER, _EM_CROSS)),
@@ -135,9 +122,8 @@ TABLE_3 = Reproduction(
             "Routing in the encoder hardly slows decoding; elsewhere it does (seconds for the test set).",
             shown=(Numbers("decoding_seconds", "decoding, s", ("plain", _EM, _EM_DECODER, "em"), digits=1),),
         ),
-        Claim(
-            "What routing adds is the agreement, not its parameters (our control; the paper has none).",
-            (Contrast(_EM, _TRUNK), Contrast(_SIMPLE, _TRUNK)),
+        claim_control(
+            "What routing adds is the agreement, not its parameters", (Contrast(_EM, _TRUNK), Contrast(_SIMPLE, _TRUNK))
         ),
     ),
     published=Published(
@@ -165,15 +151,14 @@ SECTION_4_1 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK, _EM, *_ITERATIONS, *_CAPSULES), base("wmt14")),),
     extra=(
-        "one setting is varied at a time, from T = 3 iterations and as many capsules as the model is wide: T "
-        "from 1 to 5, "
-        "capsules as many as heads and 64. The sweep itself is ours: the paper reports its outcome alone"
+        "one setting is varied at a time, from T = 3 iterations and as many capsules as the model is wide: T from 1 "
+        "to 5, capsules as many as heads and 64. The sweep itself is ours: the paper reports its outcome alone"
     ),
     claims=(
-        Claim("Three iterations are better than 1, 2, 4 or 5.", tuple(Contrast(_EM, arm) for arm in _ITERATIONS)),
+        Claim("Three iterations are better than 1, 2, 4 or 5.", compare_arms(_EM, _ITERATIONS)),
         Claim(
             "As many capsules as the model is wide are better than as many as heads, or than 64.",
-            tuple(Contrast(_EM, arm) for arm in _CAPSULES),
+            compare_arms(_EM, _CAPSULES),
         ),
         Claim("Each iteration takes time.", shown=(StepTimes((*_ITERATIONS[:2], _EM, *_ITERATIONS[2:])),)),
     ),
@@ -192,23 +177,19 @@ TABLE_4 = Reproduction(
     task="translation",
     parts=(Part(("plain", _TRUNK_TWO, _ALL, _UPPER, _LOWER, _TWO, _LAST, _FIRST), base("wmt14")),),
     extra=(
-        f"{_TRUNK_TWO}, the control of the paper's choice. With fewer than six layers the halves are halves of "
-        f"what there "
-        "is, and rows may fall together"
+        f"{_TRUNK_TWO}, the control of the paper's choice. With fewer than six layers the halves are halves of what "
+        "there is, and rows may fall together"
     ),
     claims=(
         Claim(
             "Half of the layers, or the first two, are about as good as all.",
-            tuple(Contrast(_ALL, arm) for arm in (_UPPER, _LOWER, _TWO)),
+            compare_arms(_ALL, (_UPPER, _LOWER, _TWO)),
             tested=False,
         ),
-        Claim(
-            "One layer alone is worse than the first two.",
-            (Contrast(_TWO, _LAST), Contrast(_TWO, _FIRST)),
-        ),
+        Claim("One layer alone is worse than the first two.", (Contrast(_TWO, _LAST), Contrast(_TWO, _FIRST))),
         Claim(
             "Every choice of layers improves on the baseline.",
-            tuple(Contrast(arm, "plain") for arm in (_ALL, _UPPER, _LOWER, _TWO, _LAST, _FIRST)),
+            compare_arms((_ALL, _UPPER, _LOWER, _TWO, _LAST, _FIRST), "plain"),
         ),
         Claim(
             "Fewer layers cost less time and fewer parameters.",
@@ -217,10 +198,7 @@ TABLE_4 = Reproduction(
                 Numbers("parameters", "parameters", ("plain", _ALL, _TWO, _FIRST), digits=0),
             ),
         ),
-        Claim(
-            "What routing in the first two layers adds is the agreement (our control; the paper has none).",
-            (Contrast(_TWO, _TRUNK_TWO),),
-        ),
+        claim_control("What routing in the first two layers adds is the agreement", compare_arms(_TWO, _TRUNK_TWO)),
     ),
     published=Published(
         EN_DE,
@@ -241,16 +219,14 @@ FIGURE_3 = Reproduction(
     id="diversify/figure-3",
     title="Head outputs of the encoder under each disagreement term",
     source=(
-        "Li et al. 2021, Figure 3 (t-SNE of one vector a head: its output, averaged over words and layers; the "
-        "text gives "
-        "no numbers)"
+        "Li et al. 2021, Figure 3 (t-SNE of one vector a head: its output, averaged over words and layers; the text "
+        "gives no numbers)"
     ),
     task="translation",
     parts=(Part(("plain", *_TERMS), base("wmt17")),),
     extra=(
-        "plain, which the figure leaves out; the mean cosine between the vectors, which says in one number how "
-        "far apart "
-        "they point: t-SNE keeps neighbours and not distances, so a claim cannot rest on the picture"
+        "plain, which the figure leaves out; the mean cosine between the vectors, which says in one number how far "
+        "apart they point: t-SNE keeps neighbours and not distances, so a claim cannot rest on the picture"
     ),
     claims=(
         Claim(

@@ -6,12 +6,19 @@ marks with a star, are quoted here too and not run.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+
 from headwise.lab.experiment.guided import PARSED, ROLES
-from headwise.lab.papers.claims import Claim, Contrast
-from headwise.lab.papers.guided.role_pictures import draw_role_worth
+from headwise.lab.papers.claims import Claim, Contrast, Judged, claim_control, compare_arms
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
+from headwise.lab.results.cells import format_signed
+from headwise.lab.results.figures import Picture
+from headwise.lab.results.statistics import Estimate
+from headwise.lab.results.table import PLAIN
+from headwise.plots.style import assign_styles, drawing, to_png
 
 # What the paper calls each set, and the name of its folder.
 SETS = {"CR": "cr", "TREC": "trec", "SUBJ": "subj", "MPQA": "mpqa", "MR": "mr", "SST": "sst2"}
@@ -39,7 +46,7 @@ def sets(folder: str, scales: tuple[str, ...] = ("demo", "cpu", "paper"), folds:
 
 
 def _on_each(arm: str, against: str, parts: tuple[str, ...] = ALL) -> tuple[Contrast, ...]:
-    return tuple(Contrast(arm, against, part=part) for part in parts)
+    return compare_arms(arm, against, parts)
 
 
 def _rows(parts: tuple[str, ...]) -> tuple[PaperRow, ...]:
@@ -58,13 +65,12 @@ def _claims(parts: tuple[str, ...]) -> tuple[Claim, ...]:
             "It improves on the BiLSTM and on the multi-scale CNN on every set.",
             tuple(one for other in ("bilstm", "cnn") for one in _on_each("guided", other, parts)),
         ),
-        Claim(
-            "What the roles add is which words they choose, not that heads see few of them (our control; the paper has "
-            "none).",
+        claim_control(
+            "What the roles add is which words they choose, not that heads see few of them",
             (Contrast("guided", "random-mask", over=parts), *_on_each("guided", "random-mask", parts)),
         ),
-        Claim(
-            "What the roles of a parse add is the sentence's own parse (our control; the paper has none).",
+        claim_control(
+            "What the roles of a parse add is the sentence's own parse",
             (Contrast("guided", "shuffled-parse", over=parts), *_on_each("guided", "shuffled-parse", parts)),
         ),
         Claim(
@@ -110,6 +116,88 @@ TABLE_3_FOLDS = Reproduction(
 )
 
 
+WHOLE = "all five"
+REPLACED = {
+    "drop": "by the padding mask",
+    "random": "by a random mask as sparse",
+    "shuffled": "by the role in another parse",
+}
+# How far apart the marks of a row stand, of the distance between two rows.
+APART = 0.2
+
+
+def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
+    """Return guided's mean lead over itself with a role replaced, a row a role, and over plain; None without any.
+
+    Args:
+        judged: Claims whose contrasts are guided over `guided:drop=ROLE` and its like, and over plain.
+    """
+    found: dict[str, dict[str, Estimate]] = {}
+    over: tuple[str, ...] = ()
+    for one in (one for claim in judged for one in claim.found):
+        what = _replaced(one.contrast.against)
+        if one.contrast.arm == "guided" and what is not None and one.estimate is not None:
+            role, kind = what
+            found.setdefault(kind, {})[role] = one.estimate
+            over = one.contrast.over
+    if not found:
+        return None
+    rows, style = [WHOLE, *ROLES], assign_styles([*REPLACED])
+    with drawing(7.2, 4.6) as figure:
+        axes = figure.subplots()
+        axes.axvline(0, color="black", linewidth=1.2)
+        for kind in (kind for kind in REPLACED if kind in found):
+            of = found[kind]
+            axes.errorbar(
+                [100 * one.value for one in of.values()],
+                [rows.index(role) + _shift(role, kind, found) for role in of],
+                xerr=[
+                    [100 * (one.value - one.low) for one in of.values()],
+                    [100 * (one.high - one.value) for one in of.values()],
+                ],
+                color=style[kind].color,
+                marker=style[kind].marker,
+                linestyle="none",
+                markersize=6,
+                elinewidth=1.5,
+                label=REPLACED[kind],
+            )
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.set_xlabel("accuracy lost when the role is replaced, points")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
+        png = to_png(figure)
+    alt = "; ".join(
+        f"{role} replaced {REPLACED[kind]}: {format_signed(100 * one.value)} points"
+        for kind, of in found.items()
+        for role, one in of.items()
+    )
+    caption = (
+        "What each role is worth: guided's accuracy less that of the same model with one role replaced, or with all "
+        f"five (plain), mean of {', '.join(over)}, with 95 % intervals over seeds and test items. Right of zero the "
+        "role helps."
+    )
+    return Picture("roles", png, caption, alt)
+
+
+def _shift(role: str, kind: str, found: Mapping[str, Mapping[str, Estimate]]) -> float:
+    """Return how far below the middle of its row a mark stands."""
+    there = [one for one in REPLACED if role in found.get(one, {})]
+    return APART * (there.index(kind) - (len(there) - 1) / 2)
+
+
+def _replaced(against: str) -> tuple[str, str] | None:
+    """Return the role that an arm of the ablation lacks, and how it was replaced.
+
+    >>> _replaced("guided:random=rare"), _replaced("plain"), _replaced("cnn")
+    (('rare', 'random'), ('all five', 'drop'), None)
+    """
+    if against == PLAIN:
+        return WHOLE, "drop"
+    found = re.fullmatch(r"guided:(drop|random|shuffled)=(\w+)", against)
+    return None if found is None else (found[2], found[1])
+
+
 def _per_role(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
     return tuple(Contrast("guided", arm, over=ALL) for arm in arms)
 
@@ -134,14 +222,9 @@ FIGURE_2 = Reproduction(
             "The major relations matter most.",
             tuple(Contrast(other, "guided:drop=major", over=ALL) for other in _DROPPED if other != "guided:drop=major"),
         ),
-        Claim(
-            "Each role is better than a random mask as sparse in its place (our control; the paper has none).",
-            _per_role(_RANDOM),
-        ),
-        Claim(
-            "Each role of a parse is better with the sentence's own parse than with another's (our control; the paper "
-            "has none).",
-            _per_role(_SHUFFLED),
+        claim_control("Each role is better than a random mask as sparse in its place", _per_role(_RANDOM)),
+        claim_control(
+            "Each role of a parse is better with the sentence's own parse than with another's", _per_role(_SHUFFLED)
         ),
     ),
 )
@@ -159,19 +242,17 @@ TABLE_2 = Reproduction(
     task="translation",
     parts=(Part(("plain", "random-mask", "guided", "shuffled-parse"), _EIGHT_HEADS),),
     extra=(
-        "random-mask and shuffled-parse are the controls of guided. The masks are kept during beam search, as they are "
-        "not in the released code"
+        "random-mask and shuffled-parse are the controls of guided. The masks are kept during beam search, as they "
+        "are not in the released code"
     ),
     claims=(
-        Claim("The guided Transformer improves on the Transformer.", (Contrast("guided", "plain"),)),
-        Claim(
-            "What the roles add is which words they choose, not that heads see few of them (our control; the paper has "
-            "none).",
-            (Contrast("guided", "random-mask"),),
+        Claim("The guided Transformer improves on the Transformer.", compare_arms("guided", "plain")),
+        claim_control(
+            "What the roles add is which words they choose, not that heads see few of them",
+            compare_arms("guided", "random-mask"),
         ),
-        Claim(
-            "What the roles of a parse add is the sentence's own parse (our control; the paper has none).",
-            (Contrast("guided", "shuffled-parse"),),
+        claim_control(
+            "What the roles of a parse add is the sentence's own parse", compare_arms("guided", "shuffled-parse")
         ),
     ),
     published=Published(

@@ -164,13 +164,7 @@ def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) ->
 
 
 def _draw_scatter(
-    name: str,
-    evidence: Evidence,
-    table: Table,
-    across: tuple[str, Reads],
-    up: tuple[str, Reads],
-    *,
-    log: bool = False,
+    name: str, evidence: Evidence, table: Table, across: tuple[str, Reads], up: tuple[str, Reads], *, log: bool = False
 ) -> Picture | None:
     dots: dict[str, list[tuple[float, float]]] = {}
     for run in evidence.results.runs:

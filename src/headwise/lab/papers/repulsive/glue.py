@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Numbers, StepTimes
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import draw_training_curves
 from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.results.cells import NONE, Grid
@@ -124,9 +124,8 @@ PRETRAINING = Reproduction(
             (Contrast("plain", SVGD, measure=_CKA), Contrast("plain", SVGD, measure=_COSINE)),
             (Numbers("force_ratio", "repulsion over drive", (SVGD,), digits=4),),
         ),
-        Claim(
-            "What makes them less alike is the repulsion, not the smoothing (our control; the paper has none).",
-            (Contrast(SMOOTH, SVGD, measure=_CKA),),
+        claim_control(
+            "What makes them less alike is the repulsion, not the smoothing", (Contrast(SMOOTH, SVGD, measure=_CKA),)
         ),
         Claim(
             "Losses after equal steps, beside one another.",
@@ -182,7 +181,7 @@ def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
         ),
         Claim(
             f"Repulsive attention improves seven of eight sets, RTE after MNLI among them: all but SST-2{here}.",
-            tuple(Contrast(SVGD, "plain", part=name) for name in rising),
+            compare_arms(SVGD, "plain", rising),
         ),
         Claim(
             "The gains are larger on MNLI, the largest set, and on CoLA (shown, with RTE and SST-2, which fall in the "
@@ -190,8 +189,8 @@ def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
             tuple(Contrast(SVGD, "plain", part=name) for name in ("MNLI", "CoLA", "SST-2", "RTE") if name in sets),
             tested=False,
         ),
-        Claim(
-            "What repulsive pre-training adds is the repulsion, not the smoothing (our control; the paper has none).",
+        claim_control(
+            "What repulsive pre-training adds is the repulsion, not the smoothing",
             tuple(Contrast(SVGD, SMOOTH, over=way) for way in ways.values()),
         ),
     )
@@ -212,11 +211,7 @@ TABLE_3 = Reproduction(
     published=Published(
         "ELECTRA-small on OpenWebText, GLUE's test server",
         (Column("score"),),
-        tuple(
-            PaperRow(row, arm, (cell,), name)
-            for name, cells in _TABLE_3.items()
-            for row, arm, cell in zip(("ELECTRA", "ELECTRA + RMA"), ("plain", SVGD), cells, strict=True)
-        ),
+        build_rows(("ELECTRA", "ELECTRA + RMA"), lambda _: ("plain", SVGD), _TABLE_3),
     ),
     after="repulsive/pretraining",
     folder="glue",

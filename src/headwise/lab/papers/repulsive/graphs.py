@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Numbers
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
@@ -62,7 +62,7 @@ REPEATS = (Contrast("plain", RMA, measure="free_repeated"),)
 
 def _every(arm: str, against: str) -> tuple[Contrast, ...]:
     """An arm over another in BLEU-4 and in every other score of the table."""
-    return (Contrast(arm, against), *(Contrast(arm, against, measure=score) for score in SCORES))
+    return tuple(one for score in (None, *SCORES) for one in compare_arms(arm, against, measure=score))
 
 
 _COLUMNS = (
@@ -99,15 +99,14 @@ TABLE_4 = Reproduction(
             (Contrast(RMA, "plain", measure="coverage"),),
         ),
         Claim("It repeats fewer clauses (greedily written, free to repeat).", REPEATS),
-        Claim(
-            "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it (our control; "
-            "the paper has none).",
-            (Contrast(RMA, "smooth"),),
+        claim_control(
+            "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it",
+            compare_arms(RMA, "smooth"),
         ),
-        Claim(
+        claim_control(
             "GraphWriter writes better than the nearest training text with entities filled in, and than itself without "
-            "the graph (our control; the paper has none).",
-            (Contrast("plain", NEAREST), Contrast("plain", BLIND)),
+            "the graph",
+            compare_arms("plain", (NEAREST, BLIND)),
         ),
     ),
     published=Published(

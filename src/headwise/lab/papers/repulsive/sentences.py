@@ -7,9 +7,9 @@ the released commands. The figures are `repulsive_figures`'.
 from __future__ import annotations
 
 from headwise.lab.analyses.registry import FORCE_DIRECTIONS
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control
 from headwise.lab.papers.measures import Numbers
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import draw_strengths
 from headwise.lab.papers.sizes import Size, Sizes
 
@@ -71,15 +71,7 @@ TABLE_1 = Reproduction(
     task="sentence",
     parts=tuple(
         Part(
-            (
-                "plain",
-                regularised(name),
-                SMOOTH,
-                svgd(name),
-                spos(name),
-                f"svgd-relative:{STEP}",
-                _FUNCTION,
-            ),
+            ("plain", regularised(name), SMOOTH, svgd(name), spos(name), f"svgd-relative:{STEP}", _FUNCTION),
             on(name),
             name,
         )
@@ -87,8 +79,8 @@ TABLE_1 = Reproduction(
     ),
     extra=(
         f"{_OURS}svgd-relative is ours: its repulsion is always a tenth as long as its drive; svgd-function too, in "
-        f"the "
-        "space of what heads compute. Beside Dist, which grows with the norms, stand cosine, CKA and Jensen-Shannon"
+        "the space of what heads compute. Beside Dist, which grows with the norms, stand cosine, CKA and "
+        "Jensen-Shannon"
     ),
     claims=(
         Claim(
@@ -104,17 +96,13 @@ TABLE_1 = Reproduction(
             "The heads of repulsive attention are further apart than those of standard attention.",
             _each("svgd", "plain", "distance"),
         ),
-        Claim(
-            "They are further apart than under regularisation.",
-            _each("svgd", "frobenius", "distance"),
-        ),
-        Claim(
-            "Their outputs are less alike by measures that norms do not change (our control; the paper has none).",
+        Claim("They are further apart than under regularisation.", _each("svgd", "frobenius", "distance")),
+        claim_control(
+            "Their outputs are less alike by measures that norms do not change",
             (*_each("plain", "svgd", "output_cosine"), *_each("plain", "svgd", "output_cka")),
         ),
-        Claim(
-            "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it (our control; "
-            "the paper has none).",
+        claim_control(
+            "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it",
             _each("svgd", SMOOTH),
         ),
         Claim(
@@ -126,11 +114,7 @@ TABLE_1 = Reproduction(
     published=Published(
         _DATA,
         (ACCURACY, DIST),
-        tuple(
-            PaperRow(row, arm, cells, name)
-            for name, rows in _TABLE_1.items()
-            for row, arm, cells in zip(_NAMES, ("plain", regularised(name), svgd(name), spos(name)), rows, strict=True)
-        ),
+        build_rows(_NAMES, lambda name: ("plain", regularised(name), svgd(name), spos(name)), _TABLE_1),
     ),
     drawn=draw_strengths,
 )
@@ -193,13 +177,7 @@ TABLE_6 = Reproduction(
         Claim("Repulsion between particles helps more than the noise of SGLD.", _each("svgd", _SGLD)),
     ),
     published=Published(
-        _DATA,
-        (ACCURACY,),
-        tuple(
-            PaperRow(row, arm, (cell,), name)
-            for name, cells in _TABLE_6.items()
-            for row, arm, cell in zip(("None", "SGLD", "SVGD"), ("plain", _SGLD, svgd(name)), cells, strict=True)
-        ),
+        _DATA, (ACCURACY,), build_rows(("None", "SGLD", "SVGD"), lambda name: ("plain", _SGLD, svgd(name)), _TABLE_6)
     ),
 )
 
@@ -214,8 +192,7 @@ TABLE_7 = Reproduction(
     parts=tuple(Part(("plain", svgd(name), svgd(name, PRIOR)), on(name), name) for name in SETS),
     extra=(
         "the width of the Gaussian is unsaid; ours is N(0, 1) under a mean loss of 10,000 examples, about as many as "
-        "these "
-        "sets have. plain is what both are set against"
+        "these sets have. plain is what both are set against"
     ),
     claims=(
         Claim(
@@ -225,13 +202,7 @@ TABLE_7 = Reproduction(
         ),
     ),
     published=Published(
-        _DATA,
-        (ACCURACY,),
-        tuple(
-            PaperRow(row, arm, (cell,), name)
-            for name, cells in _TABLE_7.items()
-            for row, arm, cell in zip(("Uniform", "Gaussian"), (svgd(name), svgd(name, PRIOR)), cells, strict=True)
-        ),
+        _DATA, (ACCURACY,), build_rows(("Uniform", "Gaussian"), lambda name: (svgd(name), svgd(name, PRIOR)), _TABLE_7)
     ),
 )
 
@@ -253,8 +224,7 @@ TABLE_9 = Reproduction(
     parts=tuple(Part(("plain", *_cosine(name)), on(name), name) for name in _COSINE),
     extra=(
         "plain; and the share of the repulsion that lies along the heads, lengthening them, at the start and at the "
-        "end. "
-        "The paper's regularisation is printed with the sign that raises the similarity; ours lowers it"
+        "end. The paper's regularisation is printed with the sign that raises the similarity; ours lowers it"
     ),
     claims=(
         Claim(
@@ -278,15 +248,7 @@ TABLE_9 = Reproduction(
             ),
         ),
     ),
-    published=Published(
-        _DATA,
-        (ACCURACY,),
-        tuple(
-            PaperRow(row, arm, (cell,), name)
-            for name, cells in _TABLE_9.items()
-            for row, arm, cell in zip(_COSINE_NAMES, _cosine(name), cells, strict=True)
-        ),
-    ),
+    published=Published(_DATA, (ACCURACY,), build_rows(_COSINE_NAMES, _cosine, _TABLE_9)),
     analysis=FORCE_DIRECTIONS,
 )
 

@@ -5,9 +5,9 @@ What belongs to that version stands under `repulsive-v1/`. The other tables are 
 
 from __future__ import annotations
 
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Least, Numbers
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import AttentionMaps, draw_entropies, draw_reliabilities
 from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
 from headwise.lab.papers.sizes import Size, Sizes
@@ -47,10 +47,7 @@ FIGURE_3A = Reproduction(
             )
             for name, arm in (("standard", "plain"), ("repulsive", _RMA))
         ),
-        Claim(
-            "Repulsive attention errs less at every number of heads.",
-            tuple(Contrast("plain", _RMA, part=part, measure=ERROR) for part in _AMONG),
-        ),
+        Claim("Repulsive attention errs less at every number of heads.", compare_arms("plain", _RMA, _AMONG, ERROR)),
         Claim(
             "Standard attention depends more on the number of heads: from 20 to 40 its error rises more.",
             (_rise("plain", _BEST, _MANY, less=_rise(_RMA, _BEST, _MANY)),),
@@ -82,11 +79,10 @@ FIGURE_4 = Reproduction(
             (Contrast("plain", svgd("SNLI"), measure="ECE"),),
         ),
         Claim(
-            "Repulsive attention has the lower overconfidence error.",
-            (Contrast("plain", svgd("SNLI"), measure="OE"),),
+            "Repulsive attention has the lower overconfidence error.", (Contrast("plain", svgd("SNLI"), measure="OE"),)
         ),
-        Claim(
-            "What improves calibration is the repulsion, not the smoothing (our control; the paper has none).",
+        claim_control(
+            "What improves calibration is the repulsion, not the smoothing",
             (Contrast(SMOOTH, svgd("SNLI"), measure="ECE"),),
         ),
     ),
@@ -105,21 +101,16 @@ FIGURE_5 = Reproduction(
     parts=(Part(("plain", "frobenius", SMOOTH, _RMA), on("Yelp")),),
     extra=(
         "smooth, the control of svgd. The other texts are those of --out-of-domain, which the caption names; the "
-        "paper's "
-        "are tweets"
+        "paper's are tweets"
     ),
     claims=(
         Claim(
             "Repulsive attention is less sure of texts it knows nothing of than standard attention.",
             (Contrast(_RMA, "plain", measure=ENTROPIES),),
         ),
-        Claim(
-            "It is less sure of them than under regularisation.",
-            (Contrast(_RMA, "frobenius", measure=ENTROPIES),),
-        ),
-        Claim(
-            "What makes it less sure is the repulsion, not the smoothing (our control; the paper has none).",
-            (Contrast(_RMA, SMOOTH, measure=ENTROPIES),),
+        Claim("It is less sure of them than under regularisation.", (Contrast(_RMA, "frobenius", measure=ENTROPIES),)),
+        claim_control(
+            "What makes it less sure is the repulsion, not the smoothing", (Contrast(_RMA, SMOOTH, measure=ENTROPIES),)
         ),
     ),
     analysis=ENTROPY,
@@ -151,8 +142,8 @@ def _maps(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, 
         parts=(Part(arms, on("Yelp")),),
         extra=(
             "texts of the test set in the place of the paper's reviews: the first of 20 to 40 words, of four stars "
-            "where "
-            f"there is one. The numbers are means over 500 test texts{'' if paper == 'repulsive' else ' of any length'}"
+            "where there is one. The numbers are means over 500 test "
+            f"texts{'' if paper == 'repulsive' else ' of any length'}"
         ),
         claims=_COLLAPSE if {"plain", _RMA} <= set(arms) else (_SHOWN,),
         analysis=ATTENTION_MAPS,
@@ -244,9 +235,8 @@ V1_TABLE_6 = Reproduction(
     claims=(
         Claim(
             "Repulsive attention ranks abusive comments better than standard attention (area under the "
-            "precision-recall "
-            "curve, the paper's most telling number).",
-            tuple(Contrast(_RMA, "plain", part=name, measure="AUC-PR") for name in _BULLYING),
+            "precision-recall curve, the paper's most telling number).",
+            compare_arms(_RMA, "plain", _BULLYING, "AUC-PR"),
         ),
         Claim(
             "It is better by each of the other numbers.",
@@ -257,25 +247,16 @@ V1_TABLE_6 = Reproduction(
                 if score != "AUC-PR"
             ),
         ),
-        Claim(
-            "It is better than the temporal CNN.",
-            tuple(Contrast(_RMA, "cnn", part=name, measure="AUC-PR") for name in _BULLYING),
-        ),
-        Claim(
-            "What repulsive attention adds is the repulsion, not the smoothing (our control; the paper has none).",
-            tuple(Contrast(_RMA, SMOOTH, part=name, measure="AUC-PR") for name in _BULLYING),
+        Claim("It is better than the temporal CNN.", compare_arms(_RMA, "cnn", _BULLYING, "AUC-PR")),
+        claim_control(
+            "What repulsive attention adds is the repulsion, not the smoothing",
+            compare_arms(_RMA, SMOOTH, _BULLYING, "AUC-PR"),
         ),
     ),
     published=Published(
         "Twitter 16,090 tweets, Wikipedia 115,864 comments, 15 heads",
         tuple(Column(score, "measure", measure=score) for score in SCORES),
-        tuple(
-            PaperRow(row, arm, cells, name)
-            for name, rows in _V1_TABLE_6.items()
-            for row, arm, cells in zip(
-                ("CNN", "NBLR", "BiLSTM + MA", "BiLSTM + RMA"), _BULLYING_ARMS, rows, strict=True
-            )
-        ),
+        build_rows(("CNN", "NBLR", "BiLSTM + MA", "BiLSTM + RMA"), lambda _: _BULLYING_ARMS, _V1_TABLE_6),
     ),
     measures=SCORES,
 )

@@ -6,7 +6,7 @@ attention outputs" after Li et al. 2018.
 
 from __future__ import annotations
 
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import base, big, small
@@ -17,10 +17,9 @@ IWSLT = "IWSLT14 De-En, Transformer-small"
 
 # scaled, the control of smooth and sgld, is left out: without clipping Adam divides a constant factor out again
 _RMA = ("plain", "smooth", "svgd", "svgd-relative", "output")
-_CONTROL = Claim(
-    "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it (our control; the "
-    "paper has none).",
-    tuple(Contrast("svgd", "smooth", part=part) for part in ("small", "base")),
+_CONTROL = claim_control(
+    "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it",
+    compare_arms("svgd", "smooth", ("small", "base")),
 )
 
 TABLE_2 = Reproduction(
@@ -40,15 +39,15 @@ TABLE_2 = Reproduction(
     claims=(
         Claim(
             "Repulsive attention improves BLEU over standard attention.",
-            tuple(Contrast("svgd", "plain", part=part) for part in ("small", "base")),
+            compare_arms("svgd", "plain", ("small", "base")),
         ),
         Claim(
             "Repulsive attention improves BLEU over the regularisation of outputs.",
-            tuple(Contrast("svgd", "output", part=part) for part in ("small", "base")),
+            compare_arms("svgd", "output", ("small", "base")),
         ),
         Claim(
             "The regularisation of outputs improves BLEU over standard attention (the table's numbers).",
-            tuple(Contrast("output", "plain", part=part) for part in ("small", "base")),
+            compare_arms("output", "plain", ("small", "base")),
         ),
         Claim(
             "Repulsive attention on the base model is about as good as the big model with standard attention.",
@@ -91,17 +90,14 @@ TABLE_6 = Reproduction(
     task="translation",
     parts=(Part(("plain", "sgld", "smooth", "svgd", "spos"), small()),),
     extra=(
-        "spos, which the table leaves out; scaled is the control of sgld, smooth that of svgd and spos. The "
-        "paper states no temperature for SGLD or SPOS; ours makes the noise about as large as the drive at the start"
+        "spos, which the table leaves out; scaled is the control of sgld, smooth that of svgd and spos. The paper "
+        "states no temperature for SGLD or SPOS; ours makes the noise about as large as the drive at the start"
     ),
     claims=(
-        Claim("SVGD is better than standard attention.", (Contrast("svgd", "plain"),)),
-        Claim("The noise of SGLD alone helps over standard attention.", (Contrast("sgld", "plain"),)),
-        Claim("Repulsion between particles helps more than the noise of SGLD.", (Contrast("svgd", "sgld"),)),
-        Claim(
-            "What SVGD adds is the repulsion, not the smoothing (our control; the paper has none).",
-            (Contrast("svgd", "smooth"),),
-        ),
+        Claim("SVGD is better than standard attention.", compare_arms("svgd", "plain")),
+        Claim("The noise of SGLD alone helps over standard attention.", compare_arms("sgld", "plain")),
+        Claim("Repulsion between particles helps more than the noise of SGLD.", compare_arms("svgd", "sgld")),
+        claim_control("What SVGD adds is the repulsion, not the smoothing", compare_arms("svgd", "smooth")),
     ),
     published=Published(
         IWSLT,
@@ -127,10 +123,7 @@ TABLE_8 = Reproduction(
     parts=(Part(("plain", "smooth", *_SOME, "svgd"), small()),),
     extra="smooth, the control of svgd; the controls of the parts would double the runs and are left out",
     claims=(
-        Claim(
-            "Repulsion improves BLEU wherever it is applied.",
-            tuple(Contrast(arm, "plain") for arm in (*_SOME, "svgd")),
-        ),
+        Claim("Repulsion improves BLEU wherever it is applied.", compare_arms((*_SOME, "svgd"), "plain")),
         Claim(
             "Of the projections, the value's helps most.",
             tuple(Contrast("svgd:projections=value", f"svgd:projections={other}") for other in ("query", "key")),
@@ -190,8 +183,8 @@ FIGURE_2 = Reproduction(
                 ),
             ),
         ),
-        Claim(
-            "What lowers redundancy is the repulsion, not the smoothing (our control; the paper has none).",
+        claim_control(
+            "What lowers redundancy is the repulsion, not the smoothing",
             (Contrast("smooth", "svgd", measure="redundant_share"),),
         ),
     ),
@@ -215,8 +208,8 @@ FIGURE_3B = Reproduction(
     id="repulsive/figure-3b",
     title="Loss by number of heads, of standard and of repulsive attention at two step sizes",
     source=(
-        "An et al. 2020, Figure 3b and sections 4.2 and 5.5 (curves; the text says that 4 heads are best for "
-        "both); the loss is the negative log likelihood of a target token on the test set, without label smoothing"
+        "An et al. 2020, Figure 3b and sections 4.2 and 5.5 (curves; the text says that 4 heads are best for both); "
+        "the loss is the negative log likelihood of a target token on the test set, without label smoothing"
     ),
     task="translation",
     parts=(
@@ -224,10 +217,10 @@ FIGURE_3B = Reproduction(
         *(Part(("plain", SMALL_STEP, "svgd"), small(heads=heads), f"{heads} heads") for heads in HEADS[1:]),
     ),
     extra=(
-        "a second step size, 0.01, that of the released script beside the paper's 0.1: the paper's bound 1/sqrt(M) + M "
-        "sqrt(eps) says that the best number of heads falls as the step size grows. Adam divides a constant factor of "
-        "the gradient out again, down to its epsilon, so that little of the step size is left to see. One head repels "
-        "nothing and is run once"
+        "a second step size, 0.01, that of the released script beside the paper's 0.1: the paper's bound 1/sqrt(M) + "
+        "M sqrt(eps) says that the best number of heads falls as the step size grows. Adam divides a constant factor "
+        "of the gradient out again, down to its epsilon, so that little of the step size is left to see. One head "
+        "repels nothing and is run once"
     ),
     claims=(
         *(
@@ -240,7 +233,7 @@ FIGURE_3B = Reproduction(
         ),
         Claim(
             "The loss of repulsive attention is lower at every number of heads.",
-            tuple(Contrast("plain", "svgd", part=part, measure=LOSS) for part in _AMONG),
+            compare_arms("plain", "svgd", _AMONG, LOSS),
         ),
         Claim(
             "Standard attention depends more on the number of heads: from 4 to 16 its loss rises more.",
