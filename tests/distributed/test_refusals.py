@@ -67,7 +67,7 @@ def assert_heads_found_before() -> None:
     del attention.head_dim
     heads = hw.find_heads(model)
     tensor_parallel(model)
-    with pytest.raises(hw.LayoutError, match=r"divided by tensor parallel and has none of head_dim.*Call find_heads"):
+    with pytest.raises(hw.LayoutError, match=r"divided by tensor parallelism and has none of head_dim.*find_heads"):
         hw.find_heads(model)
     repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, RULE)
     model(batch("tensor parallel", 0)).square().mean().backward()

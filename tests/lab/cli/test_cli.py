@@ -30,8 +30,8 @@ SOURCE = str(Path(__file__).parents[3] / "src")
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inline: list[str]) -> None:  # noqa: ARG001  jobs run here
     """Make the demo a toy, do jobs in this process, and work in an empty folder."""
     small = dataclasses.replace(TOY, name="demo", train_examples=96)
-    monkeypatch.setattr(task, "SCALES", {**task.SCALES, "demo": small})
-    monkeypatch.setattr(task.LogicTask, "scales", {**task.SCALES, "demo": small})
+    monkeypatch.setattr(task, "LOGIC_SCALES", {**task.LOGIC_SCALES, "demo": small})
+    monkeypatch.setattr(task.LogicTask, "scales", {**task.LOGIC_SCALES, "demo": small})
     monkeypatch.chdir(tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_minilm_has_heads_that_play_roles(folders, tmp_path):
     assert max(above) > 2
     window = report.roles.index("window")
     assert max(max(layer.roles[window]) for layer in report.layers) > 0.6
-    assert "Which roles head" in (tmp_path / "heads.html").read_text()
+    assert "Roles of head" in (tmp_path / "heads.html").read_text()
 
 
 @NEEDS_MINILM
