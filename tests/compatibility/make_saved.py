@@ -109,6 +109,7 @@ def main() -> None:
         here = Path()
         (here / "commands.json").write_text(json.dumps(COMMANDS, indent=1) + "\n")
         save_encoder(here)
+        save_pickle(here)
         save_bert(here)
         save_repulsion(here)
         hw.idf([["a", "good", "film"], ["A", "film"], ["a", "plot"], ["rain"]]).save(here / "idf.json")
@@ -183,6 +184,20 @@ def save_bert(place: Path) -> None:
     with torch.no_grad():
         output = bert(tokens, attention_mask=mask).last_hidden_state
     torch.save({"input_ids": tokens, "attention_mask": mask, "output": output}, place / "bert.pt")
+
+
+def save_pickle(place: Path) -> None:
+    """Pickle a whole encoder that is tapped and has aggregators, with what it answers."""
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False).eval()
+    heads = hw.find_heads(encoder)
+    hw.aggregate(heads.layer(1), hw.EMRouting(capsules=4))
+    hw.aggregate(heads.layer(2), hw.Gate())
+    moved(encoder)
+    batch = torch.randn(3, 5, 8)
+    with torch.no_grad(), hw.Taps(hw.find_heads(encoder), outputs=True, values=True, weights=True):
+        torch.save({"input": batch, "output": encoder(batch), "model": encoder}, place / "pickle.pt")
 
 
 def moved(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from transformers import BertModel
 
 import headwise as hw
 from headwise.__main__ import main
+from headwise.moved import MOVED
 
 SAVED = Path(__file__).parent / "saved"
 COMMANDS = json.loads((SAVED / "commands.json").read_text())
@@ -101,6 +102,18 @@ def test_a_saved_encoder_that_is_saved_again_has_the_same_record_and_answers():
     with torch.no_grad():
         output = hw.load("again", encoder())(kept["input"], src_key_padding_mask=kept["padding"])
     torch.testing.assert_close(output, kept["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_pickled_model_with_hooks_of_taps_opens_and_answers_as_it_did(monkeypatch):
+    # the pickle names modules by their paths in that revision; each warns at its first import
+    for path in MOVED:
+        monkeypatch.delitem(sys.modules, path, raising=False)
+    with pytest.warns(DeprecationWarning, match=r"^headwise\.\w+ is now headwise\."):
+        kept = torch.load("pickle.pt", weights_only=False)
+    model = kept["model"]
+    with torch.no_grad(), hw.Taps(hw.find_heads(model), outputs=True, weights=True) as taps:
+        torch.testing.assert_close(model(kept["input"]), kept["output"], rtol=1e-4, atol=1e-5)
+        assert [tuple(capture.weights.shape) for capture in taps.read()] == [(3, 2, 5, 5)] * 3
 
 
 def test_a_saved_model_of_transformers_is_rebuilt_and_answers_as_it_did():

@@ -300,7 +300,7 @@ def _list_parts(term: object) -> tuple[tuple[float, Similarity], ...]:
 
 
 def _measure(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    name = capture.site.name or "the model"
+    name = capture.site.label
     tensor: Tensor | None = getattr(capture, similarity.reads)
     assert tensor is not None  # taps refuse a call that did not compute it
     if keep is None:
@@ -322,7 +322,7 @@ def _require_gradient(captures: list[Capture]) -> None:
         read = [tensor for tensor in capture.read if tensor is not None]
         if read and not any(tensor.requires_grad for tensor in read):
             raise NotFired(
-                f"{capture.site.name or 'the model'}: what its heads computed carries no gradient although the model "
+                f"{capture.site.label}: what its heads computed carries no gradient although the model "
                 "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so do a "
                 "frozen model and a forward without gradients before the penalty was read."
             )

@@ -44,7 +44,7 @@ class Ablation(Handle):
 
     def verify(self) -> None:
         """Raise `NotFired` unless a forward pass went through every ablated site."""
-        silent = [site.name or "(model)" for site in self.heads.sites if site.name not in self._reached]
+        silent = [site.label for site in self.heads.sites if site.name not in self._reached]
         if silent:
             raise NotFired(
                 f"no forward pass went through the ablated heads of {len(silent)} of {len(self.heads)} sites "
@@ -65,7 +65,7 @@ class Ablation(Handle):
         def zero(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if is_in_checkpoint():
                 raise NotFired(
-                    f"{site.name or 'the model'}: heads are removed for evaluation; a backward pass after the block "
+                    f"{site.label}: heads are removed for evaluation; a backward pass after the block "
                     "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
                     "or gradients."
                 )
@@ -85,7 +85,7 @@ def _make_check(
     def require(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if output_projection.module is not projection:
             raise NotFired(
-                f"{site.name or 'the model'}: its output projection is now a "
+                f"{site.label}: its output projection is now a "
                 f"{type(output_projection.module).__name__}, put there after ablate(), and would get the removed "
                 "heads unchanged; call remove() on the ablation and ablate again."
             )
@@ -139,7 +139,7 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
         raise SettingError("ablate was given no head; expected at least one index, counted from 0.")
     for site in heads.sites:
         for index in indices:
-            require_integer(f"head of {site.name or 'the model'}", index, high=site.num_heads - 1)
+            require_integer(f"head of {site.label}", index, high=site.num_heads - 1)
     return Ablation(heads, indices)
 
 

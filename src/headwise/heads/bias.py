@@ -78,12 +78,12 @@ class HeadBias(Handle):
             if found is None:
                 return None
             if not isinstance(found, Tensor):
-                raise MaskError(f"{_name(site)}: the bias function gave a {type(found).__name__}; expected a tensor.")
+                raise MaskError(f"{site.label}: the bias function gave a {type(found).__name__}; expected a tensor.")
         found = _repeat_for_beams(found, call)
         sizes = ((1, call.batch), (1, call.heads), (1, call.queries), (call.keys,))
         if found.dim() != 4 or any(size not in fits for size, fits in zip(found.shape, sizes, strict=True)):
             raise MaskError(
-                f"{_name(site)}: the bias has shape {tuple(found.shape)}; expected ({call.batch} or 1, {call.heads} or "
+                f"{site.label}: the bias has shape {tuple(found.shape)}; expected ({call.batch} or 1, {call.heads} or "
                 f"1, {call.queries} or 1, {call.keys}): batch, heads, queries, keys. "
                 "Where lengths change from call to call, as in generate(), give a function of (site, call)."
             )
@@ -187,7 +187,3 @@ def _repeat_for_beams(bias: Tensor, call: ScoreCall) -> Tensor:
     if batch in (0, 1, call.batch) or call.batch % batch or torch.is_grad_enabled():
         return bias
     return bias.repeat_interleave(call.batch // batch, dim=0)
-
-
-def _name(site: Site) -> str:
-    return site.name or "the model"

@@ -86,7 +86,7 @@ def read_padding(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     return Padding(read_key_padding(module, arguments), first or 0, first is not None)
 
 
-class Forward:
+class ForwardToken:
     """One forward of the model itself, known by identity: torch.compile would compile anew for each number."""
 
 
@@ -104,7 +104,7 @@ class OpenCapture:
     capture: Capture
     own: Padding
     queries: Padding
-    forward: Forward | None
+    forward: ForwardToken | None
 
     def finish(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.
@@ -119,7 +119,7 @@ class OpenCapture:
             NotFired: Something requested was not computed in the call where it is read.
         """
         capture = self.capture
-        name = capture.site.name or "the model"
+        name = capture.site.label
         if outputs and capture.outputs is None:
             raise NotFired(
                 f"{name} was called but its outputs were not computed in the call: its output projection may have been "
@@ -190,7 +190,7 @@ def require_joined(joined: Tensor, site: Site) -> None:
     width = site.num_heads * site.head_size
     if joined.dim() == 0 or site.count_all_features(joined.shape[-1]) != width:
         raise ShapeError(
-            f"{site.name or 'the model'} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
+            f"{site.label} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
             f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
             "find_heads, call it again."
         )

@@ -39,7 +39,7 @@ def is_partial() -> bool:
     return _partial.get()
 
 
-class Forwards:
+class ForwardCounter:
     """Counts the forwards of a model, and records some of their arguments.
 
     Recomputation by activation checkpointing is no forward.
@@ -59,7 +59,7 @@ class Forwards:
         >>> import torch
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2,
         ...                               enable_nested_tensor=False)
-        >>> forwards = Forwards(hw.find_heads(model))
+        >>> forwards = ForwardCounter(hw.find_heads(model))
         >>> _ = model(torch.randn(1, 4, 8)), model.layers[0](torch.randn(1, 4, 8))
         >>> forwards.number
         1

@@ -66,6 +66,11 @@ class Site:
         object.__setattr__(self, "found_at", self.paths())
 
     @property
+    def label(self) -> str:
+        """Its name in messages: "the model" where the model itself is the attention."""
+        return self.name or "the model"
+
+    @property
     def slabs(self) -> tuple[HeadSlice, ...]:
         """`slices`, under its name in version 0.1."""
         return self.slices
@@ -88,7 +93,7 @@ class Site:
         """
         if self.output_projection is None:
             raise LayoutError(
-                f"{self.name or 'the model'} ({type(self.module).__name__}): no output projection was found next to "
+                f"{self.label} ({type(self.module).__name__}): no output projection was found next to "
                 "its query, key and value; name it in the layout row (output=...)."
             )
         if self.prepare is not None:
@@ -103,7 +108,7 @@ class Site:
         """
         if self.scores is None:
             raise LayoutError(
-                f"{self.name or 'the model'} ({type(self.module).__name__}): attention weights and biases of heads are "
+                f"{self.label} ({type(self.module).__name__}): attention weights and biases of heads are "
                 "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call the "
                 "attention interface of transformers; outputs and values are read here."
             )
@@ -315,7 +320,7 @@ def require_heads(given: object) -> None:
     for site in given:
         if id(site.module) not in present:
             raise LayoutError(
-                f"{site.name or 'the attention'} ({type(site.module).__name__}) is no longer part of the model, which "
+                f"{site.label} ({type(site.module).__name__}) is no longer part of the model, which "
                 "was changed after its heads were found; call find_heads again."
             )
         _require_current(site)

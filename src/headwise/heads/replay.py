@@ -66,7 +66,7 @@ class Replay:
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
-            raise NotFired(f"{self.name}: {silent} was not called in a forward pass on the given inputs.")
+            raise NotFired(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
         sizes = (self.site.num_heads, self.site.head_size)
         if seen[0].shape[-1] != sizes[0] * sizes[1]:
             self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
@@ -80,7 +80,7 @@ class Replay:
         """
         seen = self._record_outputs()
         if not seen:
-            raise NotFired(f"{self.name}: the module found in the place of W_O was not called in a forward pass.")
+            raise NotFired(f"{self.site.label}: the module found in the place of W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
     def _record_outputs(self) -> list[Tensor]:
@@ -171,15 +171,10 @@ class Replay:
     def refuse(self, finding: str) -> NoReturn:
         """Raise `LayoutError` with what was found out."""
         raise LayoutError(
-            f"{self.name}: layout {self.site.layout!r} with {self.site.num_heads} heads of {self.site.head_size} "
+            f"{self.site.label}: layout {self.site.layout!r} with {self.site.num_heads} heads of {self.site.head_size} "
             f"misreads {type(self.site.module).__name__}: {finding}. Pass a layout row that describes it to "
             "find_heads, or leave it out if it is no softmax attention."
         )
-
-    @property
-    def name(self) -> str:
-        """The name of the site, for messages."""
-        return self.site.name or "the model"
 
 
 def draw_noise(like: Tensor, seed: int = 50) -> Tensor:

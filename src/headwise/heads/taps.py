@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from headwise.errors import LayoutError, NotFired, SettingError
 from headwise.heads.capture import (
     Capture,
-    Forward,
+    ForwardToken,
     OpenCapture,
     Padding,
     list_parameters,
@@ -91,7 +91,7 @@ class Taps(Handle):
         self._padding: dict[tuple[str, int], Padding] = {}
         self._paused = False
         self._transient = False
-        self._forward, self._running = Forward(), False
+        self._forward, self._running = ForwardToken(), False
         try:
             self._attach()
         except BaseException:
@@ -111,9 +111,7 @@ class Taps(Handle):
                 "unpickled. Make new ones for the heads of the model that runs."
             )
         calls, self._calls = self._calls, []
-        silent = [
-            site.name or "(model)" for site in self.heads.sites if not any(call.capture.site is site for call in calls)
-        ]
+        silent = [site.label for site in self.heads.sites if not any(call.capture.site is site for call in calls)]
         if silent:
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
@@ -161,7 +159,7 @@ class Taps(Handle):
             inside = isinstance(site.module, nn.MultiheadAttention)
             if self.mean_weights and site.divided:
                 raise LayoutError(
-                    f"{site.name or 'the model'}: under tensor parallel no process computes the weights of all heads, "
+                    f"{site.label}: under tensor parallel no process computes the weights of all heads, "
                     "so their mean is out of reach; read weights=True, or use Position() without recompute."
                 )
             if self.weights or self.mean_weights or (self.values and inside):
@@ -170,7 +168,7 @@ class Taps(Handle):
             if self.values and not inside:
                 if site.value_module is None:
                     raise LayoutError(
-                        f"{site.name or 'the model'} ({type(site.module).__name__}): no module computes values of its "
+                        f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
                 hook = Hook(site.value_module, self._make_values_hook(site))
@@ -198,7 +196,7 @@ class Taps(Handle):
         if not self._accumulates():
             self._calls = [call for call in self._calls if call.forward is None]
             self._padding = {}
-        self._forward, self._running = Forward(), True
+        self._forward, self._running = ForwardToken(), True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
         self._running = False

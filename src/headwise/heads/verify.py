@@ -111,7 +111,7 @@ def _verify_site(site: Site, call: RecordedCall) -> None:
         raise
     except Exception as error:
         raise HeadwiseError(
-            f"{site.name or 'the model'} ({type(site.module).__name__}) could not be called again in float64 "
+            f"{site.label} ({type(site.module).__name__}) could not be called again in float64 "
             f"({type(error).__name__}: {error}); a quantized model cannot be proved, its full-precision original can, "
             "and has the same layout."
         ) from error
@@ -156,7 +156,7 @@ def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], 
     finally:
         for handle in handles:
             handle.remove()
-    silent = [site.name or "the model" for site in sites if site.name not in seen]
+    silent = [site.label for site in sites if site.name not in seen]
     if silent:
         raise NotFired(f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs.")
     return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]

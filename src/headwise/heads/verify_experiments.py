@@ -35,7 +35,7 @@ class Experiments:
         """
         if not torch.equal(self.replay.heads({}), self.replay.heads({})):
             raise LayoutError(
-                f"{self.replay.name}: called twice with the same inputs in float64 it gave two results, or none that "
+                f"{self.site.label}: called twice with the same inputs in float64 it gave two results, or none that "
                 "is finite, so nothing can be proved; it draws random numbers, keeps state or cannot take float64."
             )
         self._check_weights_make_features()

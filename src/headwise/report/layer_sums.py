@@ -103,7 +103,7 @@ def _require_finite(site: Site, pairs: Mapping[str, Matrix]) -> None:
     wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
     if wrong is not None:
         raise DataError(
-            f"{site.name or 'the model'}: {wrong.replace('_', ' ')} of its heads is not finite on these batches; "
+            f"{site.label}: {wrong.replace('_', ' ')} of its heads is not finite on these batches; "
             "check the inputs and weights for NaN or infinity."
         )
 

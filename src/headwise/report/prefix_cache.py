@@ -57,8 +57,7 @@ class Recording:
         """
         if site.name not in self._reached:
             raise NotFired(
-                f"the forward pass did not use {site.name or 'the model'}; select other heads, or give batches that "
-                "use it."
+                f"the forward pass did not use {site.label}; select other heads, or give batches that use it."
             )
         done = [call for call in self._calls if 0 <= call.end < self._reached[site.name] and not _is_stale(call)]
         outermost = [call for call in done if not any(_is_inside(call, other) for other in done)]

@@ -151,7 +151,7 @@ class _Removal:
 
     def _difference(self, site: Site, whole: Any) -> str:
         """Return why resuming at a module does not give the full result on this batch; "" if it does."""
-        name = site.name or "the model"
+        name = site.label
         try:
             with self.recording.before(site):
                 again = self.run(self.heads.model, self.batch)

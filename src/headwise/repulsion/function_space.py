@@ -164,7 +164,7 @@ def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup
     if "value" in projections:
         if site.output is None:
             raise LayoutError(
-                f"{site.name or 'the model'}: no output projection of its heads was found, so what they add is not "
+                f"{site.label}: no output projection of its heads was found, so what they add is not "
                 "known; select heads.projection('query', 'key')."
             )
         found.append(FunctionGroup(f"{site.name} output-value".strip(), (site.output, slices["value"])))

@@ -39,7 +39,7 @@ def require_fit(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, p
     beams = generating and call.batch % mask.batch == 0
     if call.batch != mask.batch and not beams:
         raise MaskError(
-            f"{name_site(site)}: the mask has {mask.batch} sentences and the batch {call.batch}; build the mask from "
+            f"{site.label}: the mask has {mask.batch} sentences and the batch {call.batch}; build the mask from "
             "the batch that the model receives."
         )
     # a static cache has room for more keys than are filled
@@ -47,7 +47,7 @@ def require_fit(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, p
     if call.first != 0 or call.queries != mask.tokens or call.keys != keys:
         hint = "" if call.cached else " (in generate(), set use_cache=True)"
         raise MaskError(
-            f"{name_site(site)}: the mask has {mask.tokens} tokens and this call {call.queries} queries and "
+            f"{site.label}: the mask has {mask.tokens} tokens and this call {call.queries} queries and "
             f"{call.keys} keys; build the mask from all tokens of the model, with special tokens and padding{hint}."
         )
 
@@ -66,11 +66,6 @@ def select_keys(bias: Tensor, call: ScoreCall) -> Tensor:
     """Return the columns of a bias for the keys of a call; the model masks unfilled places of a cache."""
     columns = bias[..., call.first_key : call.first_key + call.keys]
     return F.pad(columns, (0, call.keys - columns.shape[-1]))
-
-
-def name_site(site: Site) -> str:
-    """Return the name of an attention for a message."""
-    return site.name or "the model"
 
 
 def find_max_length(model: nn.Module) -> int | None:

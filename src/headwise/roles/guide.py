@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.errors import MaskError, NotFired, SettingError
 from headwise.heads.bias import bias_heads
-from headwise.heads.forward_scope import Forwards, drops_layers, is_partial
+from headwise.heads.forward_scope import ForwardCounter, drops_layers, is_partial
 from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.checkpointing import is_recomputing, outside_graphs
@@ -23,7 +23,6 @@ from headwise.roles.collator import ROLE_MASK, RoleCollator
 from headwise.roles.fitting import (
     MaskedGenerate,
     find_max_length,
-    name_site,
     require_fit,
     require_self_attention,
     select_keys,
@@ -53,7 +52,7 @@ class Guidance:
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
-        self._forwards = Forwards(heads, self._forget_failed)
+        self._forwards = ForwardCounter(heads, self._forget_failed)
         try:
             self._attach()
             if mask is not None:
@@ -74,7 +73,7 @@ class Guidance:
         for site in self.heads.sites:
             if site.num_heads != mask.num_heads:
                 raise MaskError(
-                    f"the mask is for {mask.num_heads} heads and {name_site(site)} has {site.num_heads}; build it with "
+                    f"the mask is for {mask.num_heads} heads and {site.label} has {site.num_heads}; build it with "
                     f"num_heads={site.num_heads}."
                 )
         try:
@@ -86,7 +85,7 @@ class Guidance:
 
     def verify(self) -> None:
         """Raise `NotFired` unless the latest mask guided every attention in its forward."""
-        silent = [name_site(site) for site in self.heads.sites if site.name not in self._fired]
+        silent = [site.label for site in self.heads.sites if site.name not in self._fired]
         if self._mask is not None and silent and not self._excused:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} attentions: {', '.join(silent[:6])}. "
@@ -200,7 +199,7 @@ class Guidance:
         mask = self._mask
         if mask is None:
             raise NotFired(
-                f"{name_site(site)} is guided and this forward has no mask; give it one (guidance(mask), or "
+                f"{site.label} is guided and this forward has no mask; give it one (guidance(mask), or "
                 "role_mask=mask in the batch), or call guidance.paused() or remove()."
             )
         if call.cached and call.first >= mask.tokens:
@@ -221,7 +220,7 @@ class Guidance:
         again = now is None and site.name in self._fired
         if (again or (self._fired and now != self._bound)) and not self.every_forward:
             raise MaskError(
-                f"{name_site(site)}: the latest mask belongs to the previous forward; give each forward a mask "
+                f"{site.label}: the latest mask belongs to the previous forward; give each forward a mask "
                 "(guidance(mask), or role_mask=mask in the batch), or use guide(..., every_forward=True). In "
                 "generate(), set use_cache=True."
             )
@@ -289,7 +288,7 @@ def _find_earlier(heads: Heads) -> list[Guidance]:
             continue
         if any(other.module not in modules for other in guidance.heads.sites):
             raise SettingError(
-                f"{name_site(site)} is guided already, together with attentions that are not in these heads; call "
+                f"{site.label} is guided already, together with attentions that are not in these heads; call "
                 "remove() on that handle first."
             )
         found[id(guidance)] = guidance

@@ -103,12 +103,12 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
         old = output_projection.module
         if isinstance(old, Aggregator):
             raise LayoutError(
-                f"{site.name or 'the model'} already has a {type(old).__name__} as its output; "
+                f"{site.label} already has a {type(old).__name__} as its output; "
                 "call remove() on the handle of the first aggregate() before a second one."
             )
         if (id(output_projection.owner), output_projection.attribute) in places:
             raise LayoutError(
-                f"{site.name or 'the model'} shares its output projection with another selected attention; aggregators "
+                f"{site.label} shares its output projection with another selected attention; aggregators "
                 "are not shared, so select one of the two."
             )
         places.add((id(output_projection.owner), output_projection.attribute))
@@ -139,7 +139,7 @@ class _GatherHeads:
 
 def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
     """Raise `LayoutError` if each process would train the parameters of an aggregator separately."""
-    name = site.name or "the model"
+    name = site.label
     if heads.replicated or getattr(old, "_is_fsdp_managed_module", False):
         engine = "DistributedDataParallel" if heads.replicated else "FSDP"
         raise LayoutError(
