@@ -147,17 +147,27 @@ def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
         raise DataError(f"{folder} {state}; expected a folder with {_list_names(wanted)}, plain or .gz.")
     found: dict[str, Path] = {}
     for name in wanted:
-        forms = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
-        if len(forms) == 2:
-            raise DataError(f"{folder} holds both {name} and {name}.gz; expected one of them: take the other away.")
-        if forms:
-            found[name] = forms[0]
+        path = find_plain_or_gz(folder, name)
+        if path is not None:
+            found[name] = path
     missing = [name for name in wanted if name not in found]
     if missing:
         below = sorted(child.name for child in folder.iterdir() if child.is_dir() and _has_file(child, missing[0]))
         advice = f" They seem to be in {folder / below[0]}: name that folder." if below else ""
         raise DataError(f"{folder} lacks {_list_names(missing)}; expected each, plain or .gz.{advice}")
     return found
+
+
+def find_plain_or_gz(folder: Path, name: str) -> Path | None:
+    """Return the path of a file in `folder`, plain or with `.gz`; None if there is none.
+
+    Raises:
+        DataError: There are both.
+    """
+    forms = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    if len(forms) == 2:
+        raise DataError(f"{folder} holds both {name} and {name}.gz; expected one of them: take the other away.")
+    return forms[0] if forms else None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

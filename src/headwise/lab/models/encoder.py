@@ -178,6 +178,25 @@ class Encoder(nn.Module):
         return self.norm(states)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Embedding drawn from N(0, 1/d) and multiplied by sqrt(d), so that it also serves as output projection.
+
+    Id 0 is padding, whose vector is zero.
+    """
+
+    def __init__(self, vocabulary_size: int, width: int) -> None:
+        super().__init__(vocabulary_size, width, padding_idx=0)
+
+    def reset_parameters(self) -> None:
+        """Draw the embeddings anew."""
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+        self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Return the scaled embeddings [.., d] of ids [..]."""
+        return super().forward(input) * self.embedding_dim**0.5
+
+
 def sinusoids(length: int, width: int, *, like: Tensor, longest: float = MAX_TIMESCALE) -> Tensor:
     """Return the positional encodings, [L, d], in the dtype and on the device of `like`.
 

@@ -16,12 +16,11 @@ from headwise.errors import DataError, NotFired, SettingError
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.graph2text.baseline import fill_in, find_nearest_texts
 from headwise.lab.tasks.graph2text.data import collate
 from headwise.lab.tasks.graph2text.files import Graph
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
-from headwise.lab.tasks.graph2text.task import Graph2TextTask
+from headwise.lab.tasks.graph2text.task import Graph2TextTask, fill_in, find_nearest_texts
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.train import train_run

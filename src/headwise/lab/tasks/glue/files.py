@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import find_plain_or_gz, numbered_lines
 from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
@@ -99,18 +99,18 @@ def find_missing_file(folder: Path) -> str:
     """Return the first missing training or dev file of a set, or ""."""
     found = find_set(folder)
     names = ("train", *found.dev)
-    return next((f"{name}.tsv" for name in names if _find_file(folder, name) is None), "")
+    return next((f"{name}.tsv" for name in names if find_plain_or_gz(folder, f"{name}.tsv") is None), "")
 
 
 def list_labeled_files(folder: Path) -> list[Path]:
     """Return the training and dev files of a set."""
-    found = (_find_file(folder, name) for name in ("train", *find_set(folder).dev))
+    found = (find_plain_or_gz(folder, f"{name}.tsv") for name in ("train", *find_set(folder).dev))
     return [path for path in found if path is not None]
 
 
 def list_unlabeled_files(folder: Path) -> list[tuple[str, str]]:
     """Return the test files that are present and the names of their submissions."""
-    return [(file, name) for file, name in find_set(folder).answers if _find_file(folder, file) is not None]
+    return [(file, name) for file, name in find_set(folder).answers if find_plain_or_gz(folder, f"{file}.tsv")]
 
 
 def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
@@ -123,7 +123,7 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
     names = found.dev if split == "dev" else (split,)
     labeled = split in ("train", "dev")
     for name in names:
-        path = _find_file(folder, name)
+        path = find_plain_or_gz(folder, f"{name}.tsv")
         if path is None:
             raise DataError(f"{folder} lacks {name}.tsv, plain or .gz; GLUE has it in the folder {found.name}.")
         for number, fields in _read_rows(found, path, labeled=labeled):
@@ -135,7 +135,7 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
             # the server expects an answer to every line of a test file, gaps included
             if labeled or not found.gaps:
                 _require_line(found, path, number, texts, label, labeled=labeled)
-            examples.append(GlueExample(texts, label, _find_index(fields, len(examples))))
+            examples.append(GlueExample(texts, label, fields.get("index", fields.get("id", str(len(examples))))))
     return examples, left_out
 
 
@@ -178,10 +178,6 @@ def _read_rows(found: GlueSet, path: Path, *, labeled: bool) -> Iterator[tuple[i
         yield number, dict(zip(header, fields, strict=False))
 
 
-def _find_index(fields: Mapping[str, str], place: int) -> str:
-    return fields.get("index", fields.get("id", str(place)))
-
-
 def _require_line(
     found: GlueSet, path: Path, number: int, texts: tuple[str, ...], label: str, *, labeled: bool
 ) -> None:
@@ -198,10 +194,3 @@ def _require_line(
             known = False
         if not known:
             raise DataError(f"{path}, line {number}: the score is {label!r}; expected a number from 0 to 5.")
-
-
-def _find_file(folder: Path, name: str) -> Path | None:
-    forms = [path for path in (folder / f"{name}.tsv", folder / f"{name}.tsv.gz") if path.is_file()]
-    if len(forms) == 2:
-        raise DataError(f"{folder} holds both {name}.tsv and {name}.tsv.gz; expected one of them: take the other away.")
-    return forms[0] if forms else None

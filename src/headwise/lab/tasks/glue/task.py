@@ -1,7 +1,4 @@
-"""The GLUE task: fine-tuning of a pretrained model, one set at a time (Wang et al. 2019; An et al. 2020, Table 3).
-
-Owns what the laboratory asks of the task. The data is `glue_data`'s, what models begin with `glue_start`'s.
-"""
+"""The GLUE task: fine-tuning of a pretrained model, one set at a time (Wang et al. 2019; An et al. 2020, Table 3)."""
 
 from __future__ import annotations
 
@@ -85,9 +82,7 @@ class GlueTask(Task):
 
     def remaining_arm(self, arm: Arm, data: GlueData) -> Arm:
         """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
-        if not data.start.of_arms:
-            return arm
-        return replace(arm, methods=())
+        return replace(arm, methods=()) if data.start.of_arms else arm
 
     def initial_run(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
         """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""
@@ -128,7 +123,7 @@ class GlueTask(Task):
         return round_to_bins(data.test.lengths, BINS)
 
     def probe(self, model: Any, data: GlueData) -> Iterator[None]:
-        """Run the model on dev examples, a batch each time it is asked."""
+        """Run the model on dev examples, one batch per item."""
         for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
             self._run(model, [data.dev[int(place)] for place in batch])
             yield
@@ -174,14 +169,11 @@ def _decide(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return (logits.argmax(axis=1) if data.found.labels else 5.0 * logits).astype(np.float64)
 
 
-def _stack_statistics(data: GlueData, answers: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.stack([np.full(len(answers), float(data.found.score)), answers, data.test.labels], axis=1)
-
-
 def _make_answers(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str, float]) -> Answers:
     # scores are told apart to a hundredth of a thousandth
     predicted = answers if data.found.labels else np.round(1e5 * answers)
-    return Answers(_stack_statistics(data, answers), predicted.astype(np.int64), measures)
+    statistics = np.stack([np.full(len(answers), float(data.found.score)), answers, data.test.labels], axis=1)
+    return Answers(statistics, predicted.astype(np.int64), measures)
 
 
 def _save_model(model: Classifier, data: GlueData, folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.lab.models.encoder import ScaledEmbedding
 from headwise.lab.tasks.graph2text.encoder import CORRECT, Departures, GraphEncoder
 
 IGNORED = -100
@@ -132,7 +133,7 @@ class GraphWriter(nn.Module):
     ) -> None:
         super().__init__()
         self.departures, self.blind = departures, blind
-        self.embedding = TiedEmbedding(vocabulary_size, width)
+        self.embedding = ScaledEmbedding(vocabulary_size, width)
         self.titles = PhraseEncoder(width, dropout)
         self.phrases = PhraseEncoder(width, dropout)
         self.encoder = GraphEncoder(
@@ -286,22 +287,6 @@ class PhraseEncoder(nn.Module):
         states, (last, _) = self.recurrent(packed._replace(data=vectors(packed.data)))
         states, _ = nn.utils.rnn.pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])
         return states, torch.cat([last[-2], last[-1]], dim=-1)
-
-
-class TiedEmbedding(nn.Embedding):
-    """Vectors of words, drawn from N(0, 1/d), which are also what words are said by; that of padding is zero."""
-
-    def __init__(self, vocabulary_size: int, width: int) -> None:
-        super().__init__(vocabulary_size, width, padding_idx=0)
-
-    def reset_parameters(self) -> None:
-        """Draw the vectors anew."""
-        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
-        self._fill_padding_idx_with_zero()
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Return the vectors [.., d] of ids, times sqrt(d)."""
-        return super().forward(input) * self.embedding_dim**0.5
 
 
 class WordBias(nn.Module):

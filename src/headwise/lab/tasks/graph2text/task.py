@@ -1,13 +1,11 @@
-"""The graph-to-text task: GraphWriter writes an abstract from a title and a knowledge graph.
-
-Owns what the laboratory asks of the task: model, batches, answers and baselines. The data is `graph_data`'s.
-"""
+"""The graph-to-text task: GraphWriter writes an abstract from a title and a knowledge graph."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -26,12 +24,11 @@ from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.tasks.graph2text.baseline import find_nearest_texts
 from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
 from headwise.lab.tasks.graph2text.decoding import write_texts
 from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED
-from headwise.lab.tasks.graph2text.files import FORM, read_graphs, spell_out
+from headwise.lab.tasks.graph2text.files import FORM, Graph, read_graphs, spell_out
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
@@ -134,7 +131,7 @@ class Graph2TextTask(Task):
         return _references(data.test)
 
     def probe(self, model: GraphWriter, data: GraphData) -> Iterator[None]:
-        """Run the graph encoder on dev graphs, a batch each time it is asked."""
+        """Run the graph encoder on dev graphs, one batch per item."""
         chosen = spread_evenly(len(data.dev), PROBED)
         for _, made in _batches(model, data.dev, chosen):
             model.read(*(made[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
@@ -145,7 +142,7 @@ class Graph2TextTask(Task):
         return _answers(find_nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
 
     def extra_files(self, data: GraphData) -> dict[str, str]:
-        """Return what has an id, without which no one can ask the model anything."""
+        """Return the vocabulary, which encodes the model's inputs."""
         return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
@@ -190,6 +187,49 @@ def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -
         departures=RELEASED if scale.released else CORRECT,
         blind=blind,
     )
+
+
+def find_nearest_texts(train: Sequence[Graph], graphs: Sequence[Graph]) -> list[str]:
+    """Return for each graph the text of the training graph with the most similar title and entities, filled in.
+
+    Similarity is the cosine of the TF-IDF vectors of the words of title and entities.
+    """
+    # scikit-learn takes seconds to import, and only the worker that answers a baseline needs it
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    def list_words(graph: Graph) -> list[str]:
+        return [*graph.title, *(word for entity in graph.entities for word in entity)]
+
+    # scikit-learn's annotation knows only the names of analyzers
+    analyzer: Any = list_words
+    vectors = TfidfVectorizer(analyzer=analyzer)
+    known = vectors.fit_transform(train)
+    nearest = (vectors.transform(graphs) @ known.T).toarray().argmax(axis=1)
+    return [fill_in(train[int(place)], graph) for place, graph in zip(nearest, graphs, strict=True)]
+
+
+def fill_in(source: Graph, graph: Graph) -> str:
+    """Return the text of `source` with entities of `graph` in place of its own.
+
+    The k-th entity of a type that the text mentions becomes the k-th of that type, counted round; where the graph has
+    none of the type, the k-th of all.
+
+    >>> source = Graph((), (("lda",), ("text",)), ("method", "material"), (), ("we", "apply", 0, "to", 1), 1)
+    >>> fill_in(source, Graph((), (("speech",), ("hmms",)), ("material", "method"), (), (), 2))
+    'we apply hmms to speech'
+    """
+    own: dict[str, list[int]] = defaultdict(list)
+    for number, kind in enumerate(graph.types):
+        own[kind].append(number)
+    met: dict[str, list[int]] = defaultdict(list)
+    chosen: dict[int, int] = {}
+    for word in source.text:
+        if isinstance(word, int) and word not in chosen:
+            kind = source.types[word]
+            met[kind].append(word)
+            candidates = own[kind] or list(range(len(graph.entities)))
+            chosen[word] = candidates[(len(met[kind]) - 1) % len(candidates)]
+    return spell_out([chosen[word] if isinstance(word, int) else word for word in source.text], graph.entities)
 
 
 def _texts(model: GraphWriter, split: Graphs, data: GraphData, *, greedy: bool = False) -> list[str]:

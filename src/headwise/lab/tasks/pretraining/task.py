@@ -1,7 +1,4 @@
-"""The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3).
-
-Owns what the laboratory asks of the task. The model is `models.electra`'s, the data `pretraining_data`'s.
-"""
+"""The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3)."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ BIN = 10
 
 
 class PretrainingTask(Task):
-    """Replaced token detection with a generator trained beside it; see `task.Task`."""
+    """Replaced token detection with a generator trained with it; see `task.Task`."""
 
     name = "pretraining"
     metric = Auc().name
@@ -118,7 +115,7 @@ class PretrainingTask(Task):
         return MaskedRow.batch(examples)
 
     def on_dev(self, model: Any, data: PretrainingData) -> dict[str, Any]:
-        """Return the AUC on dev, and what stands beside it in a table."""
+        """Return the AUC on dev and the further measures."""
         answers = score_rows(model, data.dev)
         return {"pooled": float(Auc().values(answers.statistics).mean()), **answers.measures}
 
@@ -137,7 +134,7 @@ class PretrainingTask(Task):
         return np.maximum(BIN, -(-counts // BIN) * BIN)
 
     def probe(self, model: Any, data: PretrainingData) -> Iterator[None]:
-        """Run the model on rows of dev, a batch each time it is asked."""
+        """Run the model on rows of dev, one batch per item."""
         device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED).tolist()
         for first in range(0, len(chosen), PROBED_TOGETHER):

@@ -201,48 +201,28 @@ def _iwslt14() -> Corpus:
     )
 
 
-def _wmt14() -> Corpus:
-    stems = "training/europarl-v7.de-en", "commoncrawl.de-en", "training/news-commentary-v9.de-en"
+def _wmt_english_german(name: str, news: str, official: tuple[Parts, Parts], test: str, news_version: str) -> Corpus:
+    """Return a corpus of Europarl, Common Crawl and News Commentary; `test` is the test set of the partial layout."""
+    stems = "training/europarl-v7.de-en", "commoncrawl.de-en", news
+    partial = (_english_german(stem) for stem in ("europarl20k", "newstest2013", test))
     return Corpus(
-        "wmt14",
+        name,
         "en",
         "de",
-        (
-            Layout("official", _english_german(*stems), _english_german("dev/newstest2013"), _newstest(2014)),
-            Layout(
-                "partial",
-                _english_german("europarl20k"),
-                _english_german("newstest2013"),
-                _english_german("newstest2014.first1000"),
-            ),
-        ),
+        (Layout("official", _english_german(*stems), *official), Layout("partial", *partial)),
         Cleaning(longest=250, ratio=1.5),
-        (EUROPARL, COMMON_CRAWL, NEWS_COMMENTARY["v9"], DEV_SETS["wmt14"]),
+        (EUROPARL, COMMON_CRAWL, NEWS_COMMENTARY[news_version], DEV_SETS[name]),
     )
+
+
+def _wmt14() -> Corpus:
+    official = _english_german("dev/newstest2013"), _newstest(2014)
+    return _wmt_english_german("wmt14", "training/news-commentary-v9.de-en", official, "newstest2014.first1000", "v9")
 
 
 def _wmt16() -> Corpus:
-    stems = (
-        "training/europarl-v7.de-en",
-        "commoncrawl.de-en",
-        "training-parallel-nc-v11/news-commentary-v11.de-en",
-    )
-    return Corpus(
-        "wmt16",
-        "en",
-        "de",
-        (
-            Layout("official", _english_german(*stems), _newstest(2015), _newstest(2016)),
-            Layout(
-                "partial",
-                _english_german("europarl20k"),
-                _english_german("newstest2013"),
-                _english_german("newstest2015.first1000"),
-            ),
-        ),
-        Cleaning(longest=250, ratio=1.5),
-        (EUROPARL, COMMON_CRAWL, NEWS_COMMENTARY["v11"], DEV_SETS["wmt16"]),
-    )
+    news = "training-parallel-nc-v11/news-commentary-v11.de-en"
+    return _wmt_english_german("wmt16", news, (_newstest(2015), _newstest(2016)), "newstest2015.first1000", "v11")
 
 
 def _wmt17() -> Corpus:

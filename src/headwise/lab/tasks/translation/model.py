@@ -15,10 +15,10 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from headwise.errors import SettingError, require_integer, require_range
-from headwise.lab.models.encoder import sinusoids
-from headwise.lab.tasks.translation.attention import CachedAttention
+from headwise.lab.data.subwords import END, PADDING, START
+from headwise.lab.models.encoder import ScaledEmbedding, sinusoids
+from headwise.nn.multihead import MultiheadAttention
 
-PADDING, START, END = 0, 1, 2
 IGNORED = -100
 
 
@@ -167,22 +167,6 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         """Leave every module as it drew itself."""
 
 
-class ScaledEmbedding(nn.Embedding):
-    """Embedding drawn from N(0, 1/d) and multiplied by sqrt(d), so that it also serves as output projection."""
-
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__(vocab_size, width, padding_idx=PADDING)
-
-    def reset_parameters(self) -> None:
-        """Draw the embeddings anew; that of padding is zero."""
-        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
-        self._fill_padding_idx_with_zero()
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Return the scaled embeddings [B, L, d] of ids [B, L]."""
-        return super().forward(input) * self.embedding_dim**0.5
-
-
 class Encoder(nn.Module):
     """Returns the states of the source."""
 
@@ -223,6 +207,52 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             states = layer(states, own_padding, memory, padding, None if cache is None else (cache, index))
         return self.norm(states)
+
+
+class CachedAttention(MultiheadAttention):
+    """`headwise.nn.MultiheadAttention`, batch first, with keys and values that can be projected once for many calls.
+
+    `attend(query, *project(states))` equals `forward(query, states, states)` in evaluation: the output projection is
+    called as a module in both, so aggregators and ablations act in both.
+
+    Args:
+        width: Model width d.
+        num_heads: Number of heads H; must divide `width`.
+        dropout: Probability of dropping an attention weight while training, in [0, 1).
+
+    Example:
+        >>> attention = CachedAttention(8, 2).eval()
+        >>> states = torch.randn(3, 5, 8)
+        >>> whole = attention(states, states, states, need_weights=False)[0]
+        >>> torch.allclose(attention.attend(states[:, 1:2], *attention.project(states)), whole[:, 1:2], atol=1e-6)
+        True
+    """
+
+    def __init__(self, width: int, num_heads: int, *, dropout: float = 0.0) -> None:
+        super().__init__(width, num_heads, dropout=dropout, batch_first=True)
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each [B, H, K, e], of states [B, K, d]."""
+        bias = self.in_proj_bias[self.embed_dim :]
+        keys, values = F.linear(states, self.in_proj_weight[self.embed_dim :], bias).chunk(2, dim=-1)
+        return self._by_head(keys), self._by_head(values)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, may_attend: Tensor | None = None) -> Tensor:
+        """Return the output [B, Q, d] of queries [B, Q, d] on projected keys and values [B, H, K, e].
+
+        Args:
+            query: The states.
+            keys: From `project`.
+            values: From `project`.
+            may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
+        """
+        bias = self.in_proj_bias[: self.embed_dim]
+        queries = self._by_head(F.linear(query, self.in_proj_weight[: self.embed_dim], bias))
+        heads = F.scaled_dot_product_attention(queries, keys, values, may_attend)
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
 
 class Sublayers(nn.Module):

@@ -1,7 +1,4 @@
-"""The translation task: a parallel corpus, an encoder-decoder Transformer, beam search and BLEU.
-
-Owns what the laboratory asks of the task: model, batches, answers. The data is `translation_data`'s.
-"""
+"""The translation task: a parallel corpus, an encoder-decoder Transformer, beam search and BLEU."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ class TranslationTask(Task):
         return build_model(scale, data.whole.tokenizer.vocabulary_size)
 
     def extra_files(self, data: ScaledTranslation) -> dict[str, str]:
-        """Return the subwords, without which no one can ask the model anything."""
+        """Return the subwords, which encode the model's inputs."""
         return {TOKENIZER: data.whole.tokenizer.to_json()}
 
     def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MaskMaker:
@@ -167,7 +164,7 @@ class TranslationTask(Task):
         return data.references("test")
 
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
-        """Run the model on dev pairs, a batch each time it is asked."""
+        """Run the model on dev pairs, one batch per item."""
         device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED)
         for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
