@@ -60,6 +60,15 @@ class Ragged:
         small = flat.size == 0 or int(flat.max()) <= np.iinfo(np.uint8).max
         return cls(flat.astype(np.uint8) if small else flat, offsets)
 
+    def pack(self, name: str) -> dict[str, NDArray]:
+        """Return its arrays under names for `cached_arrays`; `unpack` reads them."""
+        return {f"{name}.values": self.values, f"{name}.offsets": self.offsets}
+
+    @classmethod
+    def unpack(cls, arrays: Mapping[str, NDArray], name: str) -> Ragged:
+        """Return what `pack` stored under a name."""
+        return cls(arrays[f"{name}.values"], arrays[f"{name}.offsets"])
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each sequence, [N]."""
@@ -133,6 +142,20 @@ def open_ragged(folder: Path, name: str) -> Ragged:
         return Ragged(ids.view(np.ndarray), offsets.view(np.ndarray))
     except (OSError, ValueError, EOFError, HeadwiseError) as error:
         raise DataError(f"{folder / name}: the token arrays cannot be read ({error}); prepare them again.") from error
+
+
+def pack_words(words: Sequence[str]) -> NDArray[np.uint8]:
+    """Return words without line breaks as one array; a NumPy array of strings would pad all to the longest.
+
+    >>> unpack_words(pack_words(["a", "cat"]))
+    ('a', 'cat')
+    """
+    return np.frombuffer("\n".join(words).encode(), dtype=np.uint8)
+
+
+def unpack_words(packed: NDArray[np.uint8]) -> tuple[str, ...]:
+    """Return the words of `pack_words`."""
+    return tuple(packed.tobytes().decode().split("\n"))
 
 
 def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:

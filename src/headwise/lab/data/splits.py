@@ -69,5 +69,34 @@ def drop_shared(splits: Mapping[str, Sequence[str]]) -> dict[str, NDArray[np.int
     return {name: found[name] for name in splits}
 
 
+def complete_splits(
+    numbers: Mapping[str, NDArray[np.int64]], keys: Sequence[str], groups: Sequence[str]
+) -> tuple[dict[str, NDArray[np.int64]], int]:
+    """Return train, dev and test without items that a later split has too, and how many those are.
+
+    Args:
+        numbers: Items of "train", "test" and perhaps "dev"; without it, a tenth of train becomes dev.
+        keys: What identifies each item.
+        groups: What may not be in both train and dev if dev is cut from train.
+    """
+    whole = dict(numbers)
+    if "dev" not in whole:
+        # before items of test are dropped, so that dev does not depend on test
+        train = whole["train"]
+        places = split_by_hash([groups[number] for number in train.tolist()])
+        whole["train"] = np.sort(train[np.concatenate([places["train"], places["test"]])])
+        whole["dev"] = train[places["dev"]]
+    whole = {name: whole[name] for name in ("train", "dev", "test")}
+    kept = drop_shared({name: [keys[number] for number in chosen.tolist()] for name, chosen in whole.items()})
+    found = {name: chosen[kept[name]] for name, chosen in whole.items()}
+    return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
+
+
+def order_by_hash(numbers: NDArray[np.int64], keys: NDArray, purpose: str) -> NDArray[np.int64]:
+    """Return items in an order that depends on their keys and a purpose only."""
+    ordered = sorted(numbers.tolist(), key=lambda number: (stable_key(purpose, str(keys[number])), number))
+    return np.array(ordered, dtype=np.int64)
+
+
 def _order(text: str) -> tuple[int, str]:
     return stable_key("part", text), text

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import numbered_lines, pack_words, unpack_words
 
 
 def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
@@ -55,6 +55,34 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
     if number == 0:
         raise DataError(f"{path} is empty; expected a word and {width} numbers in each line.")
     return found
+
+
+def pack_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray]:
+    """Return the vectors of words as arrays for `cached_arrays`; arguments as for `read_word_vectors`.
+
+    Raises:
+        DataError: The file cannot be read or has none of the words.
+    """
+    found = read_word_vectors(path, words, width)
+    if not found:
+        raise DataError(f"{path} has a vector for none of the {len(words)} words; name another file.")
+    return {"vector_words": pack_words([*found]), "vectors": np.stack([*found.values()])}
+
+
+def unpack_vectors(stored: Mapping[str, NDArray]) -> dict[str, NDArray[np.float32]]:
+    """Return the vectors of words that `pack_vectors` stored; empty if there are none."""
+    if "vectors" not in stored:
+        return {}
+    return dict(zip(unpack_words(stored["vector_words"]), stored["vectors"], strict=True))
+
+
+def select_vectors(
+    vectors: Mapping[str, NDArray[np.float32]], vocabulary: Sequence[str], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the ids of the words of a vocabulary that have a vector, [V], and the vectors, [V, width]."""
+    known = [(index, vectors[word]) for index, word in enumerate(vocabulary) if word in vectors]
+    ids = np.array([index for index, _ in known], dtype=np.int64)
+    return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
 
 
 def _is_number(text: str) -> bool:

@@ -17,8 +17,8 @@ from headwise.lab.tasks.classification.data import (
     UNKNOWN,
     ClassificationData,
     Sentence,
-    classification_parts,
     collate,
+    list_folds,
     load_data,
 )
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
@@ -71,7 +71,7 @@ def test_no_text_of_a_published_set_is_in_two_splits(name):
 
 @needs_published_data
 def test_each_text_of_a_published_set_is_tested_in_one_fold_and_its_copies_with_it(tmp_path):
-    folds = classification_parts(PUBLISHED / "mpqa", scale(folds=4), tmp_path)
+    folds = list_folds(PUBLISHED / "mpqa", scale(folds=4), tmp_path)
     parts = [load_data(PUBLISHED / "mpqa", fold, tmp_path) for fold in folds]
     whole = load_data(PUBLISHED / "mpqa", scale(folds=4), tmp_path)
     tested = np.concatenate([part.test.numbers for part in parts])
@@ -85,7 +85,7 @@ def test_each_text_of_a_published_set_is_tested_in_one_fold_and_its_copies_with_
 
 def test_a_set_with_a_test_of_its_own_is_one_training_whatever_the_folds(tmp_path):
     place = folder(tmp_path, train=[f"{i % 2}\ttext {i}" for i in range(40)], test=["0\tx", "1\ty"])
-    assert classification_parts(place, scale(folds=5), None) == (scale(folds=5),)
+    assert list_folds(place, scale(folds=5), None) == (scale(folds=5),)
     with pytest.raises(SettingError, match="fold is 2 without folds"):
         scale(fold=2)
 

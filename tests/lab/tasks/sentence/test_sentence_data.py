@@ -61,7 +61,7 @@ def test_lines_that_are_read_one_by_one_share_a_tokenizer(monkeypatch):
     made: list[str] = []
     blank = spacy.blank
     monkeypatch.setattr(spacy, "blank", lambda name: made.append(name) or blank(name))
-    sentence_words._tokenizer.cache_clear()
+    sentence_words._make_tokenizer.cache_clear()
     assert [next(tokenize([line])) for line in ("It didn't.", "It did.")] == [
         ["it", "did", "n't", "."],
         ["it", "did", "."],
@@ -101,7 +101,7 @@ def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
     (folder / "truth.txt").write_text("a0:::f:::18-24\na1:::m:::XX-XX\na2:::f:::25-34\n", encoding="utf-8")
     found = read_set(folder)
     assert {(one.group, one.label) for one in found.splits["all"]} == {("a0", "18-24"), ("a2", "25-34")}
-    assert found.said == "tweets by their author's age (1 authors of unknown age left out)"
+    assert found.description == "tweets by their author's age (1 authors of unknown age left out)"
     assert [path.name for path in found.paths[:2]] == ["a0.xml", "a2.xml"]
     (folder / "truth.txt").write_text("".join(f"a{n}:::f:::XX-XX\n" for n in range(3)), encoding="utf-8")
     with pytest.raises(DataError, match=r"knows the age of no author"):
@@ -134,7 +134,7 @@ def test_yelps_own_file_and_its_parts_are_read(tmp_path):
     assert (found[6].label, found[6].texts) == ("2", ("review 6",))
     for line in ('{"stars": 2.0}', '{"stars": 2, "text": null}', '{"stars": Infinity, "text": "fine"}', "[]"):
         (reviews / "review.json.gz").write_bytes(gzip.compress(line.encode()))
-        with pytest.raises(DataError, match="line 1: no review"):
+        with pytest.raises(DataError, match="line 1: expected a JSON object"):
             read_set(reviews)
     parts = tmp_path / "parts"
     write_texts(parts / "part1.tsv", 30)
@@ -153,7 +153,7 @@ def test_snli_without_its_training_file_is_sick(tmp_path):
             encoding="utf-8",
         )
     found = read_set(folder)
-    assert "training file is absent" in found.said
+    assert "training file is absent" in found.description
     assert found.splits["dev"][0].texts == ("A dog runs", "A cat sits")
     assert [one.label for one in found.splits["train"]] == ["neutral", "entailment"]
 

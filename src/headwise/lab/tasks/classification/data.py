@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import Ragged, stable_key
-from headwise.lab.data.splits import TENTHS, drop_shared, split_by_hash
+from headwise.lab.data.arrays import Ragged
+from headwise.lab.data.batching import pad
+from headwise.lab.data.splits import TENTHS, complete_splits, order_by_hash, split_by_hash
+from headwise.lab.data.word_vectors import select_vectors
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import Texts, load_texts
 
@@ -42,7 +44,7 @@ class Sentences(Dataset[Sentence]):
     Attributes:
         tokens: Token ids, with START and END.
         labels: Class of each text, int64 [N].
-        numbers: Place of each text among all texts of the set, int64 [N].
+        numbers: Index of each text in the whole set, int64 [N].
     """
 
     tokens: Ragged
@@ -68,11 +70,11 @@ class ClassificationData:
     Attributes:
         train: Texts to train on.
         dev: Texts to choose settings by.
-        test: Texts to answer once at the end; those of all folds, one after another, where all folds are asked for.
+        test: Texts to answer once at the end; those of all folds, one after another, if no fold is chosen.
         vocabulary: The token of each id; 0 is padding, 1 an unknown word, 2 and 3 begin and end a text.
         labels: The label of each class.
         texts: All texts of the set, with their parses.
-        dropped: Training and dev texts left out because they stand in a later split too.
+        dropped: Number of training and dev texts left out because a later split has them too.
     """
 
     train: Sentences
@@ -85,16 +87,16 @@ class ClassificationData:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything the texts follow from; how they are cut is part of the scale's record."""
+        """Digest of everything the texts depend on; how they are split is part of the scale's record."""
         return self.texts.fingerprint
 
     def summary(self) -> str:
-        """Return the sizes of the splits, what was done to the texts, and what they are labelled with."""
+        """Return the sizes of the splits, what was left out, and the labels."""
         counts = self.counts()
         sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "dev", "test"))
         done = [
-            f"{counts[name]:,} {said}"
-            for name, said in (
+            f"{counts[name]:,} {text}"
+            for name, text in (
                 ("without_text", "without a text left out"),
                 ("in_a_later_split_too", "left out of training or dev as a later split has them"),
                 ("cut_to_the_longest", "cut to the longest length"),
@@ -107,16 +109,10 @@ class ClassificationData:
 
     def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
-        known = [
-            (index, self.texts.vectors[word])
-            for index, word in enumerate(self.vocabulary)
-            if word in self.texts.vectors
-        ]
-        ids = np.array([index for index, _ in known], dtype=np.int64)
-        return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
+        return select_vectors(self.texts.vectors, self.vocabulary, width)
 
     def counts(self) -> dict[str, int]:
-        """Return how many texts there are and what was done to them, by name."""
+        """Return the numbers of texts, and of those left out or truncated, by name."""
         named = {name: len(getattr(self, name)) for name in ("train", "dev", "test")}
         unknown = int((self.test.tokens.values == UNKNOWN).sum())
         words = int(self.test.tokens.values.size - 2 * len(self.test))
@@ -130,14 +126,8 @@ class ClassificationData:
         }
 
 
-def classification_parts(
-    place: Path, scale: ClassificationScale, cache: Path | None
-) -> tuple[ClassificationScale, ...]:
-    """Return the scale of each training that a run is made of: one a fold, where the set has no test of its own.
-
-    Raises:
-        DataError: As `load_data`.
-    """
+def list_folds(place: Path, scale: ClassificationScale, cache: Path | None) -> tuple[ClassificationScale, ...]:
+    """Return the scale of each training of a run: one per fold if the set has no test split."""
     if scale.folds is None or scale.fold is not None or load_texts(place, scale, cache).layout.test is not None:
         return (scale,)
     return tuple(replace(scale, fold=fold) for fold in range(scale.folds))
@@ -148,18 +138,18 @@ def load_data(
 ) -> ClassificationData:
     """Return the data of a scale.
 
-    Equal texts are in one split: where a set has splits of its own, training texts that stand in dev or test too are
-    left out; what is cut here is cut by a hash of the text. A set without a test of its own is cut into tenths, or into
-    `scale.folds` parts, of which one is test and one is dev.
+    Equal texts are in one split: of published splits, training texts that are also in dev or test are left out; other
+    splits are cut by a hash of the text. A set without a test split is cut into tenths, or into `scale.folds` parts, of
+    which one is test and one is dev.
 
     Args:
         place: Folder with the set's files, or one file.
-        scale: How to cut, and what to keep.
+        scale: How to split, and what to keep.
         cache: Folder for prepared texts and parses; None keeps nothing.
         progress: Whether parsing shows a bar.
 
     Raises:
-        DataError: A file is missing or malformed, or a split comes out empty.
+        DataError: A file is missing or malformed, or a split is empty.
     """
     return encode_splits(load_texts(place, scale, cache, progress=progress), scale, place)
 
@@ -167,32 +157,22 @@ def load_data(
 def encode_splits(
     texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True
 ) -> ClassificationData:
-    """Return texts cut into splits and encoded; see `load_data`.
-
-    Args:
-        texts: The texts.
-        scale: How to cut, and what to keep.
-        place: What messages call them.
-        every_label: Whether to refuse a label that no training text has.
-    """
-    splits, dropped = _splits(texts, scale)
+    """Return texts split and encoded; see `load_data`. Refuse a label without a training text if `every_label`."""
+    splits, dropped = _cut_splits(texts, scale)
     if scale.train_examples is not None:
-        order = sorted(
-            splits["train"].tolist(), key=lambda number: (stable_key("cap", str(texts.keys[number])), number)
-        )
-        splits["train"] = np.sort(np.array(order[: scale.train_examples], dtype=np.int64))
+        splits["train"] = np.sort(order_by_hash(splits["train"], texts.keys, "cap")[: scale.train_examples])
     for name, numbers in splits.items():
         if not len(numbers):
             raise DataError(f"{place}: the {name} split holds no text; add data.")
     missing = sorted({*range(len(texts.labels))} - {*texts.classes[splits["train"]].tolist()})
     if missing and every_label:
         raise DataError(f"{place}: no training text has the label {texts.labels[missing[0]]!r}; add data or drop it.")
-    vocabulary = _vocabulary(texts, splits["train"], scale.min_count)
+    vocabulary = _make_vocabulary(texts, splits["train"], scale.min_count)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
-    of_type = [ids.get(word, UNKNOWN) for word in texts.lower]
+    type_ids = [ids.get(word, UNKNOWN) for word in texts.lower]
     encoded = {
         name: Sentences(
-            Ragged.of([[START, *(of_type[word] for word in texts.words[number]), END] for number in numbers.tolist()]),
+            Ragged.of([[START, *(type_ids[word] for word in texts.words[number]), END] for number in numbers.tolist()]),
             texts.classes[numbers],
             numbers,
         )
@@ -214,42 +194,27 @@ def collate(examples: Sequence[Sentence]) -> dict[str, Tensor]:
     """
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
-    tokens = np.zeros((len(examples), max(len(one["tokens"]) for one in examples)), dtype=np.int64)
-    for row, one in zip(tokens, examples, strict=True):
-        row[: len(one["tokens"])] = one["tokens"]
     return {
-        "tokens": torch.from_numpy(tokens),
+        "tokens": pad([one["tokens"] for one in examples], PADDING),
         "labels": torch.tensor([one["label"] for one in examples]),
         "numbers": torch.tensor([one["number"] for one in examples]),
     }
 
 
-def _splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray[np.int64]], int]:
-    """Return the numbers of the texts of each split, and how many were left out because a later split has them."""
+def _cut_splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray[np.int64]], int]:
+    """Return the texts of each split, and the number left out because a later split has them."""
     layout = texts.layout
-    numbers = {name: np.arange(*texts.files[name]) for name in layout.names}
+    files = {"train": layout.train, "dev": layout.dev, "test": layout.test}
+    numbers = {split: np.arange(*texts.files[name]) for split, name in files.items() if name is not None}
     keys = [str(key) for key in texts.keys.tolist()]
-
-    def list_keys(chosen: NDArray[np.int64]) -> list[str]:
-        return [keys[int(number)] for number in chosen]
-
     if layout.test is None:
-        found = _cut(numbers[layout.train], keys, scale)
-        return found, 0
-    train, test = numbers[layout.train], numbers[layout.test]
-    if layout.dev is None:
-        # dev is cut before what stands in test is dropped, so that it does not depend on test
-        places = split_by_hash(list_keys(train))
-        own = {"train": np.sort(train[np.concatenate([places["train"], places["test"]])]), "dev": train[places["dev"]]}
-    else:
-        own = {"train": train, "dev": numbers[layout.dev]}
-    whole = {**own, "test": test}
-    kept = drop_shared({name: list_keys(chosen) for name, chosen in whole.items()})
-    found = {name: chosen[kept[name]] for name, chosen in whole.items()}
-    return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
+        return _cut_folds(numbers["train"], keys, scale), 0
+    return complete_splits(numbers, keys, keys)
 
 
-def _cut(numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale) -> dict[str, NDArray[np.int64]]:
+def _cut_folds(
+    numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationScale
+) -> dict[str, NDArray[np.int64]]:
     chosen = [keys[int(number)] for number in numbers]
     count = TENTHS if scale.folds is None else scale.folds
     found = {name: numbers[places] for name, places in split_by_hash(chosen, count=count, fold=scale.fold or 0).items()}
@@ -259,7 +224,7 @@ def _cut(numbers: NDArray[np.int64], keys: Sequence[str], scale: ClassificationS
     return found
 
 
-def _vocabulary(texts: Texts, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
+def _make_vocabulary(texts: Texts, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
     found: Counter[str] = Counter()
     for number in train.tolist():
         found.update(texts.lower[word] for word in texts.words[number])

@@ -34,8 +34,8 @@ from headwise.lab.tasks.classification.data import (
     ClassificationData,
     Sentence,
     Sentences,
-    classification_parts,
     collate,
+    list_folds,
     load_data,
 )
 from headwise.lab.tasks.classification.frozen import open_classifier
@@ -75,7 +75,7 @@ class ClassificationTask(Task):
         self, folder: Path | None, scale: ClassificationScale, cache: Path | None
     ) -> tuple[ClassificationScale, ...]:
         """Return the scale of each fold."""
-        return classification_parts(_require_place(folder), scale, cache)
+        return list_folds(_require_place(folder), scale, cache)
 
     def model(self, data: ClassificationData, scale: ClassificationScale) -> SentenceTransformer:
         """Return a Transformer encoder with a classifier."""

@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
+from headwise.lab.data.arrays import Ragged, cached_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise.lab.data.spacy_pipelines import list_pipeline_files
-from headwise.lab.data.word_vectors import read_word_vectors
+from headwise.lab.data.word_vectors import pack_vectors, unpack_vectors
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
 
 ENCODING = "classification-1"  # changes with anything below that changes the arrays
 PARSES = "parses"
-# Marks that stand apart from words in a text that was cut into words before.
+# Punctuation attached to words, and separated from them as in tokenized text.
 ATTACHED, APART = re.compile(r"\w[,.;?!](?=\s|$)"), re.compile(r"(?<!\S)[,.;?!](?=\s|$)")
 # The Penn Treebank's brackets: SST has them in its sentences and not in its phrases.
 BRACKETS = {"-lrb-": "(", "-rrb-": ")", "-lsb-": "[", "-rsb-": "]", "-lcb-": "{", "-rcb-": "}"}
@@ -36,16 +36,16 @@ class Texts:
         files: First and last text, exclusive, of each file, by the layout's names.
         labels: The label of each class, in order.
         classes: Class of each text, int64 [N].
-        keys: What tells texts apart: a hash of the text in lower case, int64 [N].
-        types: The different words, as they are written.
-        words: Words of each text, places in `types`.
-        heads: Place of each word's head in its text; None without a pipeline.
-        relations: Relation of each word to its head, places in `relation_names`; None without a pipeline.
-        relation_names: The different relations.
-        vectors: Vectors of words in lower case, where a file of them was named.
-        left_out: Lines without a text, which are left out.
-        cut: Texts longer than the scale allows, which are cut.
-        fingerprint: 16 hexadecimal digits of everything the texts follow from.
+        keys: A hash of each text in lower case, int64 [N].
+        types: The distinct words, as written.
+        words: Words of each text, as indices into `types`.
+        heads: Index of each word's head in its text; None without a pipeline.
+        relations: Relation of each word to its head, as indices into `relation_names`; None without a pipeline.
+        relation_names: The distinct relations.
+        vectors: Vectors of words in lower case, if a file of them was named.
+        left_out: Number of lines without a text, which are left out.
+        cut: Number of texts longer than the scale allows, which are truncated.
+        fingerprint: 16 hexadecimal digits of everything the texts depend on.
     """
 
     layout: Layout
@@ -80,17 +80,17 @@ class Texts:
 def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, progress: bool = False) -> Texts:
     """Return the texts of a folder or a file.
 
-    Words are separated by blanks where the punctuation stands apart, as in the published sets; else they are those of
-    the pipeline, or without one runs of letters and digits, and single marks.
+    If the punctuation is separated from words, as in the published sets, words are separated by blanks; else they are
+    those of the pipeline, or without one, runs of letters and digits, and single punctuation marks.
 
     Args:
-        place: Folder of `classification_files.LAYOUTS`, or one file.
-        scale: Where to cut, and which pipeline and word vectors to use.
+        place: Folder of `labeled_texts.LAYOUTS`, or one file.
+        scale: The maximum length, and which pipeline and word vectors to use.
         cache: Folder for the arrays and for the parses; None keeps nothing.
         progress: Whether parsing shows a bar.
 
     Raises:
-        DataError: A file is missing or malformed, a file of its own lacks a text, or a class has no training text.
+        DataError: A file is missing or malformed, a single file lacks a text, or a class has no training text.
     """
     layout, paths = find_layout(place)
     read = read_labeled(layout, paths)
@@ -112,16 +112,16 @@ def prepare_texts(
     labels: tuple[str, ...] | None = None,
     progress: bool = False,
 ) -> Texts:
-    """Return the texts of lines that were read; see `load_texts`.
+    """Return the texts of lines; see `load_texts`.
 
     Args:
         layout: Which name is which split.
         paths: The file of each name.
         read: The lines of each name.
-        scale: Where to cut, and which pipeline and word vectors to use.
+        scale: The maximum length, and which pipeline and word vectors to use.
         cache: Folder for the arrays and for the parses; None keeps nothing.
-        form: What besides the files and the layout the lines follow from.
-        labels: The labels there are; None for those of the training file, which have to be all.
+        form: What else the lines depend on.
+        labels: The labels; None for those of the training file, which must have all of them.
         progress: Whether parsing shows a bar.
 
     Raises:
@@ -204,21 +204,18 @@ def _encode(
         "files": np.cumsum([len(file) for file in kept.values()]),
         "classes": np.array([labels.index(one.label) for one in lines], dtype=np.int64),
         "keys": np.array([stable_key("text", _plain(one.text)) >> 1 for one in lines], dtype=np.int64),
-        "types": _lines(types),
+        "types": pack_words(types),
         "cut": np.array(sum(len(table) > scale.max_words for table in whole)),
     }
-    arrays |= _pack("words", [[place[word] for word in table.words] for table in tables])
+    arrays |= Ragged.of([[place[word] for word in table.words] for table in tables]).pack("words")
     if scale.pipeline is not None:
         names = sorted({relation for table in tables for relation in table.relations or ()})
-        of = {name: index for index, name in enumerate(names)}
-        arrays |= _pack("heads", [list(table.heads or ()) for table in tables])
-        arrays |= _pack("relations", [[of[name] for name in table.relations or ()] for table in tables])
-        arrays["relation_names"] = _lines(names)
+        ids = {name: index for index, name in enumerate(names)}
+        arrays |= Ragged.of([list(table.heads or ()) for table in tables]).pack("heads")
+        arrays |= Ragged.of([[ids[name] for name in table.relations or ()] for table in tables]).pack("relations")
+        arrays["relation_names"] = pack_words(names)
     if scale.embeddings is not None:
-        found = read_word_vectors(scale.embeddings, {word.lower() for word in types}, scale.width)
-        if not found:
-            raise DataError(f"{scale.embeddings} has a vector for none of the {len(types)} words; name another file.")
-        arrays["vector_words"], arrays["vectors"] = _lines([*found]), np.stack([*found.values()])
+        arrays |= pack_vectors(scale.embeddings, {word.lower() for word in types}, scale.width)
     return arrays
 
 
@@ -226,44 +223,22 @@ def _plain(text: str) -> str:
     return " ".join(BRACKETS.get(word, word) for word in text.lower().split())
 
 
-def _pack(name: str, rows: Sequence[Sequence[int]]) -> dict[str, NDArray]:
-    ragged = Ragged.of(rows)
-    return {f"{name}.values": ragged.values, f"{name}.offsets": ragged.offsets}
-
-
-def _lines(words: Sequence[str]) -> NDArray[np.uint8]:
-    # an array of strings would give each the room of the longest
-    return np.frombuffer("\n".join(words).encode(), dtype=np.uint8)
-
-
-def _words(lines: NDArray[np.uint8]) -> tuple[str, ...]:
-    return tuple(lines.tobytes().decode().split("\n"))
-
-
 def _decode(
     stored: Mapping[str, NDArray], layout: Layout, labels: tuple[str, ...], left_out: int, fingerprint: str
 ) -> Texts:
-    def ragged(name: str) -> Ragged | None:
-        there = f"{name}.values" in stored
-        return Ragged(stored[f"{name}.values"], stored[f"{name}.offsets"]) if there else None
-
-    ends = stored["files"].tolist()
-    words = ragged("words")
-    assert words is not None
+    ends, parsed = stored["files"].tolist(), "relation_names" in stored
     return Texts(
         layout=layout,
         files=dict(zip(layout.names, zip([0, *ends], ends, strict=False), strict=True)),
         labels=labels,
         classes=stored["classes"],
         keys=stored["keys"],
-        types=_words(stored["types"]),
-        words=words,
-        heads=ragged("heads"),
-        relations=ragged("relations"),
-        relation_names=_words(stored["relation_names"]) if "relation_names" in stored else (),
-        vectors=dict(zip(_words(stored["vector_words"]), stored["vectors"], strict=True))
-        if "vectors" in stored
-        else {},
+        types=unpack_words(stored["types"]),
+        words=Ragged.unpack(stored, "words"),
+        heads=Ragged.unpack(stored, "heads") if parsed else None,
+        relations=Ragged.unpack(stored, "relations") if parsed else None,
+        relation_names=unpack_words(stored["relation_names"]) if parsed else (),
+        vectors=unpack_vectors(stored),
         left_out=left_out,
         cut=int(stored["cut"]),
         fingerprint=fingerprint,

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, cached_arrays, digest, require_files, stable_key
+from headwise.lab.data.batching import pad
 from headwise.lab.tasks.logic.files import read_pairs
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic.generator import generate
@@ -79,7 +80,7 @@ class LogicData:
         test: Pairs of the test bins.
         vocabulary: The token of each id; 0 is padding, 1 a token training does not have.
         labels: The relation of each label.
-        fingerprint: 16 hexadecimal digits of everything the data follows from.
+        fingerprint: 16 hexadecimal digits of everything the data depends on.
     """
 
     train: LogicSplit
@@ -108,17 +109,17 @@ def find_files(folder: Path, scale: LogicScale) -> dict[str, Path]:
 def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, progress: bool = False) -> LogicData:
     """Return the data of a scale, from published files or else from the generator.
 
-    Which split a pair belongs to follows from a keyed hash of its text. Generated: 80 / 10 / 10. Files: test is the
-    test files, dev about a tenth of the training files; test never serves as dev.
+    The split of a pair depends on a keyed hash of its text. Generated pairs are split 80 / 10 / 10. With files, test is
+    the test files, and dev about a tenth of the training files.
 
     Args:
         folder: Folder with `train0` ... and `testK` for each test bin, plain or `.gz`; None generates.
         scale: What to keep.
-        cache: Folder for the encoded arrays, under a name that changes with their origin; None keeps nothing.
+        cache: Folder for the encoded arrays; None keeps nothing.
         progress: Whether generating shows a bar on stderr.
 
     Raises:
-        DataError: A file is missing or malformed, the cache cannot be written, or a split comes out empty.
+        DataError: A file is missing or malformed, the cache cannot be written, or a split is empty.
     """
     most = max(scale.train_operators, *scale.test_bins)
     kept = f"{scale.train_operators} {scale.test_bins} {scale.train_examples} {scale.dev_examples}"
@@ -148,8 +149,8 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
     return {
-        "premise": _pad([example["premise"] for example in examples], "premise"),
-        "hypothesis": _pad([example["hypothesis"] for example in examples], "hypothesis"),
+        "premise": _pad_side([example["premise"] for example in examples], "premise"),
+        "hypothesis": _pad_side([example["hypothesis"] for example in examples], "hypothesis"),
         "labels": torch.tensor([example["label"] for example in examples]),
     }
 
@@ -177,7 +178,7 @@ def _read(files: Mapping[str, Path], scale: LogicScale, most: int) -> Iterator[_
 
 
 def _encode(assigned: Iterable[_Assigned], scale: LogicScale) -> dict[str, NDArray]:
-    """Return all arrays of the data under the names they are stored by."""
+    """Return all arrays of the data by name."""
     splits: dict[str, list[_Assigned]] = {"train": [], "dev": [], "test": []}
     for item in assigned:
         wanted = (
@@ -195,10 +196,10 @@ def _encode(assigned: Iterable[_Assigned], scale: LogicScale) -> dict[str, NDArr
     arrays: dict[str, NDArray] = {"vocabulary": np.array(vocabulary)}
     for name, items in splits.items():
         if not items:
-            raise DataError(f"the {name} split of scale {scale.name} holds no pair; add data or ask for more bins.")
+            raise DataError(f"the {name} split of scale {scale.name} holds no pair; add data or bins.")
         for side in ("premise", "hypothesis"):
-            packed = Ragged.of([[known[token] for token in getattr(item.pair, side).split()] for item in items])
-            arrays[f"{name}.{side}.values"], arrays[f"{name}.{side}.offsets"] = packed.values, packed.offsets
+            ids = Ragged.of([[known[token] for token in getattr(item.pair, side).split()] for item in items])
+            arrays |= ids.pack(f"{name}.{side}")
         arrays[f"{name}.labels"] = np.array([RELATIONS.index(item.pair.relation) for item in items], dtype=np.uint8)
         arrays[f"{name}.bins"] = np.array([item.pair.operators for item in items], dtype=np.uint8)
     return arrays
@@ -210,21 +211,15 @@ def _tokens(pair: Pair) -> set[str]:
 
 def _decode(stored: Mapping[str, NDArray], fingerprint: str) -> LogicData:
     def split(name: str) -> LogicSplit:
-        premises, hypotheses = (
-            Ragged(stored[f"{name}.{side}.values"], stored[f"{name}.{side}.offsets"])
-            for side in ("premise", "hypothesis")
-        )
+        premises, hypotheses = (Ragged.unpack(stored, f"{name}.{side}") for side in ("premise", "hypothesis"))
         return LogicSplit(premises, hypotheses, stored[f"{name}.labels"], stored[f"{name}.bins"])
 
     vocabulary = tuple(str(token) for token in stored["vocabulary"])
     return LogicData(split("train"), split("dev"), split("test"), vocabulary, RELATIONS, fingerprint)
 
 
-def _pad(sequences: Sequence[Sequence[int]], name: str) -> Tensor:
+def _pad_side(sequences: Sequence[Sequence[int]], name: str) -> Tensor:
     lengths = [len(sequence) for sequence in sequences]
     if min(lengths) == 0:
         raise DataError(f"{name} {lengths.index(0)} of the batch has no tokens; expected at least one.")
-    padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
-    for row, sequence in zip(padded, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(padded)
+    return pad(sequences, 0)

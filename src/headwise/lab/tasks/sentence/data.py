@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import Ragged, stable_key
+from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.batching import pad
-from headwise.lab.data.splits import drop_shared, split_by_hash
+from headwise.lab.data.splits import complete_splits, order_by_hash, split_by_hash
+from headwise.lab.data.word_vectors import select_vectors
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import Words, load_words
 
@@ -28,7 +29,7 @@ POSITIVE = "1"
 
 
 class Encoded(TypedDict):
-    """One example as token ids, those of its second text where it is a pair, and its class."""
+    """One example as token ids, those of its second text if it is a pair, and its class."""
 
     tokens: list[int]
     label: int
@@ -40,9 +41,9 @@ class Sentences(Dataset[Encoded]):
     """The examples of one split, encoded; `split[i]` is an `Encoded`.
 
     Attributes:
-        texts: Token ids of each example's text, and of its second text where examples are pairs.
+        texts: Token ids of each example's text, and of its second text if examples are pairs.
         labels: Class of each example, int64 [N].
-        numbers: Place of each example among all of the set, int64 [N].
+        numbers: Index of each example in the whole set, int64 [N].
     """
 
     texts: tuple[Ragged, ...]
@@ -74,8 +75,8 @@ class SentenceData:
         test: Examples to answer once at the end.
         vocabulary: The token of each id; 0 is padding, 1 an unknown word.
         words: All examples of the set as words.
-        dropped: Training and dev examples left out because they stand in a later split too.
-        thinned: Examples left out for the share of label 1 that was asked for.
+        dropped: Number of training and dev examples left out because a later split has them too.
+        thinned: Number of examples left out to reach the requested share of label 1.
     """
 
     train: Sentences
@@ -98,16 +99,16 @@ class SentenceData:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything the words follow from; how they are cut is part of the scale's record."""
+        """Digest of everything the words depend on; how they are truncated is part of the scale's record."""
         return self.words.fingerprint
 
     def summary(self) -> str:
-        """Return what the set is, the sizes of its splits, what was done to it and its labels."""
+        """Return a description of the set: its splits, what was left out, and its labels."""
         counts = self.counts()
         sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "dev", "test"))
         done = [
-            f"{counts[name]:,} {said}"
-            for name, said in (
+            f"{counts[name]:,} {text}"
+            for name, text in (
                 ("without_words", "without a word left out"),
                 ("in_a_later_split_too", "left out of training or dev as a later split has them"),
                 ("thinned", f"with label {POSITIVE} left out for the share asked for"),
@@ -119,22 +120,16 @@ class SentenceData:
         labels = ", ".join(f"{name} {share:.0%}" for name, share in zip(self.labels, shares, strict=True))
         known = f", {len(self.words.vectors):,} words of the set with a vector" if self.words.vectors else ""
         return (
-            f"{self.words.said}: {'; '.join([sizes, *done])}; labels of test {labels}; "
+            f"{self.words.description}: {'; '.join([sizes, *done])}; labels of test {labels}; "
             f"{len(self.vocabulary):,} token ids{known}"
         )
 
     def vectors(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the ids of words that have a vector from the file, [V], and the vectors, [V, width]."""
-        known = [
-            (index, self.words.vectors[word])
-            for index, word in enumerate(self.vocabulary)
-            if word in self.words.vectors
-        ]
-        ids = np.array([index for index, _ in known], dtype=np.int64)
-        return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
+        return select_vectors(self.words.vectors, self.vocabulary, width)
 
     def counts(self) -> dict[str, int]:
-        """Return how many examples there are and what was done to them, by name."""
+        """Return the numbers of examples, and of those left out or truncated, by name."""
         return {
             **{name: len(getattr(self, name)) for name in ("train", "dev", "test")},
             "without_words": self.words.left_out,
@@ -149,36 +144,35 @@ class SentenceData:
 def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, progress: bool = False) -> SentenceData:
     """Return the data of a scale.
 
-    Where a set has splits of its own, training examples that stand in dev or test too are left out, and dev is cut from
-    training where it has none; a set without splits is cut into tenths by a hash of the text, the premise or the
-    author, so that these are in one split alone.
+    Of published splits, training examples that are also in dev or test are left out, and dev is cut from training if
+    there is none. A set without splits is cut into tenths by a hash of the text, the premise or the author.
 
     Args:
         place: Folder with the set's files, or one file.
         scale: What to keep.
         cache: Folder for the words; None keeps nothing.
-        progress: Whether a bar is shown while texts are cut into words.
+        progress: Whether to show a bar.
 
     Raises:
-        DataError: A file is missing or malformed, a split comes out empty, or the share of label 1 cannot be had.
+        DataError: A file is missing or malformed, a split is empty, or there are too few examples of label 1.
         HeadwiseError: spaCy is not installed.
     """
     words = load_words(place, scale, cache, progress=progress)
-    splits, dropped = _splits(words)
+    splits, dropped = _cut_splits(words)
     thinned = 0
     if scale.positive is not None:
         before = sum(map(len, splits.values()))
         splits = {name: _thin(words, numbers, scale.positive, place) for name, numbers in splits.items()}
         thinned = before - sum(map(len, splits.values()))
     if scale.train_examples is not None:
-        splits["train"] = np.sort(_by_key(words, splits["train"], "cap")[: scale.train_examples])
+        splits["train"] = np.sort(order_by_hash(splits["train"], words.keys, "cap")[: scale.train_examples])
     for name, numbers in splits.items():
         if not len(numbers):
             raise DataError(f"{place}: the {name} split holds no example; add data.")
     missing = sorted({*range(len(words.labels))} - {*words.classes[splits["train"]].tolist()})
     if missing:
         raise DataError(f"{place}: no training example has label {words.labels[missing[0]]!r}; add data or drop it.")
-    vocabulary = _vocabulary(words, splits["train"], scale.min_count)
+    vocabulary = _make_vocabulary(words, splits["train"], scale.min_count)
     ids = encode(words.types, vocabulary)
     encoded = {
         name: Sentences(
@@ -194,7 +188,7 @@ def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, pro
 
 
 def encode(words: Sequence[str], vocabulary: Sequence[str]) -> list[int]:
-    """Return the id of each word; 1 where the vocabulary does not have it.
+    """Return the id of each word; 1 if the vocabulary does not have it.
 
     >>> encode(["a", "<pad>", "b"], ("<pad>", "<unk>", "b"))
     [1, 1, 2]
@@ -224,43 +218,28 @@ def collate(examples: Sequence[Encoded]) -> dict[str, Tensor]:
     return batch
 
 
-def _splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:
-    """Return the numbers of the examples of each split, and how many were left out because a later split has them."""
+def _cut_splits(words: Words) -> tuple[dict[str, NDArray[np.int64]], int]:
+    """Return the examples of each split, and the number left out because a later split has them."""
     numbers = {name: np.arange(*ends) for name, ends in words.splits.items()}
+    keys, groups = ([str(key) for key in found.tolist()] for found in (words.keys, words.groups))
     if "all" in numbers:
-        places = split_by_hash([str(group) for group in words.groups.tolist()])
-        return {name: numbers["all"][found] for name, found in places.items()}, 0
-    if "dev" not in numbers:
-        # dev is cut before what stands in test is dropped, so that it does not depend on test
-        train = numbers["train"]
-        places = split_by_hash([str(group) for group in words.groups[train].tolist()])
-        numbers["train"] = np.sort(train[np.concatenate([places["train"], places["test"]])])
-        numbers["dev"] = train[places["dev"]]
-    whole = {name: numbers[name] for name in ("train", "dev", "test")}
-    kept = drop_shared({name: [str(key) for key in words.keys[found].tolist()] for name, found in whole.items()})
-    found = {name: numbers[kept[name]] for name, numbers in whole.items()}
-    return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
+        return {name: numbers["all"][found] for name, found in split_by_hash(groups).items()}, 0
+    return complete_splits(numbers, keys, groups)
 
 
 def _thin(words: Words, numbers: NDArray[np.int64], share: float, place: Path) -> NDArray[np.int64]:
-    """Return the examples of a split without so many of label 1 that they are the share of what is left."""
+    """Return a split with as many examples of label 1 left out as needed to reach their share."""
     if sorted(words.labels) != ["0", POSITIVE]:
         raise DataError(f"{place} has labels {', '.join(words.labels[:4])}; a share of label 1 needs labels 0 and 1.")
     positive = words.classes[numbers] == words.labels.index(POSITIVE)
     wanted = round(share / (1 - share) * int((~positive).sum()))
     if wanted > int(positive.sum()):
-        raise DataError(f"{place}: {positive.mean():.1%} of a split have label 1, less than {share:.1%}; ask for less.")
-    chosen = _by_key(words, numbers[positive], "thin")[:wanted]
+        raise DataError(f"{place}: {positive.mean():.1%} of a split have label 1, less than {share:.1%}; lower it.")
+    chosen = order_by_hash(numbers[positive], words.keys, "thin")[:wanted]
     return np.sort(np.concatenate([numbers[~positive], chosen]))
 
 
-def _by_key(words: Words, numbers: NDArray[np.int64], purpose: str) -> NDArray[np.int64]:
-    """Return examples in an order that follows from their texts alone."""
-    ordered = sorted(numbers.tolist(), key=lambda number: (stable_key(purpose, str(words.keys[number])), number))
-    return np.array(ordered, dtype=np.int64)
-
-
-def _vocabulary(words: Words, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
+def _make_vocabulary(words: Words, train: NDArray[np.int64], min_count: int) -> tuple[str, ...]:
     found: Counter[int] = Counter()
     for text in words.texts:
         for number in train.tolist():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from headwise.errors import DataError
@@ -18,19 +19,19 @@ YELP = ("review.json", "yelp_academic_dataset_review.json")
 SICK: Mapping[str, str] = {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
 PAIR_LABELS = {"label", "gold_label", "entailment_judgment"}
 PAIR_TEXTS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_a", "sentence_b"))
-# What SNLI writes where its annotators did not agree.
+# SNLI's label of pairs on which its annotators did not agree.
 UNDECIDED = "-"
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example as it stands in a file.
+    """One example of a file.
 
     Attributes:
         label: Its label.
         texts: Its text, or the two of a pair.
-        group: What of it may not stand in two splits: the text, the premise of a pair, or the author.
-        line: Where it stands, for messages.
+        group: What may not be in two splits: the text, the premise of a pair, or the author.
+        line: Its line number, for messages.
     """
 
     label: str
@@ -44,12 +45,12 @@ class SentenceSet:
     """A set as it was read.
 
     Attributes:
-        said: What it is, for people.
-        splits: Its examples: of "train", "dev" and "test", of "train" and "test", or all of them under "all".
-        paths: Every file that was read.
+        description: What it is, for people.
+        splits: Its examples by split: "train", "test" and perhaps "dev", or "all".
+        paths: All files that were read.
     """
 
-    said: str
+    description: str
     splits: Mapping[str, Sequence[Example]]
     paths: tuple[Path, ...]
 
@@ -57,24 +58,24 @@ class SentenceSet:
 def read_set(place: Path) -> SentenceSet:
     """Return the set that a file or folder holds.
 
-    Taken for, in this order: Yelp's reviews (`review.json` of its own, or files `part*.tsv` of stars and review);
-    authors' profiles of PAN (`truth.txt` and a file of XML an author); pairs (`train`, `dev` and `test`, a label, a
-    premise and a hypothesis in each line); SICK, in the folder itself or in `sick` beside an SNLI without its training
-    file; and texts with labels as `classification_files` has them. A file of one's own holds texts or pairs.
+    Recognized in this order: Yelp's reviews (`review.json`, or files `part*.tsv` of stars and review); PAN's author
+    profiles (`truth.txt` and one XML file per author); pairs (`train`, `dev` and `test` with a label, a premise and a
+    hypothesis in each line); SICK, in the folder or in its subfolder `sick` if SNLI's training file is absent; and
+    labeled texts as in `labeled_texts`. A single file holds texts or pairs.
 
     Raises:
-        DataError: There is no such place or no such set in it, or a line does not fit; the message names it.
+        DataError: The place does not exist or holds no such set, or a line is malformed; the message names it.
     """
     if place.is_file():
-        return _own_file(place)
+        return _read_file(place)
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected a set's folder, or a file of labels and texts.")
-    reviews = next((found for name in YELP for found in _forms(place, name)), None)
+    reviews = next((found for name in YELP for found in _find_forms(place, name)), None)
     if reviews is not None:
-        return SentenceSet("Yelp reviews by stars", {"all": _reviews(reviews)}, (reviews,))
+        return SentenceSet("Yelp reviews by stars", {"all": _read_reviews(reviews)}, (reviews,))
     parts = tuple(sorted([*place.glob("part*.tsv"), *place.glob("part*.tsv.gz")]))
     if parts:
-        return SentenceSet("reviews by stars", {"all": [one for path in parts for one in _texts(path)]}, parts)
+        return SentenceSet("reviews by stars", {"all": [one for path in parts for one in _read_texts(path)]}, parts)
     if find_truth(place) is not None:
         profiles = read_profiles(place)
         examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles.tweets]
@@ -84,54 +85,54 @@ def read_set(place: Path) -> SentenceSet:
             {"all": examples},
             tuple(dict.fromkeys(one.path for one in profiles.tweets)),
         )
-    return _pairs(place) or _sick(place) or _own_folder(place)
+    return _read_pair_folder(place) or _read_sick(place) or _read_folder(place)
 
 
-def _own_file(path: Path) -> SentenceSet:
+def _read_file(path: Path) -> SentenceSet:
     first = next(read_rows(path), None)
-    if first is not None and _pair_columns(first[1]) is not None:
+    if first is not None and _find_columns(first[1]) is not None:
         return SentenceSet("pairs of texts", {"all": _read_pairs(path)}, (path,))
-    return SentenceSet("texts", {"all": _texts(path, keep_empty=False)}, (path,))
+    return SentenceSet("texts", {"all": _read_texts(path, keep_empty=False)}, (path,))
 
 
-def _own_folder(place: Path) -> SentenceSet:
+def _read_folder(place: Path) -> SentenceSet:
     layout, paths = find_layout(place)
     read = read_labeled(layout, paths)
     names = {layout.train: "train", layout.dev: "dev", layout.test: "test"}
     if layout.test is None:
         names[layout.train] = "all"
-    splits = {names[name]: _examples(lines) for name, lines in read.items()}
+    splits = {names[name]: _make_examples(lines) for name, lines in read.items()}
     return SentenceSet("texts", splits, tuple(paths.values()))
 
 
-def _pairs(place: Path) -> SentenceSet | None:
-    paths = {name: found[0] for name in ("train", "dev", "test") if (found := _forms(place, f"{name}.tsv"))}
+def _read_pair_folder(place: Path) -> SentenceSet | None:
+    paths = {name: found[0] for name in ("train", "dev", "test") if (found := _find_forms(place, f"{name}.tsv"))}
     if "train" not in paths or "test" not in paths:
         return None
     first = next(read_rows(paths["train"]), None)
-    if first is None or _pair_columns(first[1]) is None:
+    if first is None or _find_columns(first[1]) is None:
         return None
     return SentenceSet("pairs", {name: _read_pairs(path) for name, path in paths.items()}, tuple(paths.values()))
 
 
-def _sick(place: Path) -> SentenceSet | None:
-    for folder, said in ((place, "SICK"), (place / "sick", "SICK, since SNLI's training file is absent")):
-        if all((folder / name).is_file() for name in SICK.values()):
-            paths = {split: folder / name for split, name in SICK.items()}
-            return SentenceSet(said, {split: _read_pairs(path) for split, path in paths.items()}, tuple(paths.values()))
+def _read_sick(place: Path) -> SentenceSet | None:
+    for folder, name in ((place, "SICK"), (place / "sick", "SICK, since SNLI's training file is absent")):
+        paths = {split: folder / file for split, file in SICK.items()}
+        if all(path.is_file() for path in paths.values()):
+            return SentenceSet(name, {split: _read_pairs(path) for split, path in paths.items()}, tuple(paths.values()))
     return None
 
 
-def _texts(path: Path, *, keep_empty: bool = True) -> list[Example]:
+def _read_texts(path: Path, *, keep_empty: bool = True) -> list[Example]:
     layout = Layout("all")
     lines = read_labeled(layout, {"all": path})["all"]
     empty = next((one.line for one in lines if not one.text), None)
     if empty is not None and not keep_empty:
         raise DataError(f"{path}, line {empty}: the text is empty; fill it in or drop the line.")
-    return _examples(lines)
+    return _make_examples(lines)
 
 
-def _examples(lines: Sequence[LabeledText]) -> list[Example]:
+def _make_examples(lines: Sequence[LabeledText]) -> list[Example]:
     return [Example(one.label, (one.text,), one.text.lower(), one.line) for one in lines]
 
 
@@ -140,7 +141,7 @@ def _read_pairs(path: Path) -> list[Example]:
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} has no lines; expected a label and two texts in each.")
-    columns = _pair_columns(first[1])
+    columns = _find_columns(first[1])
     if columns is None:
         raise DataError(
             f"{path}, line {first[0]}: expected a label and two texts, or a header that names them (label, premise, "
@@ -159,7 +160,7 @@ def _read_pairs(path: Path) -> list[Example]:
     return found
 
 
-def _pair_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
+def _find_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
     """Return the columns of the label and of both texts, from a first line."""
     names = [field.strip().lower() for field in fields]
     label = next((place for place, name in enumerate(names) if name in PAIR_LABELS), None)
@@ -170,25 +171,18 @@ def _pair_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
     return (0, 1, 2) if len(fields) == 3 and label is None else None
 
 
-def _reviews(path: Path) -> list[Example]:
+def _read_reviews(path: Path) -> list[Example]:
     found = []
-    for number, line in _first(numbered_lines(path), YELP_LINES):
+    for number, line in islice(numbered_lines(path), YELP_LINES):
         try:
             review = json.loads(line)
             stars, text = int(float(review["stars"])), review["text"].split()
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            raise DataError(f"{path}, line {number}: no review; expected a JSON object with stars and text.") from None
+            raise DataError(f"{path}, line {number}: expected a JSON object with stars and text.") from None
         words = " ".join(text)
         found.append(Example(str(stars), (words,), words.lower(), number))
     return found
 
 
-def _first(lines: Iterator[tuple[int, str]], most: int) -> Iterator[tuple[int, str]]:
-    for number, line in lines:
-        if number > most:
-            return
-        yield number, line
-
-
-def _forms(folder: Path, name: str) -> list[Path]:
+def _find_forms(folder: Path, name: str) -> list[Path]:
     return [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]

@@ -19,7 +19,7 @@ from headwise.lab.models.text_classifiers import WordVectors
 from headwise.lab.tasks.sentence.data import UNKNOWN, encode
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SentenceScale
-from headwise.lab.tasks.sentence.words import words_in_place
+from headwise.lab.tasks.sentence.words import locate_words
 from headwise.lab.training.trained import read_scale, restore_run
 
 
@@ -28,14 +28,14 @@ def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen
     scale = read_scale(folder, record, SentenceScale)
     vocabulary, labels = read_words(folder, "labels")
     with safe_open(str(folder / run_folder.WEIGHTS), "pt") as weights:
-        pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  it is no mapping
+        pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  not a mapping
     words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
     model = SelfAttentive(words, len(labels), scale, texts=1 + pairs)
     restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     read = OneText(model) if pairs else model
 
     def row(sentence: str) -> Row:
-        whole = next(words_in_place([sentence]))
+        whole = next(locate_words([sentence]))
         found = whole[: scale.max_words]
         numbers = encode([word for word, _ in found], vocabulary)
         shown = tuple(
@@ -56,7 +56,7 @@ def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen
         None,
         list_files(folder),
         score=Fidelity if pairs else Agreement,
-        note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
+        note="This run compares two texts; each line was read as one, and fidelity is of its concatenated heads."
         if pairs
         else "",
         longest=f"{scale.max_words} words",
@@ -64,11 +64,7 @@ def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen
 
 
 class OneText(nn.Module):
-    """Returns the heads of each text side by side, [B, r * d], of ids [B, L], by a model that compares two.
-
-    Args:
-        model: The model.
-    """
+    """Returns the concatenated heads of each text, [B, r * d], of ids [B, L], by a model that compares two texts."""
 
     def __init__(self, model: SelfAttentive) -> None:
         super().__init__()

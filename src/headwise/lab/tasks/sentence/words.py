@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError, HeadwiseError
-from headwise.lab.data.arrays import Ragged, cached_arrays, digest, stable_key
-from headwise.lab.data.word_vectors import read_word_vectors
+from headwise.lab.data.arrays import Ragged, cached_arrays, digest, pack_words, stable_key, unpack_words
+from headwise.lab.data.word_vectors import pack_vectors, unpack_vectors
 from headwise.lab.tasks.sentence.files import Example, read_set
 from headwise.lab.tasks.sentence.scales import SentenceScale
 
@@ -30,21 +30,21 @@ class Words:
     """All examples of a set, split by split.
 
     Attributes:
-        said: What the set is, for people.
-        splits: First and last example, exclusive, of each split there is, by name; "all" where none are.
+        description: What the set is, for people.
+        splits: First and last example, exclusive, of each split by name; "all" if there are none.
         labels: The label of each class, in order.
         classes: Class of each example, int64 [N].
-        keys: What tells examples apart: a hash of their words, int64 [N].
-        groups: What may not stand in two splits: a hash of the text, the premise or the author, int64 [N].
-        types: The different words, in lower case.
-        texts: Words of each example's text, places in `types`, and of its second text where examples are pairs.
-        vectors: Vectors of words, where a file of them was named.
-        left_out: Examples without a word, which are left out.
-        cut: Texts longer than the scale allows, which are cut.
-        fingerprint: 16 hexadecimal digits of everything the words follow from.
+        keys: A hash of each example's words, int64 [N].
+        groups: A hash of what may not be in two splits (the text, the premise or the author), int64 [N].
+        types: The distinct words, in lower case.
+        texts: Words of each example's text, as indices into `types`, and of its second text if examples are pairs.
+        vectors: Vectors of words, if a file of them was named.
+        left_out: Number of examples without a word, which are left out.
+        cut: Number of texts longer than the scale allows, which are truncated.
+        fingerprint: 16 hexadecimal digits of everything the words depend on.
     """
 
-    said: str
+    description: str
     splits: Mapping[str, tuple[int, int]]
     labels: tuple[str, ...]
     classes: NDArray[np.int64]
@@ -67,9 +67,9 @@ def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progres
 
     Args:
         place: See `read_set`.
-        scale: Where to cut, and which word vectors to use.
+        scale: The maximum length, and which word vectors to use.
         cache: Folder for the arrays; None keeps nothing.
-        progress: Whether a bar is shown while texts are cut into words.
+        progress: Whether to show a bar.
 
     Raises:
         DataError: See `read_set`; or an example of dev or test has a label that training does not.
@@ -77,17 +77,17 @@ def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progres
     """
     found = read_set(place)
     splits = {name: found.splits[name] for name in ("all", "train", "dev", "test") if name in found.splits}
-    labels = _labels(splits, place)
-    described = f"{ENCODING} {scale.max_words} {found.said} {[*splits]} {_tokenizer_version()}"
+    labels = _list_labels(splits, place)
+    described = f"{ENCODING} {scale.max_words} {found.description} {[*splits]} {_find_version()}"
     extra = [] if scale.embeddings is None else [scale.embeddings]
     described += f" vectors {scale.width}" if extra else ""
     fingerprint = digest(described, [*found.paths, *extra])
     stored = cached_arrays(cache, f"sentence-{fingerprint}", lambda: _encode(splits, labels, scale, progress=progress))
-    return _decode(stored, found.said, tuple(splits), labels, fingerprint)
+    return _decode(stored, found.description, tuple(splits), labels, fingerprint)
 
 
 def tokenize(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[str]]:
-    """Yield the words of each text in lower case, as spaCy's blank English tokenizer cuts them; white space is none.
+    """Yield the words of each text in lower case, split by spaCy's blank English tokenizer, without white space.
 
     Raises:
         HeadwiseError: spaCy is not installed.
@@ -95,37 +95,37 @@ def tokenize(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[s
     >>> list(tokenize(["Didn't like  it."]))
     [['did', "n't", 'like', 'it', '.']]
     """
-    for words in words_in_place(texts, progress=progress):
+    for words in locate_words(texts, progress=progress):
         yield [word for word, _ in words]
 
 
-def words_in_place(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[tuple[str, tuple[int, int]]]]:
+def locate_words(texts: Sequence[str], *, progress: bool = False) -> Iterator[list[tuple[str, tuple[int, int]]]]:
     """Yield the words of each text as `tokenize` does, each with its first character and the one after its last.
 
     Raises:
         HeadwiseError: spaCy is not installed.
 
-    >>> list(words_in_place(["No  way!"]))
+    >>> list(locate_words(["No  way!"]))
     [[('no', (0, 2)), ('way', (4, 7)), ('!', (7, 8))]]
     """
     from tqdm.auto import tqdm
 
-    tokenizer = _tokenizer()
+    tokenizer = _make_tokenizer()
     for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
         yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
 
 
-# a tenth of a second to make, and asked for anew for each line that is read
+# takes a tenth of a second, and `locate_words` may be called for every line
 @cache
-def _tokenizer() -> Tokenizer:
-    _tokenizer_version()
+def _make_tokenizer() -> Tokenizer:
+    _find_version()
     # spaCy takes seconds to import, and is an extra
     import spacy
 
     return spacy.blank(TOKENIZER).tokenizer
 
 
-def _tokenizer_version() -> str:
+def _find_version() -> str:
     try:
         return version("spacy")
     except PackageNotFoundError:
@@ -134,7 +134,7 @@ def _tokenizer_version() -> str:
         ) from None
 
 
-def _labels(splits: Mapping[str, Sequence[Example]], place: Path) -> tuple[str, ...]:
+def _list_labels(splits: Mapping[str, Sequence[Example]], place: Path) -> tuple[str, ...]:
     train = splits.get("all") or splits["train"]
     labels = tuple(sorted({one.label for one in train}))
     if len(labels) < 2:
@@ -167,53 +167,32 @@ def _encode(
             [stable_key("example", *(" ".join(text) for text in texts)) >> 1 for _, _, texts in kept], dtype=np.int64
         ),
         "groups": np.array([stable_key("group", one.group) >> 1 for _, one, _ in kept], dtype=np.int64),
-        "types": _lines(types),
+        "types": pack_words(types),
         "cut": np.array(sum(len(text) > scale.max_words for _, _, texts in kept for text in texts)),
         "left_out": np.array(len(every) - len(kept)),
     }
     for text in range(pairs):
         ragged = Ragged.of([[place[word] for word in texts[text][: scale.max_words]] for _, _, texts in kept])
-        arrays |= {f"text{text}.values": ragged.values, f"text{text}.offsets": ragged.offsets}
-    if scale.embeddings is not None:
-        found = read_word_vectors(scale.embeddings, set(types), scale.width)
-        if not found:
-            raise DataError(f"{scale.embeddings} has a vector for none of the {len(types)} words; name another file.")
-        arrays["vector_words"], arrays["vectors"] = _lines([*found]), np.stack([*found.values()])
-    return arrays
+        arrays |= ragged.pack(f"text{text}")
+    return arrays | ({} if scale.embeddings is None else pack_vectors(scale.embeddings, set(types), scale.width))
 
 
 def _decode(
-    stored: Mapping[str, NDArray], said: str, names: tuple[str, ...], labels: tuple[str, ...], fingerprint: str
+    stored: Mapping[str, NDArray], description: str, names: tuple[str, ...], labels: tuple[str, ...], fingerprint: str
 ) -> Words:
     ends = stored["splits"].tolist()
-    texts = tuple(
-        Ragged(stored[f"text{text}.values"], stored[f"text{text}.offsets"])
-        for text in range(2)
-        if f"text{text}.values" in stored
-    )
-    vectors = {}
-    if "vectors" in stored:
-        vectors = dict(zip(_types(stored["vector_words"]), stored["vectors"], strict=True))
+    texts = tuple(Ragged.unpack(stored, f"text{text}") for text in range(2) if f"text{text}.values" in stored)
     return Words(
-        said=said,
+        description=description,
         splits=dict(zip(names, zip([0, *ends], ends, strict=False), strict=True)),
         labels=labels,
         classes=stored["classes"],
         keys=stored["keys"],
         groups=stored["groups"],
-        types=_types(stored["types"]),
+        types=unpack_words(stored["types"]),
         texts=texts,
-        vectors=vectors,
+        vectors=unpack_vectors(stored),
         left_out=int(stored["left_out"]),
         cut=int(stored["cut"]),
         fingerprint=fingerprint,
     )
-
-
-def _lines(words: Sequence[str]) -> NDArray[np.uint8]:
-    # an array of strings would give each the room of the longest
-    return np.frombuffer("\n".join(words).encode(), dtype=np.uint8)
-
-
-def _types(lines: NDArray[np.uint8]) -> tuple[str, ...]:
-    return tuple(lines.tobytes().decode().split("\n"))
