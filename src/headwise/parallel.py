@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, SettingError
+from headwise.errors import SettingError
 
 # Engines that keep parameters as parts of flat vectors, where a process holds no rows nor columns of a head.
 FSDP1 = (
@@ -139,7 +139,7 @@ def add_own_part(target: Tensor, every: Tensor) -> None:
 
 
 def gather_features(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
-    """Return the features of all heads where tensor parallel left this process those of its own, differentiably.
+    """Return the features of all heads where tensor parallel left this process some of them, differentiably.
 
     Every process then computes the same from them, so the gradient of its own part is its slice of the gradient.
 
@@ -235,17 +235,6 @@ def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
     return None
 
 
-def require_readable(name: str, owner: nn.Module, parameter: Tensor) -> None:
-    """Raise `LayoutError` where an engine has left of a parameter no matrix to read heads in.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> require_readable("weight", layer, layer.weight)
-    """
-    reason = find_flattening(owner, parameter)
-    if reason is not None:
-        raise LayoutError(f"{name} {reason}.")
-
-
 def refuse_flat_optimizer(optimizer: object) -> None:
     """Raise `SettingError` for DeepSpeed's engine and optimizers, and for what Accelerate wraps them in.
 
@@ -268,7 +257,7 @@ def _place_columns(parameter: Any, across: int) -> tuple[Any, ...] | None:
     divided = [axis for axis, place in enumerate(placements) if not place.is_replicate()]
     columns = tuple(Shard(across) if axis in divided else place for axis, place in enumerate(placements))
     pieces = math.prod(mesh.size(axis) for axis in divided)
-    # rows divided by two meshes at once lie in an order of their own
+    # rows divided by two meshes at once are in another order
     one_exchange = len(divided) == 1 and type(placements[divided[0]]) is Shard
     return columns if parameter.shape[across] % pieces == 0 and (columns == placements or one_exchange) else None
 

@@ -74,7 +74,7 @@ def check_rule(rule: Rule, *, count: int = 4, width: int = 6, seed: int = 0) -> 
         for field, term in (("driving", "driving term"), ("repulsion", "repulsion"), ("gradient", "gradient")):
             value = getattr(forces, field)
             _require(bool(value.isfinite().all()), f"{rule} on {name} particles: its {term} is not finite.")
-            # distances of near heads beside a far one keep about seven digits of float64
+            # distances of near heads, with a far one among them, keep about seven digits of float64
             same = bool((getattr(moved, field) - value[order]).abs().max() <= 1e-5 * value.abs().max())
             _require(same, f"{rule} on {name} particles: permuting the heads does not permute the {term}.")
         total = forces.driving - forces.repulsion - forces.noise
@@ -113,9 +113,7 @@ def check_layout(
             view[head] = float(head)
         for head in range(head_slice.heads):
             own = int((marked == head).sum())
-            expected = (
-                head_slice.parameter.numel() // head_slice.parameter.shape[head_slice.axis] * head_slice.head_size
-            )
+            expected = marked.numel() // marked.shape[head_slice.axis] * head_slice.head_size
             _require(
                 own == expected,
                 f"{head_slice.name}: head {head} of its {head_slice.projection} holds {own} entries; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class HeadBias(Handle):
         self.calls = {site.name: 0 for site in heads.sites}
         try:
             for site in heads.sites:
-                self._removers.append(site.reach_scores().listen(_SiteBias(self, site)))
+                self._removers.append(site.reach_scores().listen(partial(self.compute, site)))
         except BaseException:
             self.remove()
             raise
@@ -70,7 +71,7 @@ class HeadBias(Handle):
         if call.cached and site.kind != "cross" and call.first + call.queries > call.keys:
             # a window of keys is cached: these are the newest
             call = replace(call, first_key=call.first + call.queries - call.keys)
-        computed, call = call.heads, replace(call, heads=site.count_all_heads(call.heads))
+        computed, call = call.heads, replace(call, heads=site.count_all(call.heads, site.num_heads))
         if isinstance(self.bias, Tensor):
             found = _select_part(self.bias, call)
         else:
@@ -97,16 +98,6 @@ class HeadBias(Handle):
         return site.select_own_heads(found, 1, computed).to(call.device)
 
 
-class _SiteBias:
-    """A bias as one site sees it."""
-
-    def __init__(self, handle: HeadBias, site: Site) -> None:
-        self.handle, self.site = handle, site
-
-    def __call__(self, call: ScoreCall) -> Tensor | None:
-        return self.handle.compute(self.site, call)
-
-
 def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
     """Add a bias to the attention scores of each head; returns a handle that removes it.
 
@@ -119,7 +110,7 @@ def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
         bias: Additive, [B or 1, H or 1, Q or 1, K], floating; -inf forbids. Or a function (site, call) -> such a tensor
             or None, where `call` has batch, heads, queries, keys, `query_positions`, dtype and device. With a cache,
             the rows and columns of this call are taken from a tensor made for the whole length. Without gradients, a
-            bias of B sequences serves B * n, each n times in a row, as beams and windows lie.
+            bias of B sequences is repeated n times in a row for B * n, the order of beams and windows.
 
     Returns:
         The handle, also a context manager; on leaving the block it raises `NotFired` for a site that never had a bias.

@@ -92,10 +92,10 @@ class ForwardToken:
 
 @dataclass
 class OpenCapture:
-    """A capture on its way: with the padding of its queries' own attention.
+    """The capture of a call that is still running.
 
     Attributes:
-        capture: What is filled while the call runs.
+        capture: Filled while the call runs.
         own: Padding that the call received.
         queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
         forward: The model's own forward in which it was made; None where a part was called without the model.
@@ -132,19 +132,15 @@ class OpenCapture:
                 f"{name} was called but computed its attention by another implementation than the one its weights "
                 "are read from; attach after any set_attn_implementation()."
             )
-        # whose queries are no tokens of the keys' sequence has another padding
+        # in cross-attention queries are tokens of another sequence, with its padding
         cross = capture.site.kind == "cross"
         padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
         if capture.site.kind == "pooling" and capture.key_keep is not None:
             # a text of padding alone is no text, and its one query pools nothing
             padding = Padding(capture.key_keep.any(1, keepdim=True))
-        capture.query_keep = padding.keep
-        if capture.outputs is not None:
-            capture.query_keep = padding.select_queries(capture.outputs.shape[1])
-        elif capture.weights is not None:
-            capture.query_keep = padding.select_queries(capture.weights.shape[2])
-        elif capture.mean_weights is not None:
-            capture.query_keep = padding.select_queries(capture.mean_weights.shape[1])
+        axes = ((capture.outputs, 1), (capture.weights, 2), (capture.mean_weights, 1))
+        queries = next((tensor.shape[axis] for tensor, axis in axes if tensor is not None), None)
+        capture.query_keep = padding.keep if queries is None else padding.select_queries(queries)
         read = next((tensor for tensor in capture.read if tensor is not None), None)
         if read is not None:
             capture.key_keep = _expand_batch(capture.key_keep, len(read))
@@ -188,7 +184,7 @@ def split_heads(joined: Tensor, site: Site) -> Tensor:
 def require_joined(joined: Tensor, site: Site) -> None:
     """Raise `ShapeError` unless this is what W_O of a site gets: [..., H * e], or its part under tensor parallel."""
     width = site.num_heads * site.head_size
-    if joined.dim() == 0 or site.count_all_features(joined.shape[-1]) != width:
+    if joined.dim() == 0 or site.count_all(joined.shape[-1], width) != width:
         raise ShapeError(
             f"{site.label} gave its output projection a tensor of shape {tuple(joined.shape)}; expected "
             f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "

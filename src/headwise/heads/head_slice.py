@@ -112,7 +112,7 @@ class HeadSlice:
             )
         if is_sharded(tensor):
             raise LayoutError(
-                f"{self.name} is sharded over processes (DTensor) and its heads lie on several of them; read them in "
+                f"{self.name} is sharded over processes (DTensor) and its heads are spread over them; read them in "
                 "its full_tensor()."
             )
         return self.part(tensor)
@@ -182,10 +182,10 @@ class OutputProjection:
 
 
 def check_head_slice(head_slice: HeadSlice) -> None:
-    """Raise `LayoutError` unless the head slice lies inside its parameter and its heads do not overlap.
+    """Raise `LayoutError` unless the head slice is inside its parameter and its heads do not overlap.
 
     Raises:
-        LayoutError: The parameter is absent or no floating-point matrix and no obstacle says so, or the rows do not
+        LayoutError: The parameter is absent or no floating-point matrix without an obstacle, or the rows do not
             fit.
     """
     if head_slice.obstacle is None:

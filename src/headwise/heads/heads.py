@@ -122,6 +122,12 @@ class Site:
         query = self.slices[0]
         return computes_part(query.owner, query.attribute, query.axis)
 
+    @property
+    def _query_weight(self) -> tuple[Tensor | None, int]:
+        """The weight of the queries, and its axis along which heads are."""
+        query = self.slices[0]
+        return query.owner._parameters.get(query.attribute), query.axis
+
     def gather_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
         """Return `tensor` for all heads, differentiably, where tensor parallel computes some of them in each process.
 
@@ -130,41 +136,26 @@ class Site:
             axis: The axis along which the heads are.
             size: Its size for all heads.
         """
-        query = self.slices[0]
-        return gather_features(tensor, axis, size, query.owner._parameters.get(query.attribute), query.axis)
+        return gather_features(tensor, axis, size, *self._query_weight)
 
     def select_own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:
         """Return the part of `tensor`, given for all heads along an axis, of the `heads` this process computes with."""
-        query = self.slices[0]
-        return select_own_heads(tensor, axis, heads, query.owner._parameters.get(query.attribute), query.axis)
+        return select_own_heads(tensor, axis, heads, *self._query_weight)
 
     def scale_heads(self, joined: Tensor, factors: Tensor) -> Tensor:
         """Return what W_O gets, [..., H * e] or this process's part of it, times one factor per head, [H]."""
-        query = self.slices[0]
-        every = factors.repeat_interleave(self.head_size)
-        return scale_features(joined, every, query.owner._parameters.get(query.attribute), query.axis)
+        return scale_features(joined, factors.repeat_interleave(self.head_size), *self._query_weight)
 
-    def count_all_heads(self, computed: int) -> int:
-        """Return how many heads there are in all processes together where this one computes some: H, or as given."""
-        return self._count_all(computed, self.num_heads)
-
-    def count_all_features(self, computed: int) -> int:
-        """Return the same of their features: H * e, or as given."""
-        return self._count_all(computed, self.num_heads * self.head_size)
-
-    def _count_all(self, computed: int, size: int) -> int:
+    def count_all(self, computed: int, size: int) -> int:
+        """Return `size` where the processes together compute that many heads or features, else what this one does."""
         if computed == size:
             return size
-        query = self.slices[0]
-        parts = count_parts(query.owner._parameters.get(query.attribute), query.axis)
-        return size if computed * parts == size else computed
+        return size if computed * count_parts(*self._query_weight) == size else computed
 
     @property
     def width(self) -> int:
         """Width d of the site's output: the rows of W_O, or H * e where W_O is unknown."""
-        if self.output is not None:
-            return self.output.across
-        return self.num_heads * self.head_size
+        return self.num_heads * self.head_size if self.output is None else self.output.across
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +318,7 @@ def require_heads(given: object) -> None:
 
 
 def _require_current(site: Site) -> None:
-    """Raise `LayoutError` unless the layers of a site stand where they stood when it was found."""
+    """Raise `LayoutError` unless the layers of a site are where they were when it was found."""
     for head_slice, before, now in zip(site.slices, site.found_at, site.paths(), strict=True):
         if before != now:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)

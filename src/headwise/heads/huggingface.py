@@ -35,7 +35,9 @@ from headwise.nn.scores import (
     Listeners,
     Observer,
     ScoreCall,
+    add_listener,
     clear_empty_rows,
+    discard_listener,
     sum_masks,
 )
 
@@ -82,12 +84,12 @@ class InterfaceScores:
         if not isinstance(module.__dict__.get(LISTENERS), Listeners):
             module.__dict__[LISTENERS] = Listeners()
         listeners: Listeners = module.__dict__[LISTENERS]
-        listeners.add(listener)
+        add_listener(listeners, listener)
         hook = Hook(module, _record_position)
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
         def stop() -> None:
-            listeners.discard(listener)
+            discard_listener(listeners, listener)
             if not listeners:
                 module.__dict__.pop(LISTENERS, None)
             handle.remove()

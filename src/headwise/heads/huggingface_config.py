@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from headwise.errors import LayoutError
 
-# Our names in the attention interface, and the implementation each stands on.
+# Our names in the attention interface, and the implementation that each wraps.
 UNDERNEATH = {"headwise": "sdpa", "headwise_eager": "eager"}
 OURS = {under: ours for ours, under in UNDERNEATH.items()}
 
@@ -34,7 +34,7 @@ def _make_view_class(config_class: type) -> type:
         view.headwise_original._attn_implementation = name
 
     def original(view: Any, _protocol: int) -> tuple:
-        # asked for by copy and by pickle: a copy of the module has the configuration itself
+        # for copy and pickle: a copy of the module has the configuration itself
         return _return_original, (view.headwise_original,)
 
     members = {

@@ -1,4 +1,4 @@
-"""How a module that projects queries, keys, values or outputs does so: its weight, and which way the weight lies."""
+"""How a module that projects queries, keys, values or outputs does so: its weight, and the weight's orientation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RecordedCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # the forward goes on, and may write into what it passed
+        # the forward continues, and may write into what it passed
         self.args, self.kwargs = _copy(tree_map(_to_double, (self.args, self.kwargs)))
 
     def again(self) -> None:
@@ -65,7 +65,7 @@ class Replay:
             seen = self._record_outputs()
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
-            silent = f"its {missing[0]} projection" if missing else "the module found in the place of W_O"
+            silent = f"its {missing[0]} projection" if missing else "the module found as its W_O"
             raise NotFired(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
         sizes = (self.site.num_heads, self.site.head_size)
         if seen[0].shape[-1] != sizes[0] * sizes[1]:
@@ -76,11 +76,11 @@ class Replay:
         """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was.
 
         Raises:
-            NotFired: The module in the place of W_O was not called.
+            NotFired: The module that plays W_O was not called.
         """
         seen = self._record_outputs()
         if not seen:
-            raise NotFired(f"{self.site.label}: the module found in the place of W_O was not called in a forward pass.")
+            raise NotFired(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
     def _record_outputs(self) -> list[Tensor]:

@@ -116,11 +116,11 @@ class Taps(Handle):
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
-                "not tapped (find_heads in the copy), torch.compile goes around what is attached later (attach before "
+                "not tapped (find_heads in the copy), torch.compile bypasses what is attached later (attach before "
                 "the first forward), and what ran without gradients is dropped when the model trains on."
             )
-        asked = {"outputs": self.outputs, "values": self.values, "weights": self.weights}
-        return [call.finish(**asked, mean_weights=self.mean_weights) for call in calls]
+        names = ("outputs", "values", "weights", "mean_weights")
+        return [call.finish(**{name: getattr(self, name) for name in names}) for call in calls]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,15 +148,11 @@ class Taps(Handle):
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
                 self._before(site.module, self._make_queries_hook(site))
         for site in self.heads.sites:
-            output_projection = (
-                site.expose()
-                if self.outputs or isinstance(site.module, nn.MultiheadAttention)
-                else site.output_projection
-            )
-            self._before(site.module, self._make_site_hook(site))
-            if self.outputs and output_projection is not None:
-                self._before(output_projection.module, self._make_outputs_hook(site))
             inside = isinstance(site.module, nn.MultiheadAttention)
+            projection = site.expose() if self.outputs or inside else None
+            self._before(site.module, self._make_site_hook(site))
+            if self.outputs and projection is not None:
+                self._before(projection.module, self._make_outputs_hook(site))
             if self.mean_weights and site.divided:
                 raise LayoutError(
                     f"{site.label}: under tensor parallel no process computes the weights of all heads, "
@@ -248,12 +244,10 @@ class Taps(Handle):
 
     def _make_outputs_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            output_projection = site.output_projection
-            capture = (
-                self._find_newest(site)
-                if output_projection is not None and module is output_projection.module
-                else None
-            )
+            projection = site.output_projection
+            if projection is None or module is not projection.module:
+                return
+            capture = self._find_newest(site)
             if capture is not None:
                 capture.outputs = split_heads(read_first_argument(module, args, kwargs), site)
 

@@ -140,8 +140,7 @@ def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], 
     wanted: dict[str, list[str]] = {}
     for site in sites:
         assert site.output_projection is not None
-        common = _find_common_parent(site.name, names[id(site.output_projection.owner)])
-        wanted[site.name] = [common[:depth] for depth in _list_cuts(common)]
+        wanted[site.name] = _list_common_parents(site.name, names[id(site.output_projection.owner)])
     around = {*(place for places in wanted.values() for place in places), *wanted}
     handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
     try:
@@ -162,20 +161,14 @@ def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], 
     return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
 
 
-def _find_common_parent(first: str, second: str) -> str:
-    """Return the name of the innermost module that holds both modules."""
+def _list_common_parents(first: str, second: str) -> list[str]:
+    """Return the names of the modules that hold both modules, innermost first; the model, "", is last."""
     both = []
     for a, b in zip(first.split("."), second.split("."), strict=False):
         if a != b:
             break
         both.append(a)
-    return ".".join(both)
-
-
-def _list_cuts(name: str) -> list[int]:
-    """Return where to cut a dotted name for itself, its parent, and so on up to the model."""
-    cuts = [len(name), *(i for i in range(len(name) - 1, 0, -1) if name[i] == "."), 0]
-    return list(dict.fromkeys(cuts))
+    return [".".join(both[:depth]) for depth in range(len(both), -1, -1)]
 
 
 def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
@@ -204,7 +197,7 @@ def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, lis
                 model=twin,
                 module=module,
                 slices=tuple(copy_slice(head_slice) for head_slice in site.slices),
-                # an aggregator may stand in the place of W_O since the heads were found
+                # an aggregator may have replaced W_O since the heads were found
                 output=None if site.output is None or find_copy(site.output.owner) is None else copy_slice(site.output),
                 output_projection=None
                 if output_projection is None or output_owner is None

@@ -21,7 +21,7 @@ REGULAR, COLUMNS, WINDOW, PAIRS = range(4)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FlexMask:
-    """What `HeadMask` says, for flex attention; made by `Roles.for_flex`.
+    """A `HeadMask` for flex attention; made by `Roles.for_flex`.
 
     A query attends to the keys that its head's role allows and, where that leaves none, follows the policy of the mask.
 

@@ -126,9 +126,7 @@ class HeadMask:
 
     def additive(self, dtype: torch.dtype = torch.float32, *, causal: bool | None = None) -> Tensor:
         """Return 0 where a head may attend and -inf elsewhere, [B, H, n, n]; a row may be -inf throughout."""
-        _require_floating(dtype)
-        allowed = self.allowed(causal=causal)
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+        return _to_additive(self.allowed(causal=causal), dtype, -math.inf)
 
     def for_sdpa(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return `attn_mask` for `torch.nn.functional.scaled_dot_product_attention`, [B, H, n, n].
@@ -153,12 +151,9 @@ class HeadMask:
 
         Additive, with the least number of `dtype` for "may not", as transformers itself has it. It replaces the model's
         own masks: set `causal` for a decoder. A query without any key attends to everything, and what comes out is
-        padding. `hw.guide` needs none of this, and works where a model makes 4-D masks of its own.
+        padding. `hw.guide` needs none of this, and works where a model makes its own 4-D masks.
         """
-        _require_floating(dtype)
-        allowed = self.allowed()
-        least = torch.finfo(dtype).min
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, least)
+        return _to_additive(self.allowed(), dtype)
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return the function (batch, head, query, key) -> may attend that flex attention takes.
@@ -210,10 +205,9 @@ class HeadMask:
         require_integer("tokens", tokens)
         extra = tokens - self.tokens
         if extra < 0:
-            raise MaskError(f"a mask of {self.tokens} tokens was to be padded to {tokens}; expected at least as many.")
-        keep = self.roles.new_ones(self.batch, self.tokens) if self.keep is None else self.keep
+            raise MaskError(f"a mask of {self.tokens} tokens was padded to {tokens}; expected at least {self.tokens}.")
         rows = extra if self.roles.shape[2] > 1 else 0
-        return replace(self, roles=F.pad(self.roles, (0, extra, 0, rows)), keep=F.pad(keep, (0, extra)))
+        return replace(self, roles=F.pad(self.roles, (0, extra, 0, rows)), keep=F.pad(self._keep, (0, extra)))
 
     @staticmethod
     def concatenate(masks: Sequence[HeadMask]) -> HeadMask:
@@ -258,7 +252,7 @@ class HeadMask:
         if len(seeds) != self.batch:
             raise SettingError(f"{len(seeds)} seeds were given for {self.batch} sentences; expected one per sentence.")
         roles = torch.zeros(self.batch, self.roles.shape[1], self.tokens, self.tokens, dtype=torch.bool)
-        keep = torch.ones(self.batch, self.tokens, dtype=torch.bool) if self.keep is None else self.keep.cpu()
+        keep = self._keep.cpu()
         own = self.roles.cpu().expand(self.batch, -1, self.tokens, -1)
         for sentence, seed in enumerate(seeds):
             real = keep[sentence].nonzero().squeeze(1)
@@ -310,7 +304,7 @@ class HeadMask:
 
 
 def _draw_keys(part: Tensor, regular: Tensor, seed: int) -> Tensor:
-    """Return as many keys a row as `part` [R, n, n] has, drawn among the regular ones [n, n]."""
+    """Return for each row of `part` [R, n, n] the same number of keys, drawn among the regular ones [n, n]."""
     counts = (part & regular).sum(-1, keepdim=True)
     order = torch.rand(part.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~regular, 2.0)
     return order.argsort(-1).argsort(-1) < counts
@@ -325,9 +319,12 @@ def _require_boolean(name: str, tensor: Tensor) -> None:
         )
 
 
-def _require_floating(dtype: torch.dtype) -> None:
+def _to_additive(allowed: Tensor, dtype: torch.dtype, forbidden: float | None = None) -> Tensor:
+    """Return 0 where allowed, and `forbidden` (the least number of `dtype` by default) elsewhere."""
     if not dtype.is_floating_point:
         raise MaskError(f"dtype is {dtype}; expected a floating-point type for an additive mask.")
+    forbidden = torch.finfo(dtype).min if forbidden is None else forbidden
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, forbidden)
 
 
 def _format_count(number: int, noun: str) -> str:

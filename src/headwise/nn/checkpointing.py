@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from headwise.errors import NotFired
 from headwise.nn.scores import Bias, Observer, ScoreCall
 
-# torch.compiler.disable, without the second that importing the compiler takes before anybody compiles
+# torch.compiler.disable, without the second that importing the compiler takes
 outside_graphs = _disable_dynamo
 
 

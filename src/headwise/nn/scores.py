@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -111,24 +112,24 @@ class Listeners:
         self.biases: tuple[Bias, ...] = ()
         self.first, self.cached = 0, False
 
-    def add(self, listener: Observer | Bias) -> None:
-        """Add a listener."""
-        if isinstance(listener, Observer):
-            self.observers = (*self.observers, listener)
-        else:
-            self.biases = (*self.biases, listener)
-
-    def discard(self, listener: Observer | Bias) -> None:
-        """Remove a listener."""
-        self.observers = tuple(other for other in self.observers if other is not listener)
-        self.biases = tuple(other for other in self.biases if other is not listener)
-
     def __bool__(self) -> bool:
         return bool(self.observers or self.biases)
 
     def __reduce__(self) -> tuple:
         # for copy and pickle
         return Listeners, ()
+
+
+def add_listener(owner: Any, listener: Observer | Bias) -> None:
+    """Add a listener to what has `observers` and `biases`."""
+    name = "observers" if isinstance(listener, Observer) else "biases"
+    setattr(owner, name, (*getattr(owner, name), listener))
+
+
+def discard_listener(owner: Any, listener: Observer | Bias) -> None:
+    """Remove a listener from what has `observers` and `biases`."""
+    owner.observers = tuple(other for other in owner.observers if other is not listener)
+    owner.biases = tuple(other for other in owner.biases if other is not listener)
 
 
 class TorchScores:
@@ -146,16 +147,8 @@ class TorchScores:
         module = self.module
         if not hasattr(module, "observers"):
             raise LayoutError(f"{type(module).__name__} computes its scores out of reach; adopt() it first.")
-        if isinstance(listener, Observer):
-            module.observers = (*module.observers, listener)
-        else:
-            module.biases = (*module.biases, listener)
-
-        def stop() -> None:
-            module.observers = tuple(other for other in module.observers if other is not listener)
-            module.biases = tuple(other for other in module.biases if other is not listener)
-
-        return stop
+        add_listener(module, listener)
+        return partial(discard_listener, module, listener)
 
 
 def sum_masks(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError, require_integer, require_positive
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import PROJECTIONS, Heads, require_heads
-from headwise.parallel import add_own_part, gather_full, is_sharded, require_readable, write_own_part
+from headwise.parallel import add_own_part, find_flattening, gather_full, is_sharded, write_own_part
 from headwise.repulsion.gram import SMALLEST, geometry, geometry_from_grams, shifted_gram, squared_norms
 from headwise.repulsion.rules import Rule
 
@@ -87,9 +88,7 @@ class ParticleGroup:
             sharded = is_sharded(gradient)
             every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device) if sharded else gradient
             view = head_slice.view(every)
-            generator = torch.Generator(view.device)
-            generator.manual_seed(derive_seed(seed, step, head_slice.name, head_slice.projection))
-            noise = torch.randn(view.shape, generator=generator, device=view.device) * deviation
+            noise = _draw_noise(view, seed, step, head_slice) * deviation
             with torch.no_grad():
                 view.add_((noise if scale is None else noise * scale).to(view.dtype))
             if sharded:
@@ -98,7 +97,9 @@ class ParticleGroup:
     def require_trainable(self) -> None:
         """Raise `LayoutError` unless every parameter is a trainable matrix of which heads can be read."""
         for head_slice in self.slices:
-            require_readable(head_slice.name, head_slice.owner, head_slice.parameter)
+            reason = find_flattening(head_slice.owner, head_slice.parameter)
+            if reason is not None:
+                raise LayoutError(f"{head_slice.name} {reason}.")
             if not head_slice.parameter.requires_grad:
                 raise LayoutError(f"{head_slice.name} does not require a gradient; unfreeze it or select other heads.")
 
@@ -169,20 +170,15 @@ class ForceNorms:
         if len(records) == 1:
             return records[0]
         device = records[0].driving_norm.device
-
-        def concatenate(name: str) -> Tensor:
-            return torch.cat([getattr(record, name).to(device) for record in records])
-
-        return ForceNorms(
-            tuple(name for record in records for name in record.names),
-            concatenate("driving_norm"),
-            concatenate("repulsion_norm"),
-            concatenate("particle_norm"),
-            concatenate("finite"),
-            concatenate("equal"),
-            tuple(count for record in records for count in record.particles),
-            tuple(name for record in records for name in record.skipped),
-        )
+        joined: dict[str, Any] = {}
+        for field in fields(ForceNorms):
+            parts = [getattr(record, field.name) for record in records]
+            joined[field.name] = (
+                tuple(chain.from_iterable(parts))
+                if isinstance(parts[0], tuple)
+                else torch.cat([part.to(device) for part in parts])
+            )
+        return ForceNorms(**joined)
 
     def __str__(self) -> str:
         lines = [f"{'particle group':<40} {'driving':>9} {'repulsion':>9} {'ratio':>9} {'particle':>9}"]
@@ -298,10 +294,7 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
             every = gather_full(head_slice.parameter)
             view = head_slice.view(every)
             size = view.float().square().mean().sqrt()
-            generator = torch.Generator(view.device).manual_seed(
-                derive_seed(seed, "jitter", head_slice.name, head_slice.projection)
-            )
-            noise = torch.randn(view.shape, generator=generator, device=view.device)
+            noise = _draw_noise(view, seed, "jitter", head_slice)
             view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
             if sharded:
                 write_own_part(head_slice.parameter, every)
@@ -330,6 +323,12 @@ def derive_seed(*parts: object) -> int:
     """Return a 63-bit seed that depends only on the parts, the same on every machine and in every process."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _draw_noise(view: Tensor, seed: int, purpose: object, head_slice: HeadSlice) -> Tensor:
+    generator = torch.Generator(view.device)
+    generator.manual_seed(derive_seed(seed, purpose, head_slice.name, head_slice.projection))
+    return torch.randn(view.shape, generator=generator, device=view.device)
 
 
 def _require_finite(head_slice: HeadSlice) -> None:

@@ -41,7 +41,7 @@ class Rule(Protocol):
 
     @property
     def needs_inner(self) -> bool:
-        """Whether the rule reads inner products besides distances."""
+        """Whether the rule reads inner products in addition to distances."""
         ...
 
     def noise_scale(self) -> float:
@@ -105,7 +105,7 @@ class KernelRule(RepulsiveRule):
 
     @property
     def needs_inner(self) -> bool:
-        """Whether the kernel reads inner products besides distances."""
+        """Whether the kernel reads inner products in addition to distances."""
         return self.kernel.needs_inner
 
 

@@ -39,7 +39,7 @@ from headwise.repulsion.step_batched import GroupGradients, apply_stacked, stack
 def apply_rule(
     rule: Rule, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None
 ) -> ForceNorms | None:
-    """Replace the gradient of every group in place by what the rule says; None when none has a gradient.
+    """Replace the gradient of every group in place by that of the rule; None when none has a gradient.
 
     Where parameters are sharded all processes call it. Groups whose columns are divided over one mesh share one message
     of sums; those that do not divide evenly are computed whole by every process.
