@@ -112,12 +112,7 @@ def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def average_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
-    """Return the means of single numbers over the processes of a group, in one message, without gradients.
-
-    Args:
-        group: The process group.
-        numbers: Tensors of one number each.
-    """
+    """Return the means of tensors of one number each over a process group, in one message, without gradients."""
     import torch.distributed as dist
 
     flat = torch.stack([number.detach().to(numbers[0].device, torch.float64) for number in numbers])
@@ -127,13 +122,13 @@ def average_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def write_own_part(target: Tensor, every: Tensor) -> None:
-    """Write into `target` this process's part of a tensor that every process has; nothing is sent."""
+    """Write into `target` this process's part of a tensor that every process has, without communication."""
     with torch.no_grad():
         _to_local(target).copy_(_take_own_part(every, target))
 
 
 def add_own_part(target: Tensor, every: Tensor) -> None:
-    """Add to `target` this process's part of a tensor that every process has; nothing is sent."""
+    """Add to `target` this process's part of a tensor that every process has, without communication."""
     with torch.no_grad():
         _to_local(target).add_(_take_own_part(every, target))
 
@@ -164,14 +159,9 @@ def gather_features(tensor: Tensor, axis: int, size: int, parameter: Tensor | No
 
 
 def select_own_heads(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
-    """Return the part of `tensor`, given for all heads, that is of this process's heads under tensor parallel.
+    """Return the part of `tensor`, given for all heads along `axis`, of the `size` heads that this process computes.
 
-    Args:
-        tensor: Something given for all heads along `axis`, or for any of them with size 1 there.
-        axis: That axis.
-        size: How many heads this process computes with.
-        parameter: The weight that computes the features.
-        along: The axis of `parameter` along which heads are.
+    A tensor of size 1 along the axis holds for any head. `parameter` computes the features, with heads along `along`.
     """
     if tensor.shape[axis] in (1, size):
         return tensor
@@ -183,12 +173,6 @@ def select_own_heads(tensor: Tensor, axis: int, size: int, parameter: Tensor | N
 
 def scale_features(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int) -> Tensor:
     """Return features times one factor each, [..., F] * [F], where a process may have some of the F features.
-
-    Args:
-        tensor: The features: all of them, a DTensor, or this process's part of them under tensor parallel.
-        factors: A factor for each of all features.
-        parameter: The weight that computes the features.
-        along: The axis of `parameter` along which they are.
 
     >>> scale_features(torch.ones(3, 2), torch.tensor([2.0, 3.0]), None, 0)[0]
     tensor([2., 3.])

@@ -1,15 +1,12 @@
 """Disagreement terms: how alike the heads of one attention are, as scalars a user adds to a loss.
 
-Li et al. 2021 maximize a disagreement D; here the similarity s = -D is returned, so it is minimized and
-carries a plus sign in the loss. Their terms average over all H² ordered pairs of heads, a head with itself
-included, and are computed from the mean over the heads, without a pair of heads ever being formed.
-Means run over valid tokens only (`keep`, True = valid); padded positions may hold anything, NaN included,
-and receive no gradient. Half precision is summed and returned in float32; float64 stays float64.
+Li et al. 2021 maximize a disagreement D; here the similarity s = -D is returned, to be minimized. Terms average over
+all H² ordered pairs of heads, a head with itself included, and are computed from the mean over heads, without forming
+pairs. Means run over valid tokens only (`keep`, True = valid); padded positions may hold anything, NaN included, and
+receive no gradient. Half precision is summed and returned in float32; float64 stays float64.
 
-Every term also comes as `*_sum`, a sum over valid tokens and their number, so that several calls can be
-pooled token by token: Σ sums / Σ counts. Both are scalars on the device, computed without synchronization.
-With no valid token the count is 0, and the mean is 0 because it divides by at least 1: raising instead
-would require reading the mask's values in every step.
+Every term also comes as `*_sum`, a sum over valid tokens and their number, to pool several calls token by token. With
+no valid token the mean is 0: raising would require reading the mask's values in every step.
 """
 
 from __future__ import annotations
@@ -67,20 +64,9 @@ def output_similarity_sum(outputs: Tensor, keep: Tensor | None = None) -> tuple[
 def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
     """Mean cosine between the values of two heads at one key position.
 
-    s = mean_t (1/H²) Σ_ij cos(V_ti, V_tj)  (Li et al. 2021, Eq. 5, s = -D). The same function
-    as `output_similarity`, on projected values; `keep` then marks valid key positions. Under grouped-query
+    s = mean_t (1/H²) Σ_ij cos(V_ti, V_tj)  (Li et al. 2021, Eq. 5, s = -D). The same function and refusals as
+    `output_similarity`, on projected values [..., H, e]; `keep` marks valid key positions. Under grouped-query
     attention it compares the G key/value heads instead of the H heads.
-
-    Args:
-        values: [..., H, e], for example [B, K, H, e].
-        keep: [...], bool, True = valid position; None keeps all. With no valid position the result is 0.
-
-    Returns:
-        A scalar in [0, 1], float32 or float64.
-
-    Raises:
-        ShapeError: `values` is not floating or has fewer than two axes.
-        MaskError: `keep` is not bool or not of the leading shape of `values`.
 
     >>> subspace_similarity(torch.eye(2).expand(3, 5, 2, 2))
     tensor(0.5000)

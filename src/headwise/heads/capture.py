@@ -109,14 +109,8 @@ class OpenCapture:
     def finish(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
         """Return the capture with the padding of its queries, one row a sequence.
 
-        Args:
-            outputs: Whether outputs were requested.
-            values: Whether values were requested.
-            weights: Whether attention weights were requested.
-            mean_weights: Whether their mean over heads was requested.
-
         Raises:
-            NotFired: Something requested was not computed in the call where it is read.
+            NotFired: Something requested, which the arguments say, was not computed in the call where it is read.
         """
         capture = self.capture
         name = capture.site.label
@@ -218,9 +212,7 @@ def count_cached(module: nn.Module, arguments: Iterable[object]) -> int | None:
 def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:
     """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask.
 
-    Args:
-        module: The attention module; masks of transformers' modules are read in transformers' convention.
-        arguments: The arguments of the call by name.
+    Masks of modules of transformers are read in the convention of transformers.
     """
     mask = arguments.get("key_padding_mask")
     if isinstance(mask, Tensor):

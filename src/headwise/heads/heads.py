@@ -129,13 +129,7 @@ class Site:
         return query.owner._parameters.get(query.attribute), query.axis
 
     def gather_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
-        """Return `tensor` for all heads, differentiably, where tensor parallel computes some of them in each process.
-
-        Args:
-            tensor: What a call computed of its heads; returned as it is when it is of all of them.
-            axis: The axis along which the heads are.
-            size: Its size for all heads.
-        """
+        """Return `tensor`, of some heads in each process under tensor parallel, for all: `size` along `axis`."""
         return gather_features(tensor, axis, size, *self._query_weight)
 
     def select_own_heads(self, tensor: Tensor, axis: int, heads: int) -> Tensor:

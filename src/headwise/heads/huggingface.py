@@ -74,11 +74,7 @@ class InterfaceScores:
         self.module = module
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
-        """Attach an observer or a bias to the module, and return what detaches it.
-
-        Raises:
-            LayoutError: The model runs an implementation that can do neither (flash, flex, paged).
-        """
+        """Attach an observer or a bias to the module, and return what detaches it; flash and flex are refused."""
         module = self.module
         release = lend(module)
         if not isinstance(module.__dict__.get(LISTENERS), Listeners):

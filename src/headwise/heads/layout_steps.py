@@ -109,7 +109,7 @@ def find_output_projection(
         name: Name of the attention module in it.
         module: The attention module.
         candidates: Attribute paths from the attention module; from its parent with a leading "..".
-        width: H * e; None where it is unknown, and any projection will do.
+        width: H * e; any projection fits where it is None.
     """
     for candidate in candidates:
         owner, path = module, candidate

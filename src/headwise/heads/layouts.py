@@ -241,9 +241,7 @@ class FusedLinear:
         interleaved: Whether the heads of `order` alternate.
         query: Attribute names of the query projection where it is not in `order`.
         when: Values that attributes of the module must have, each (name, allowed values); None allows its absence.
-        num_heads: Attribute names of the number of query heads, on the module or its `config`.
-        head_size: Attribute names of the width of one head; tried before `num_heads`.
-        beside: Names of other projections that the module may hold and that have no heads.
+        num_heads, head_size, beside: As in `SeparateLinears`.
 
     Raises:
         SettingError: Names are not a tuple of strings, or `order` is not made of query, key and value.

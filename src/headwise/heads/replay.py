@@ -73,11 +73,7 @@ class Replay:
         return seen[0].unflatten(-1, sizes).flatten(0, -3)
 
     def outputs(self) -> Tensor:
-        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was.
-
-        Raises:
-            NotFired: The module that plays W_O was not called.
-        """
+        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was."""
         seen = self._record_outputs()
         if not seen:
             raise NotFired(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")

@@ -27,12 +27,7 @@ class Experiments:
         self.members = self.site.num_heads // self.site.key_value_heads
 
     def run(self) -> None:
-        """Run them all.
-
-        Raises:
-            LayoutError: The site is misread, or its calls are not repeatable.
-            NotFired: A projection was not called.
-        """
+        """Run all; raise `LayoutError` for a misread site or calls that are not repeatable."""
         if not torch.equal(self.replay.heads({}), self.replay.heads({})):
             raise LayoutError(
                 f"{self.site.label}: called twice with the same inputs in float64 it gave two results, or none that "
@@ -157,12 +152,7 @@ def _format_heads(heads: list[int]) -> str:
 
 
 def check_learned_queries(replay: Replay) -> None:
-    """Raise unless changing the rows of each head's learned query changes the output of that head and of no other.
-
-    Raises:
-        LayoutError: It does not; the message says which heads change.
-        NotFired: The module that plays W_O was not called.
-    """
+    """Raise `LayoutError` unless changing the learned query of a head changes the output of that head only."""
     (head_slice,) = replay.site.slices
     before = replay.outputs()
     for head in range(head_slice.heads):

@@ -99,7 +99,7 @@ class Scores(Protocol):
         """Attach an observer or a bias to the module, and return what detaches it.
 
         Raises:
-            LayoutError: The module cannot be reached; the message says why.
+            LayoutError: The scores of the module cannot be reached.
         """
         ...
 
@@ -139,11 +139,7 @@ class TorchScores:
         self.module: Any = module
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
-        """Attach an observer or a bias to the module, and return what detaches it.
-
-        Raises:
-            LayoutError: The module is torch's own, which cannot be listened to.
-        """
+        """Attach an observer or a bias to the module, and return what detaches it."""
         module = self.module
         if not hasattr(module, "observers"):
             raise LayoutError(f"{type(module).__name__} computes its scores out of reach; adopt() it first.")
@@ -158,7 +154,7 @@ def sum_masks(
 
     Args:
         mask: Boolean (True may attend) or additive, broadcastable to [B, H, Q, K]; None for none.
-        causal: Whether query i sees keys 0 to i only; when there is no mask.
+        causal: Whether query i sees keys 0 to i only; ignored where there is a mask.
         biases: Additive, broadcastable likewise; at least one.
         queries: Q.
         keys: K.

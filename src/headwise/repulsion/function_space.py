@@ -78,13 +78,7 @@ class FunctionSVGD(KernelRule):
 
     @torch.no_grad()
     def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
-        """Replace the gradient of every group in place by that of the rule; None when none has a gradient.
-
-        Args:
-            groups: From `find_groups`; those without a gradient are skipped and named.
-            strength: Multiplies the repulsion.
-            scale: What the gradients are multiplied by (a GradScaler's scale), or None.
-        """
+        """Replace the gradient of every group in place by that of the rule; None when none has a gradient."""
         records, skipped = [], []
         for group in groups:
             assert isinstance(group, FunctionGroup)

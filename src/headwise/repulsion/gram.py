@@ -43,14 +43,7 @@ class Geometry:
 
 
 def geometry(particles: Tensor, *, inner: bool) -> Geometry:
-    """The `Geometry` of `particles`.
-
-    Args:
-        particles: [*, M, D] floating point, any leading group axes.
-        inner: whether to keep the unshifted inner products too (a kernel's `needs_inner`).
-
-    Returns:
-        A `Geometry` of float64 [*, M, M] matrices on the device of the particles.
+    """The `Geometry` of particles [*, M, D], with their unshifted inner products if `inner` (a kernel's `needs_inner`).
 
     >>> geometry(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), inner=False).squared_distances.tolist()
     [[0.0, 25.0], [25.0, 0.0]]
@@ -61,15 +54,7 @@ def geometry(particles: Tensor, *, inner: bool) -> Geometry:
 
 
 def geometry_from_grams(shifted: Tensor, plain: Tensor | None) -> Geometry:
-    """The `Geometry` of groups from their Gram matrices: D_ij = S_ii + S_jj - 2 S_ij, never below 0.
-
-    Args:
-        shifted: float64 [*, M, M], sums of `shifted_gram` over the slices of a group.
-        plain: float64 [*, M, M], the same sums of `plain_gram`, or None.
-
-    Returns:
-        A `Geometry` with matrices of the same shape.
-    """
+    """The `Geometry` of groups from their Gram matrices [*, M, M]: D_ij = S_ii + S_jj - 2 S_ij, never below 0."""
     norms = shifted.diagonal(dim1=-2, dim2=-1)
     scale = norms.unsqueeze(-1) + norms.unsqueeze(-2)
     distances = scale - (shifted + shifted.mT)
@@ -78,13 +63,7 @@ def geometry_from_grams(shifted: Tensor, plain: Tensor | None) -> Geometry:
 
 
 def shifted_gram(view: Tensor) -> Tensor:
-    """The Gram matrix of the particles less particle 0, accumulated in float64.
-
-    Args:
-        view: [M, ...] floating point, one particle to an entry of the first axis; not modified.
-
-    Returns:
-        float64 [M, M]; row and column 0 are zero.
+    """The float64 Gram matrix [M, M] of the particles [M, ...] less particle 0; its row and column 0 are zero.
 
     >>> shifted_gram(torch.tensor([[1.0, 1.0], [4.0, 5.0]])).tolist()
     [[0.0, 0.0], [0.0, 25.0]]
@@ -100,14 +79,7 @@ def shifted_gram(view: Tensor) -> Tensor:
 
 
 def plain_gram(view: Tensor) -> Tensor:
-    """The Gram matrix of the particles as they are, accumulated in float64.
-
-    Args:
-        view: [M, ...] floating point; not modified.
-
-    Returns:
-        float64 [M, M].
-    """
+    """The float64 Gram matrix [M, M] of the particles [M, ...] as they are."""
     gram = _empty_gram(view)
     for columns in _columns(view):
         gram.addmm_(columns, columns.T)

@@ -45,16 +45,7 @@ class Mixing:
 
 
 def blend(mixing: Mixing, particles: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The driving term and the repulsion of one step, [*, M, D] each; the gradient is their difference.
-
-    Args:
-        mixing: coefficients [*, M, M].
-        particles: [*, M, D].
-        gradients: [*, M, D], of the same dtype.
-
-    Returns:
-        The driving term drive @ g + prior @ theta, and the repulsion s * (repulsion @ theta).
-    """
+    """The driving term drive @ g + prior @ theta, [*, M, D], and the repulsion s * (repulsion @ theta) of one step."""
     driving = mixing.drive.to(gradients.dtype) @ gradients
     if mixing.prior is not None:
         driving = driving + mixing.prior.to(particles.dtype) @ particles
@@ -70,13 +61,8 @@ def blend(mixing: Mixing, particles: Tensor, gradients: Tensor) -> tuple[Tensor,
 def repulsion_scale(mixing: Mixing, drive_norm: Tensor, repulsion_norm: Tensor) -> Tensor:
     """The factor s [*] on the repulsion: 1, or what makes its norm `relative` times that of the driving term.
 
-    Args:
-        mixing: coefficients of the step.
-        drive_norm: [*], norm over each group of the driving term, drive @ g + prior @ theta.
-        repulsion_norm: [*], norm over each group of repulsion @ theta.
-
-    Returns:
-        [*]; 0 for a group whose particles do not repel each other, whatever the ratio.
+    From the norms [*] of the driving term, drive @ g + prior @ theta, and of repulsion @ theta. It is 0 for a group
+    whose particles do not repel each other, whatever the ratio.
     """
     if mixing.relative is None:
         return torch.ones_like(repulsion_norm)

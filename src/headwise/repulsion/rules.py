@@ -55,12 +55,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class RepulsiveRule:
-    """What rules with a repulsion share: its strength, the step size, and no noise.
-
-    Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
-        step_size: eps, above 0.
-    """
+    """What rules with a repulsion share: its strength, the step size, and no noise."""
 
     alpha: float | Relative = 0.01
     step_size: float = 0.1
@@ -88,11 +83,7 @@ class RepulsiveRule:
 
 @dataclass(frozen=True)
 class KernelRule(RepulsiveRule):
-    """What rules with a kernel share.
-
-    Args:
-        kernel: k.
-    """
+    """What rules with a kernel share."""
 
     kernel: Kernel = field(default_factory=RBF)
 
@@ -111,14 +102,7 @@ class KernelRule(RepulsiveRule):
 
 @dataclass(frozen=True)
 class SteinRule(KernelRule):
-    """What SVGD and SPOS share: the target distribution, and a driving term smoothed by the kernel.
-
-    Args:
-        smoothing: False replaces k_ij by delta_ij in the driving term only: each head keeps its own gradient.
-        prior_precision: tau of a Gaussian prior N(0, 1/tau), at least 0; 0 is flat.
-        data_size: N, above 0; the loss is a mean over examples.
-        inverse_temperature: beta, above 0.
-    """
+    """What SVGD and SPOS share: the target distribution, and a driving term smoothed by the kernel."""
 
     _: KW_ONLY
     smoothing: bool = True

@@ -34,14 +34,7 @@ def stacks_on(device: torch.device) -> bool:
 def apply_stacked(
     rule: Rule, every: Sequence[GroupGradients], *, strength: float, scale: Tensor | None
 ) -> list[ForceNorms]:
-    """Replace the gradients of these groups in place by that of the rule; returns one record per stack.
-
-    Args:
-        rule: The particle rule.
-        every: Groups of any shapes, with their gradients.
-        strength: Multiplies the repulsion.
-        scale: What the gradients are multiplied by, or None.
-    """
+    """Replace the gradients of groups of any shapes in place by those of the rule; returns one record per stack."""
     return [apply_to_stack(rule, members, strength, scale) for members in _divide_into_stacks(every)]
 
 
@@ -59,7 +52,7 @@ def _divide_into_stacks(every: Sequence[GroupGradients]) -> list[list[GroupGradi
 
 
 def apply_to_stack(rule: Rule, members: Sequence[GroupGradients], strength: float, scale: Tensor | None) -> ForceNorms:
-    """Replace the gradients of G groups of one shape in place by that of the rule."""
+    """Replace the gradients of G groups of one shape in place by those of the rule."""
     groups, gradients = [group for group, _ in members], [views for _, views in members]
     own = [torch.stack(views).flatten(2) for views in zip(*(group.views() for group in groups), strict=True)]
     given = [torch.stack(views).flatten(2) for views in zip(*gradients, strict=True)]
