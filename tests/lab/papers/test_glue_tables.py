@@ -164,8 +164,8 @@ def test_a_record_says_what_its_runs_began_with(tmp_path):
     )
     begun = read_initial_runs(tmp_path, None, tmp_path)
     assert str(begun) == "pretraining at scale gpu (6,000 steps), data ab12"
-    assert Reproduced(TABLE, "gpu", {}, {}, {}, begun=begun).file == "table-3-gpu.json"
-    assert Reproduced(TABLE, "cpu", {}, {}, {}, begun=begun).file == "table-3-cpu-after-pretraining-gpu.json"
+    assert Reproduced(TABLE, "gpu", {}, {}, {}, initial_runs=begun).file == "table-3-gpu.json"
+    assert Reproduced(TABLE, "cpu", {}, {}, {}, initial_runs=begun).file == "table-3-cpu-after-pretraining-gpu.json"
 
 
 def test_what_begins_with_a_set_that_is_not_there_is_left_out_too(place):

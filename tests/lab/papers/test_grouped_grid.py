@@ -90,11 +90,11 @@ def test_the_test_is_one_sided_and_adjusted_over_the_whole_grid():
     p = estimate(right(BARELY) - 0.5, seed=derive_key("chance", "One", "plain")).p
     assert 0.05 < p < 0.1
     one = table(majority=0.5, plain=BARELY)
-    assert grouped_table._at_chance({"One": one}, {"One": one.evidence}) == set()
+    assert grouped_table._find_at_chance({"One": one}, {"One": one.evidence}) == set()
     # it is told alone, and not beside three others
     rows = grid(One=one, Two=table(majority=0.5, plain=0.5, em=0.5))
     assert rows["One"][2].startswith("(")
-    assert grouped_table._at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
+    assert grouped_table._find_at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
 
 
 def test_where_guessing_does_better_than_the_majority_it_is_the_floor():

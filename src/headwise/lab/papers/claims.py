@@ -29,16 +29,15 @@ class Contrast:
         arm: Name of the arm that should be ahead.
         against: Name of the arm that should be behind.
         bins: First and last bin; None for all items.
-        beyond: First and last bin of a range whose difference is taken off: the contrast then says that the lead is
+        beyond: First and last bin of a range whose difference is taken off: the contrast is then that the lead is
             larger on `bins` than there. None for a plain difference.
         of: What the bins count, as in "operators".
         part: The part of the reproduction that `arm` is run in.
         against_part: The part that `against` is run in; None for the same.
-        measure: A number of each run in the place of the score, as in "NLL"; one value a seed, so only seeds are
-            chance then.
+        measure: A number of each run instead of the score, as in "NLL"; one value a seed, so only seeds are chance.
         less: A contrast whose difference is taken off.
-        over: Parts whose differences are averaged, each counting as much; `part` then says nothing, and `less` has
-            parts to average too.
+        over: Parts whose differences are averaged with equal weight; `part` is then unused, and `less` has parts to
+            average too.
     """
 
     arm: str
@@ -54,7 +53,7 @@ class Contrast:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts it speaks of."""
+        """The parts it is about."""
         if self.over:
             return self.over + (() if self.less is None else self.less.parts)
         own = (self.part, self.part if self.against_part is None else self.against_part)
@@ -99,12 +98,12 @@ class Claim:
     """A statement of a paper, in our words.
 
     It holds when each of its contrasts is above zero. What no test decides (that two things are equal, what something
-    costs) is measured and shown beside the statement, without a verdict.
+    costs) is measured and shown without a verdict.
 
     Attributes:
-        statement: What the paper says.
+        statement: What the paper states, in our words.
         contrasts: What it means for the arms.
-        shown: Numbers beside it.
+        shown: Numbers shown with it.
         tested: Whether the contrasts are tested; False shows them with their intervals alone.
     """
 
@@ -126,6 +125,11 @@ def compare_arms(
     return tuple(
         Contrast(one, other, part=part, measure=measure) for part in parts for one in ahead for other in behind
     )
+
+
+def compare_parts(arm: str, most: str, least: str, measure: str, less: Contrast | None = None) -> Contrast:
+    """Return a number of one arm in a part, minus its number in another part."""
+    return Contrast(arm, arm, part=most, against_part=least, measure=measure, less=less)
 
 
 def claim_control(statement: str, contrasts: tuple[Contrast, ...]) -> Claim:
@@ -187,7 +191,7 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
             replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
         ]
         shown = tuple(number.text(parts) for number in claim.shown)
-        judged.append(Judged(claim, tuple(found), shown, _words(claim, found, parts)))
+        judged.append(Judged(claim, tuple(found), shown, _describe(claim, found, parts)))
     return tuple(judged)
 
 
@@ -213,19 +217,19 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
     if contrast.is_empty:
         return Found(contrast, None, reason="is one arm at this scale")
     if contrast.over:
-        leads = _mean_leads(contrast, parts)
+        leads = _average_leads(contrast, parts)
         return _estimate_claim(contrast, leads)
-    terms = _read_terms(contrast)
+    terms = _list_terms(contrast)
     if any(term.part not in parts for term in terms):
         return Found(contrast, None, reason="was not run")
     if contrast.measure is not None:
-        leads = _number_leads(terms, contrast.measure, parts)
+        leads = _read_number_leads(terms, contrast.measure, parts)
     else:
         if any(parts[term.part].results.metric.own_test for term in terms):
             return Found(contrast, None, reason="is of models with tests of their own")
         if not _share_items(terms, parts):
             return Found(contrast, None, reason="is on different test sets")
-        leads = _item_leads(terms, parts)
+        leads = _read_item_leads(terms, parts)
     return _estimate_claim(contrast, leads)
 
 
@@ -235,13 +239,13 @@ def _estimate_claim(contrast: Contrast, leads: Leads | str) -> Found:
     return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=derive_key("claim", str(contrast))))
 
 
-def _read_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
+def _list_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
     one, other = contrast.parts[:2]
     ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
     terms = []
     for weight, bins in ranges:
         terms += [_Term(weight, one, contrast.arm, bins), _Term(-weight, other, contrast.against, bins)]
-    return terms + ([] if contrast.less is None else _read_terms(contrast.less, -sign))
+    return terms + ([] if contrast.less is None else _list_terms(contrast.less, -sign))
 
 
 def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
@@ -252,7 +256,7 @@ def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
     )
 
 
-def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
+def _average_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
     """Return the leads of a mean over parts, or why there are none."""
     means = [(1.0, contrast)] + ([] if contrast.less is None else [(-1.0, contrast.less)])
     if any(part not in parts for part in contrast.parts):
@@ -271,7 +275,7 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | st
         for part in mean.over:
             kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
             own = {part: replace(parts[part], results=replace(parts[part].results, runs=kept))}
-            found = _item_leads(_read_terms(replace(mean, part=part, over=(), less=None)), own)
+            found = _read_item_leads(_list_terms(replace(mean, part=part, over=(), less=None)), own)
             if isinstance(found, str):
                 return found
             leads.append((sign / len(mean.over), found))
@@ -280,10 +284,10 @@ def _mean_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | st
     return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts)
 
 
-def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
+def _read_item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
     """Return the leads over the items used, or why there are none."""
     bins = parts[terms[0].part].results.bins
-    inside = [_inside(bins, term.bins) for term in terms]
+    inside = [_select_bins(bins, term.bins) for term in terms]
     if not all(mask.any() for mask in inside):
         return "has no test items"
     runs = match_seeds([(parts[term.part], term.arm) for term in terms])
@@ -297,10 +301,10 @@ def _item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads 
         weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
         for row, seed in enumerate(seeds):
             leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
-    return Leads(leads[:, used], _starts(runs, seeds))
+    return Leads(leads[:, used], _find_starts(runs, seeds))
 
 
-def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
+def _read_number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
     """Return the leads in a number of each run, one a seed, or why there are none."""
     found = [parts[term.part].of(term.arm, measure) for term in terms]
     seeds = sorted(set.intersection(*(set(values) for values in found)))
@@ -308,29 +312,29 @@ def _number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evid
         return "was not run"
     leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
     runs = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
-    return Leads(np.array(leads)[:, None], _starts(runs, seeds))
+    return Leads(np.array(leads)[:, None], _find_starts(runs, seeds))
 
 
-def _starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
+def _find_starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
     """Return the starts of runs that are compared; a baseline among them has none."""
     known = (read_starts(found[seed] for seed in seeds) for found in runs)
     return next((starts for starts in known if starts is not None), None)
 
 
-def _inside(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
+def _select_bins(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
     if ends is None:
         return np.ones(len(bins), dtype=bool)
     return (bins >= ends[0]) & (bins <= ends[1])
 
 
-def _words(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
+def _describe(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
     if claim.tested and found:
-        return _verdict(found)
+        return _decide(found)
     measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
     return MEASURED if measured else UNMEASURED
 
 
-def _verdict(found: Sequence[Found]) -> str:
+def _decide(found: Sequence[Found]) -> str:
     absent = [f"{one.contrast} {one.reason}" for one in found if one.estimate is None]
     if absent:
         return f"no verdict ({absent[0]})"

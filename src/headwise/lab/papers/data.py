@@ -43,7 +43,7 @@ def find_corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
         data: The data's folder, which may be prepared data itself.
         cache: Folder that prepared data is kept in.
     """
-    # what stands behind a plus is the digest of a parser
+    # the digest of a parser follows a plus
     prepared = fingerprint.partition("+")[0]
     places = [] if data is None else [data / RECORD]
     for path in (*places, *sorted(cache.glob(f"*/{RECORD}")), *sorted(cache.glob(f"*/*/{RECORD}"))):
@@ -58,7 +58,7 @@ TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
 
 
 def find_text(data: Path | None) -> Path | None:
-    """Return where in a folder of several kinds of data the text to pre-train on lies.
+    """Return the text to pre-train on, in a folder of several kinds of data.
 
     Raises:
         DataError: The folder holds none.
@@ -75,14 +75,14 @@ def find_text(data: Path | None) -> Path | None:
 
 
 def find_data(reproduction: Reproduction, data: Path | None) -> Path | None:
-    """Return the folder that the sets of a reproduction's parts lie in."""
+    """Return the folder with the sets of a reproduction's parts."""
     if data is None or not reproduction.folder or not (data / reproduction.folder).is_dir():
         return data
     return data / reproduction.folder
 
 
 def find_part_folder(reproduction: Reproduction, data: Path | None, corpus: str | None, scale: str) -> Path | None:
-    """Return the folder of a corpus, or of all data where a part has no corpus of its own."""
+    """Return the folder of a corpus, or of all data where a part names no corpus."""
     if data is None or corpus is None:
         return data
     own, corpora = data / corpus, reproduction.corpora_at(scale)
@@ -97,7 +97,7 @@ def find_part_folder(reproduction: Reproduction, data: Path | None, corpus: str 
 
 
 def require_data(task: str, data: Path | None, scale: Any) -> None:
-    """Refuse data that a run of a task would refuse for being none of its own, without reading it all.
+    """Refuse data that is not a task's, without reading it all.
 
     Raises:
         DataError: There is no such place, or it holds something else.
@@ -107,9 +107,9 @@ def require_data(task: str, data: Path | None, scale: Any) -> None:
 
 
 def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Reproduction:
-    """Return a reproduction with those of its parts whose data is there, where it says something without the others.
+    """Return a reproduction with only those parts whose data is there, where it allows that.
 
-    Its claims and means are then about these, and it names the others with what lacks.
+    Its claims and means are then about these, and it lists what is missing for the others.
 
     Raises:
         DataError: The data of none of its parts is there.
@@ -121,10 +121,10 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
     there: list[str] = []
     absent: dict[str, str] = {}
     for part in at.parts:
-        lack = "" if place is None else _lack(task, place, part.sizes[scale].corpus)
+        lack = "" if place is None else _find_lack(task, place, part.sizes[scale].corpus)
         if not lack and part.after and part.after not in there:
-            asked = any(one.name == part.after for one in at.parts)
-            lack = f"{part.after} is not there" if asked else f"begins with {part.after}, which --part leaves out"
+            known = any(one.name == part.after for one in at.parts)
+            lack = f"{part.after} is not there" if known else f"begins with {part.after}, which --part leaves out"
         if lack:
             absent[part.name] = lack
         else:
@@ -144,8 +144,8 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
     return left
 
 
-def _lack(task: Task, place: Path, corpus: str | None) -> str:
-    """Return what of a part's data lacks, "" where nothing does."""
+def _find_lack(task: Task, place: Path, corpus: str | None) -> str:
+    """Return what is missing from a part's data, "" for nothing."""
     if corpus is None:
         return ""
     if not exists(place / corpus):
@@ -179,7 +179,7 @@ def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
     """Refuse a place that is no comparison of a task.
 
     Raises:
-        DataError: It is none; the message says what to run instead.
+        DataError: It is none.
     """
     if _read_comparison(place).get("task") != task:
         raise DataError(

@@ -1,7 +1,4 @@
-"""The figures of a reproduction that is one: a number's curve over its parts, and a map of head vectors.
-
-Owns what is plotted against what; the look is `drawing`'s.
-"""
+"""Figures of any reproduction: a number's curve over its parts, and a map of head vectors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A paper's table whose rows are sets of data in groups: its numbers beside ours, and the mean of each group.
-
-Owns that grid and how a score at chance is marked. Must not know any table.
-"""
+"""A paper's table whose rows are groups of data sets: its numbers and ours, and the mean of each group."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from headwise.lab.papers.reproduction import Published
 from headwise.lab.results.cells import NONE, Grid, format_percent
 from headwise.lab.results.evidence import Evidence, index_by_seed
 from headwise.lab.results.statistics import estimate, holm
-from headwise.lab.results.table import Row, Table
+from headwise.lab.results.table import Table
 
 MAJORITY = "majority"
 # What runs on labelled data keep, their labels among it.
@@ -52,9 +49,9 @@ def build_grouped_grid(
         canonical: Returns an arm's name at the scale from a part and the arm as the reproduction writes it.
 
     Raises:
-        DataError: A run does not say its labels.
+        DataError: The labels of a run are not known.
     """
-    doubtful = _at_chance(tables, evidence)
+    doubtful = _find_at_chance(tables, evidence)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
     cells = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
     known = [arm for arm in arms if any((part, arm) in cells for part in tables)]
@@ -91,17 +88,13 @@ def _build_row(
         if arm in known:
             found.append(cells.get((part, arm), NONE))
         row = None if table is None else table.row(arm)
-        found.append(NONE if row is None else _score(row, marked=(part, arm) in doubtful))
+        text = NONE if row is None else format_percent(row.score)
+        found.append(f"({text})" if row is not None and (part, arm) in doubtful else text)
     return found
 
 
-def _score(row: Row, *, marked: bool) -> str:
-    text = format_percent(row.score)
-    return f"({text})" if marked else text
-
-
-def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) -> set[tuple[str, str]]:
-    """Return part and arm of each score that is not told to be above its floor."""
+def _find_at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) -> set[tuple[str, str]]:
+    """Return part and arm of each score that is not significantly above chance."""
     p_values: dict[tuple[str, str], float] = {}
     for part, table in tables.items():
         majority = table.row(MAJORITY)
@@ -111,9 +104,9 @@ def _at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) ->
         for row in table.arms:
             runs = list(index_by_seed(results.runs, row.arm).values())
             # of many labels the most frequent one may not occur in test at all
-            floor = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
+            chance = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
             scores = np.stack([results.metric.values(run.statistics) for run in runs])
-            found = estimate(scores - floor, seed=derive_key("chance", part, row.arm))
+            found = estimate(scores - chance, seed=derive_key("chance", part, row.arm))
             p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
     adjusted = holm(list(p_values.values()))
     return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}

@@ -1,7 +1,4 @@
-"""What reproductions there are and what running them takes, before anything is run.
-
-Owns the two lists that `headwise reproduce` shows. What a run may cost is told from finished runs of the same size.
-"""
+"""What reproductions there are and what running them takes, before anything is run."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def show_list(out: Path, scale: str, console: Console) -> None:
             arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
             cells = (
                 f"{arms} arms x {choose_seeds(scale)}",
-                _hours(_past_seconds(out, reproduction, scale), choose_seeds(scale)),
+                _format_hours(_estimate_seconds(out, reproduction, scale), choose_seeds(scale)),
             )
         shown.add_row(reproduction.id, Text(f"{reproduction.title} ({reproduction.source})"), *cells)
     console.print(shown)
@@ -57,32 +54,34 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     shown.add_column("folder", overflow="fold")
     left, seconds = 0, []
     for plan in (*plans[0].before, *plans):
-        asked = plan.comparison
-        for arm in asked.arms:
-            done = sum(runs.is_finished(find_run_folder(asked.out, arm.folder, seed)) for seed in asked.seeds)
-            left += len(asked.seeds) - done
-            seeds = f"0 to {max(asked.seeds)}" if len(asked.seeds) > 1 else "0"
+        comparison = plan.comparison
+        for arm in comparison.arms:
+            done = sum(runs.is_finished(find_run_folder(comparison.out, arm.folder, seed)) for seed in comparison.seeds)
+            left += len(comparison.seeds) - done
+            seeds = f"0 to {max(comparison.seeds)}" if len(comparison.seeds) > 1 else "0"
             cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
-            shown.add_row(*cells, Text(str(asked.out / arm.folder)))
+            shown.add_row(*cells, Text(str(comparison.out / arm.folder)))
         open_runs = len(plan.folders) - len(plan.finished)
-        seconds.append(_cost(plan.finished, open_runs))
+        seconds.append(_estimate_cost(plan.finished, open_runs))
     console.print(shown)
     total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
-    cost = "no run of each size has finished, so what they cost is not known" if total is None else _write_spent(total)
+    cost = "no run of each size has finished, so what they cost is not known"
+    if total is not None:
+        cost = f"about {total / 3600:.1f} hours of training, one run after the other"
     console.print(f"{left} runs to do: {cost}.", highlight=False)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 
-def _cost(finished: Sequence[Path], left: int) -> float | None:
+def _estimate_cost(finished: Sequence[Path], left: int) -> float | None:
     """Return the seconds of training that `left` runs take if they are as long as the finished ones."""
     if left == 0:
         return 0.0
-    past = [seconds for folder in finished if (seconds := _train_seconds(folder)) is not None]
+    past = [seconds for folder in finished if (seconds := _read_seconds(folder)) is not None]
     return left * statistics.fmean(past) if past else None
 
 
-def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | None:
+def _estimate_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | None:
     """Return the seconds that one seed of every arm took, as far as runs below `out` tell."""
     scales, total = named_task(reproduction.task).scales, 0.0
     for part in reproduction.parts_at(scale):
@@ -95,7 +94,7 @@ def _past_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | 
             for place in same
             for arm in arms
             for folder in (place / escape_arm_name(arm)).glob("seed-*")
-            if (seconds := _train_seconds(folder)) is not None
+            if (seconds := _read_seconds(folder)) is not None
         ]
         if not past:
             return None
@@ -108,7 +107,7 @@ def _find_scale(comparison: Path) -> str | None:
     return record.get("scale") if isinstance(record, dict) else None
 
 
-def _train_seconds(folder: Path) -> float | None:
+def _read_seconds(folder: Path) -> float | None:
     try:
         found: Mapping[str, Any] = json.loads((folder / runs.RESULT).read_text(encoding="utf-8"))
         return float(found["train_seconds"])
@@ -116,9 +115,5 @@ def _train_seconds(folder: Path) -> float | None:
         return None
 
 
-def _hours(seconds: float | None, seeds: int) -> str:
+def _format_hours(seconds: float | None, seeds: int) -> str:
     return "not known" if seconds is None else f"{seeds * seconds / 3600:.1f}"
-
-
-def _write_spent(seconds: float) -> str:
-    return f"about {seconds / 3600:.1f} hours of training, one run after the other"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import STEP_RATIO
@@ -84,7 +84,7 @@ class StepTimes(_PerArm):
 
     arms: tuple[str, ...]
     part: str = ""
-    label: ClassVar[str] = "step time over plain"
+    label: str = field(default="step time over plain", init=False, repr=False)
 
     def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
         if self.part not in parts:

@@ -1,7 +1,4 @@
-"""The record kept of a reproduction, and RESULTS.md, which is rendered from all records of a paper.
-
-Owns both forms, the record as JSON beside a paper's notes. What was found is `claims`' and `table`'s.
-"""
+"""The JSON record of a reproduction, and RESULTS.md, rendered from all records of a paper."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_
 from headwise.lab.papers.claims import Found, Judged, judge
 from headwise.lab.papers.data import InitialRuns
 from headwise.lab.papers.grouped_table import build_grouped_grid
-from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, lack_of
+from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, describe_lack
 from headwise.lab.results.cells import NONE, Grid, format_number, format_percent
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
@@ -52,8 +49,8 @@ class Reproduced:
         data: Name of the data of each part; "" where the task has one kind alone.
         evidence: The runs of each part that has any.
         tables: The table of each of these parts.
-        drawn: Its figures of parts, beside those of each table.
-        begun: What its runs began with; None where they began with nothing.
+        drawn: Its figures of parts, in addition to those of each table.
+        initial_runs: What its runs began with; None where they began with nothing.
     """
 
     reproduction: Reproduction
@@ -62,23 +59,20 @@ class Reproduced:
     evidence: Mapping[str, Evidence]
     tables: Mapping[str, Table]
     drawn: tuple[Picture, ...] = ()
-    begun: InitialRuns | None = None
+    initial_runs: InitialRuns | None = None
 
     @property
     def file(self) -> str:
-        """The name of its record: version of the paper if there are several, figure or table, scale and data.
-
-        The scale of what its runs began with stands there too where it is another.
-        """
+        """The name of its record: version of the paper, figure or table, scale (and that of initial runs), data."""
         paper, _, name = self.reproduction.id.partition("/")
         version = paper.partition("-")[2]
         names = [*([version] if version else []), name, self.scale]
-        if self.begun is not None and self.begun.scale != self.scale:
-            names.append(f"after-{self.begun.task}-{self.begun.scale}")
+        if self.initial_runs is not None and self.initial_runs.scale != self.scale:
+            names.append(f"after-{self.initial_runs.task}-{self.initial_runs.scale}")
         return "-".join(names + [name for name in dict.fromkeys(self.data.values()) if name]) + ".json"
 
     def picture_file(self, picture: Picture) -> str:
-        """The name of a figure's file beside the record."""
+        """Return the name of a figure's file."""
         return f"{Path(self.file).stem}-{picture.name}.png"
 
     @cached_property
@@ -96,7 +90,7 @@ class Reproduced:
 
     @property
     def canonical(self) -> Callable[[str, str], str]:
-        """The function from a part and an arm as the reproduction writes it to the arm's name at the scale."""
+        """The function from (part, arm as the reproduction writes it) to the arm's name at the scale."""
         return self.reproduction.canonical(self.scale, named_task(self.reproduction.task).scales)
 
     @property
@@ -107,27 +101,30 @@ class Reproduced:
 
 
 def build_claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
-    """Return the claims, what was found for each, and the verdicts; None where no claim speaks of these parts."""
+    """Return claims, findings and verdicts; None where no claim is about these parts."""
     if not judged:
         return None
-    rows = tuple((one.claim.statement, "; ".join(_findings(one)), one.verdict) for one in judged)
+    rows = tuple((one.claim.statement, "; ".join(_list_findings(one)), one.verdict) for one in judged)
     return Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")
 
 
 def build_published_grid(found: Reproduced) -> Grid | None:
-    """Return the paper's numbers beside ours, or None where it prints none."""
+    """Return the paper's numbers and ours, or None where it prints none."""
     published = found.reproduction.published
     if published is None:
         return None
-    title = f"The paper's numbers ({published.on}) beside ours ({_place(found)})"
+    title = f"The paper's numbers ({published.on}) beside ours ({_describe_place(found)})"
     if found.reproduction.groups:
         groups = found.reproduction.groups
         return build_grouped_grid(title, published, groups, found.tables, found.evidence, found.canonical)
     several = len({row.part for row in published.rows}) > 1
     header = ["the paper's row", *(["part"] if several else []), "arm"]
     for place, column in enumerate(published.columns):
-        header += [f"{column.title}, paper", *([f"{_titles(column)}, here"] if _is_first(published, place) else [])]
-    rows = tuple(_published_row(found, published, row, several=several) for row in published.rows)
+        header += [
+            f"{column.title}, paper",
+            *([f"{_choose_title(column)}, here"] if _is_first(published, place) else []),
+        ]
+    rows = tuple(_build_published_row(found, published, row, several=several) for row in published.rows)
     return Grid(title, tuple(header), rows, "l" * (2 + several) + "r" * (len(header) - 2 - several))
 
 
@@ -139,7 +136,7 @@ def build_measures_grid(found: Reproduced) -> Grid | None:
     parts, arms = list(found.evidence), list(dict.fromkeys(r.arm for t in found.tables.values() for r in t.arms))
     columns = [(measure, part) for measure in reproduction.measures for part in parts]
     rows = tuple(
-        (arm, *(_mean_and_ends(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms
+        (arm, *(_format_range(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms
     )
     header = ("arm", *(f"{measure}, {part}".removesuffix(", ") for measure, part in columns))
     return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
@@ -156,7 +153,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
     reproduction, tables = found.reproduction, found.tables
     published = build_published_grid(found)
     measured = build_measures_grid(found)
-    # what is about other numbers than the score shows of the score the verdicts alone
+    # a reproduction about other numbers shows only the verdicts on the score
     chosen = list_grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
     every = [_add_title(grid, part) for part, table in tables.items() for grid in chosen(table)]
     return {
@@ -165,25 +162,25 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "source": reproduction.source,
         "extra": reproduction.extra,
         "scale": found.scale,
-        "data": ", ".join(dict.fromkeys(_data(found, part) for part in tables)),
-        "described": [said for part, one in found.evidence.items() if (said := _of_part(part, one.results.described))],
-        "begun": None if found.begun is None else str(found.begun),
+        "data": ", ".join(dict.fromkeys(_describe_data(found, part) for part in tables)),
+        "described": [said for part, one in found.evidence.items() if (said := _add_part(part, one.results.described))],
+        "begun": None if found.initial_runs is None else str(found.initial_runs),
         "primary": "; ".join(dict.fromkeys(table.primary for table in tables.values())),
         "command": command,
         "claims": [
-            {"statement": one.claim.statement, "verdict": one.verdict, "contrasts": _findings(one)}
+            {"statement": one.claim.statement, "verdict": one.verdict, "contrasts": _list_findings(one)}
             for one in found.judged
         ],
-        "published": None if published is None else _grid(published),
+        "published": None if published is None else _record_grid(published),
         "comparable": found.is_the_papers,
         "grouped": bool(reproduction.groups),
         "pictures": [
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
         ],
-        "grids": [_grid(one) for one in (build_summed_grid(found), measured, *every) if one is not None],
+        "grids": [_record_grid(one) for one in (build_summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
-        "missing": [f"{run}{_in(part)}" for part, table in tables.items() for run in table.missing],
+        "missing": [f"{run} in {part}" if part else run for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
     }
 
@@ -224,7 +221,7 @@ def _render_section(found: Mapping[str, Any]) -> str:
     if found["missing"]:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     if found.get("left_out"):
-        lines += [lack_of(found["left_out"]), ""]
+        lines += [describe_lack(found["left_out"]), ""]
     rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
     if rows:
         lines += [Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll").to_markdown(), ""]
@@ -236,13 +233,13 @@ def _render_section(found: Mapping[str, Any]) -> str:
     for grid in found["grids"]:
         lines += [_read_grid(grid).to_markdown(), ""]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    begun = f" Begins with {found['begun']}." if found.get("begun") else ""
+    initial = f" Begins with {found['begun']}." if found.get("begun") else ""
     metric = f"Primary metric, named beforehand: {found['primary']}."
-    lines += [NOTE, "", f"{metric} Data {found['data']}.{begun} {versions}.", ""]
+    lines += [NOTE, "", f"{metric} Data {found['data']}.{initial} {versions}.", ""]
     return "\n".join(lines)
 
 
-def _findings(judged: Judged) -> list[str]:
+def _list_findings(judged: Judged) -> list[str]:
     return [*(_write_contrast(found) for found in judged.found), *judged.shown]
 
 
@@ -262,7 +259,7 @@ def _write_contrast(found: Found) -> str:
     return f"{found.contrast}: {value} [{low}, {high}]{p_value}"
 
 
-def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
+def _format_range(evidence: Evidence, arm: str, measure: str) -> str:
     values = evidence.of(arm, measure).values()
     if not values:
         return NONE
@@ -270,7 +267,7 @@ def _mean_and_ends(evidence: Evidence, arm: str, measure: str) -> str:
     return mean if len(values) == 1 else f"{mean} ({format_number(min(values))} to {format_number(max(values))})"
 
 
-def _published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
+def _build_published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
     reproduction = found.reproduction
     there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
     # a row that is quoted alone has no arm, and a baseline has a name as it is
@@ -280,27 +277,27 @@ def _published_row(found: Reproduced, published: Published, row: PaperRow, *, se
     cells = [row.name, *([row.part] if several else []), arm or NONE]
     evidence = found.evidence.get(row.part)
     for place, (column, printed) in enumerate(zip(published.columns, row.cells, strict=True)):
-        cells.append(_with_time(published, row, place) if column.per_second else printed or NONE)
+        cells.append(_add_step_time(published, row, place) if column.per_second else printed or NONE)
         if _is_first(published, place):
-            cells.append(NONE if table is None or evidence is None else _ours(table, evidence, arm, column))
+            cells.append(NONE if table is None or evidence is None else _format_own(table, evidence, arm, column))
     return tuple(cells)
 
 
 def _is_first(published: Published, place: int) -> bool:
-    """Whether no column before this one has the same number of ours beside it."""
+    """Whether no earlier column shows the same number of ours."""
     own = published.columns[place]
     return (own.ours, own.measure) not in [(column.ours, column.measure) for column in published.columns[:place]]
 
 
-def _with_time(published: Published, row: PaperRow, place: int) -> str:
-    """A number of steps a second with the time over plain's that follows from it."""
+def _add_step_time(published: Published, row: PaperRow, place: int) -> str:
+    """Return steps a second as printed, with the step time over plain's that follows."""
     plain = next(one for one in published.rows if one.arm == PLAIN and one.part == row.part)
     return f"{row.cells[place]} (time {float(plain.cells[place]) / float(row.cells[place]):.2f})"
 
 
-def _ours(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
+def _format_own(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
     if column.ours == "measure":
-        return _mean_and_ends(evidence, arm, column.measure)
+        return _format_range(evidence, arm, column.measure)
     row, plain = table.row(arm), table.row(PLAIN)
     if row is None:
         return NONE
@@ -314,35 +311,30 @@ def _ours(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
     return f"{row.parameters:,}" + (f" (+{more:,})" if more else "")
 
 
-def _titles(column: Column) -> str:
+def _choose_title(column: Column) -> str:
     if column.ours == "measure":
         return column.title
     return {"score": column.title, "step time": "step time over plain", "parameters": "parameters"}[column.ours]
 
 
-def _place(found: Reproduced) -> str:
-    data = ", ".join(dict.fromkeys(name for name in found.data.values() if name))
-    return f"{data}, scale {found.scale}" if data else f"scale {found.scale}"
+def _describe_place(found: Reproduced) -> str:
+    return ", ".join([*dict.fromkeys(filter(None, found.data.values())), f"scale {found.scale}"])
 
 
-def _data(found: Reproduced, part: str) -> str:
+def _describe_data(found: Reproduced, part: str) -> str:
     name, fingerprint = found.data.get(part, ""), found.tables[part].data
     return f"{name} {fingerprint}".strip()
 
 
-def _of_part(part: str, described: str) -> str:
+def _add_part(part: str, described: str) -> str:
     return f"{part}: {described}" if part and described and not described.startswith(part) else described
-
-
-def _in(part: str) -> str:
-    return f" in {part}" if part else ""
 
 
 def _add_title(grid: Grid, part: str) -> Grid:
     return replace(grid, title=f"{part}: {grid.title}") if part else grid
 
 
-def _grid(grid: Grid) -> dict[str, Any]:
+def _record_grid(grid: Grid) -> dict[str, Any]:
     return {"title": grid.title, "header": list(grid.header), "rows": [list(r) for r in grid.rows], "align": grid.align}
 
 

@@ -1,14 +1,11 @@
-"""A reproduction: the runs behind a paper's table or figure, its numbers and its claims.
-
-Owns the form; which reproductions there are is in the files of the papers, running them is `reproduce`'s.
-"""
+"""A reproduction: the runs behind a paper's table or figure, its numbers and its claims."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.papers.claims import Claim, Judged
@@ -42,8 +39,8 @@ class Column:
 
     Attributes:
         title: What the paper calls it.
-        ours: What stands beside it: the score, the time of a step over plain's, the number of parameters, or a number
-            of each run.
+        ours: Our number for it: the score, the step time over plain's, the number of parameters, or a number of each
+            run.
         per_second: Whether the paper prints steps a second, of which the time over plain's follows.
         measure: The number's name in a run's record, for a number of each run.
     """
@@ -60,7 +57,7 @@ class PaperRow:
 
     Attributes:
         name: What the paper calls it.
-        arm: The arm that stands for it, as in `Part.arms`; "" for a row that is quoted and has none.
+        arm: Our arm for it, as in `Part.arms`; "" for a row that is quoted and has none.
         cells: The paper's numbers as it prints them, one a column; "" where it has none.
         part: The part that the arm is run in.
     """
@@ -103,39 +100,15 @@ class Published:
     rows: tuple[PaperRow, ...]
 
 
-class Writes(Protocol):
-    """What writes further pages about the runs of one part."""
-
-    def __call__(self, place: Path, folder: Path, data: Path | None, evidence: Evidence) -> tuple[Path, ...]:
-        """Write the pages, and return their files.
-
-        Args:
-            place: Folder of the reproduction's page.
-            folder: Folder of the part's comparison.
-            data: Its data.
-            evidence: Its runs.
-        """
-        ...
-
-
-class Draws(Protocol):
-    """What makes figures of the runs of one part."""
-
-    def __call__(self, part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
-        """Return the figures.
-
-        Args:
-            part: Name of the part.
-            folder: Folder of its comparison.
-            evidence: Its runs.
-            table: Their table, whose arms keep their colors.
-        """
-        ...
+# Writes further pages of a part from the folder of the page, that of the comparison, the data and the runs.
+WritePages = Callable[[Path, Path, Path | None, Evidence], tuple[Path, ...]]
+# Draws figures of a part from its name, the folder of its comparison, its runs and their table.
+DrawPart = Callable[[str, Path, Evidence, Table], tuple[Picture, ...]]
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What stands behind one table or figure of a paper.
+    """The runs, claims and published numbers of one table or figure of a paper.
 
     Attributes:
         id: The paper's short name and the table's or figure's, for example "diversify/figure-4".
@@ -144,23 +117,23 @@ class Reproduction:
         task: The task of the laboratory.
         parts: Its runs.
         extra: What is run beyond the paper, and why.
-        claims: What the paper says of it.
+        claims: The paper's claims about it.
         published: The paper's numbers, where it prints any.
         analysis: What is measured of each trained model afterwards, one of `analyses.ANALYSES`; "" for nothing.
-        measures: Numbers of each run that its claims are about in the place of the score; they get a grid and, over
-            several parts, a figure.
-        drawn: Makes the figures of each part beside these; None for none.
+        measures: Numbers of each run that its claims are about instead of the score; they get a grid and, over several
+            parts, a figure.
+        drawn: Makes further figures of each part; None for none.
         overview: Makes a figure of what was found for its claims; None for none.
         after: The reproduction whose runs its own begin with, where the command names no others; "" for none.
-        folder: Folder below that of the data which the sets of its parts may lie in; "" for none.
+        folder: Folder below that of the data that may hold the sets of its parts; "" for none.
         made: Makes its claims from the parts that there is data for; None where there is data for all.
         summed: Makes a grid of all parts together; None for none.
-        left_out: Parts that there is no data for, and what lacks.
-        groups: Groups of parts whose scores the paper averages, by name; its numbers are then shown part by part beside
-            ours, with the means.
-        partial: Whether it says something without the parts whose data is not there; means are then over the others.
+        left_out: Parts that there is no data for, and what is missing.
+        groups: Groups of parts whose scores the paper averages, by name; its grid then has each part, and the
+            means.
+        partial: Whether it can be run without the parts whose data is missing; means are then over the others.
         pages: Writes further pages of each part; None for none.
-        baselines: Rows of the task's table that no arm makes and that claims speak of.
+        baselines: Baselines of the task that claims are about.
     """
 
     id: str
@@ -173,7 +146,7 @@ class Reproduction:
     published: Published | None = None
     analysis: str = ""
     measures: tuple[str, ...] = ()
-    drawn: Draws | None = None
+    drawn: DrawPart | None = None
     overview: Callable[[Sequence[Judged]], Picture | None] | None = None
     after: str = ""
     folder: str = ""
@@ -182,7 +155,7 @@ class Reproduction:
     left_out: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
-    pages: Writes | None = None
+    pages: WritePages | None = None
     baselines: tuple[str, ...] = ()
 
     @property
@@ -195,7 +168,7 @@ class Reproduction:
         return tuple(part for part in self.parts if scale in part.sizes)
 
     def only(self, names: Sequence[str], scale: str) -> Reproduction:
-        """Return it with these of its parts alone, all of them where none is named; its claims then speak of no other.
+        """Return it with these of its parts alone, all of them where none is named; its claims are then about these.
 
         Raises:
             SettingError: A name is none of its parts' at this scale.
@@ -208,15 +181,15 @@ class Reproduction:
         return replace(self, parts=tuple(part for part in self.parts if part.name in names)) if names else self
 
     def without(self, absent: Mapping[str, str]) -> Reproduction:
-        """Return it without parts that there is no data for, each with what lacks; its claims speak of the others."""
+        """Return it without parts that there is no data for, each with what is missing, and without their claims."""
         parts = tuple(part for part in self.parts if part.name not in absent)
         claims = self.claims if self.made is None else self.made(tuple(part.name for part in parts))
         return replace(self, parts=parts, claims=claims, left_out=tuple(f"{n} ({why})" for n, why in absent.items()))
 
     @property
     def lack(self) -> str:
-        """The sentence that names what there is no data for; empty where nothing lacks."""
-        return lack_of(self.left_out)
+        """The sentence that names what there is no data for; empty where nothing is missing."""
+        return describe_lack(self.left_out)
 
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""
@@ -243,8 +216,8 @@ class Reproduction:
         canonical = self.canonical(scale, scales)
         claims = []
         for claim in self.claims:
-            asked = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
-            contrasts = [one.named(canonical) for one in asked if known.issuperset(one.parts)]
+            within = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
+            contrasts = [one.named(canonical) for one in within if known.issuperset(one.parts)]
             telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
             shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
             if telling or shown:
@@ -252,6 +225,6 @@ class Reproduction:
         return tuple(claims)
 
 
-def lack_of(left_out: Sequence[str]) -> str:
+def describe_lack(left_out: Sequence[str]) -> str:
     """Return the sentence that names parts that there is no data for; empty for none."""
     return f"Not judged here, for want of data: {', '.join(left_out)}." if left_out else ""

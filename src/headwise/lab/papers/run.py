@@ -1,7 +1,7 @@
-"""Running a reproduction: which comparisons it takes, in which folders, and what is shown and kept afterwards.
+"""Running a reproduction: its comparisons, their folders, and what is shown and recorded afterwards.
 
-Owns the layout of `--out`: a folder for each task, size and data, shared by all reproductions, in which each run is
-done once; and a folder for each reproduction with its page.
+`--out` has a folder for each task, size and data, shared by all reproductions, so that each run is done once; and a
+folder with the page of each reproduction.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ class Plan:
     @property
     def folders(self) -> list[Path]:
         """The folder of each run."""
-        asked = self.comparison
-        return [find_run_folder(asked.out, arm.folder, seed) for arm in asked.arms for seed in asked.seeds]
+        comparison = self.comparison
+        return [
+            find_run_folder(comparison.out, arm.folder, seed) for arm in comparison.arms for seed in comparison.seeds
+        ]
 
     @property
     def finished(self) -> list[Path]:
@@ -104,8 +106,8 @@ def make_plans(
         seeds: Runs an arm.
         data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
         out: Folder that holds the comparisons' folders.
-        workers: Runs side by side.
-        options: What the command said of the scale besides its name.
+        workers: Number of parallel runs.
+        options: Changes of the scale from the command line.
 
     Raises:
         DataError: The data cannot be found.
@@ -131,8 +133,8 @@ def make_plans(
         folder = find_part_folder(reproduction, data, part.sizes[scale].corpus, scale)
         model = resize_scale(part.sizes[scale], task.scales)
         if options is not None:
-            asked = options if begun is None else replace(options, pretrained=begun)
-            model = with_options(model, asked, reproduction.task)
+            chosen = options if begun is None else replace(options, pretrained=begun)
+            model = with_options(model, chosen, reproduction.task)
         words = reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))
         place = out / "-".join(word for word in words if word)
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
@@ -208,7 +210,7 @@ def report(
     console: Console,
     command: str,
 ) -> Reproduced:
-    """Show tables, claims and the paper's numbers, and write the pages and, where asked, the record.
+    """Show tables, claims and the paper's numbers, and write the pages and, with `paper`, the record.
 
     Args:
         reproduction: What was run.
@@ -225,11 +227,11 @@ def report(
     """
     evidence, data = {}, {}
     for plan in plans:
-        asked, part = plan.comparison, plan.part.name
+        part = plan.part.name
         found = _read_part_evidence(plan, console)
         if found is not None:
             evidence[part] = found
-            data[part] = find_corpus_name(found.results.data, asked.data, out / CACHE)
+            data[part] = find_corpus_name(found.results.data, plan.comparison.data, out / CACHE)
     if not evidence:
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = {part: make_table(found.results) for part, found in evidence.items()}
@@ -280,16 +282,15 @@ def _draw_pictures(
 def _write_pages(
     reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
 ) -> None:
-    """Write the further pages of each part."""
     if reproduction.pages is None:
         return
     for plan in plans:
-        part, asked = plan.part.name, plan.comparison
+        part, comparison = plan.part.name, plan.comparison
         if part not in evidence:
             continue
         folder = place / part.replace(" ", "-") if part else place
         runs.prepare_folder(folder)
-        for path in reproduction.pages(folder, asked.out, asked.data, evidence[part]):
+        for path in reproduction.pages(folder, comparison.out, comparison.data, evidence[part]):
             console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
 

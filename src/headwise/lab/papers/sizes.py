@@ -1,8 +1,4 @@
-"""How large the runs of a table are at each scale, and what a table's arm means on a model of that size.
-
-Owns `Size` and the words in braces that an arm's text may hold, such as {last} for the last layer. Must not know any
-table.
-"""
+"""How large the runs of a table are at each scale, and what an arm such as "em:layers={last}" means at that size."""
 
 from __future__ import annotations
 
@@ -71,7 +67,7 @@ def big_few_heads(corpus: str) -> Sizes:
 
 
 def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:
-    """Return the scale of a size; the task's own where nothing differs, else one with a name of its own.
+    """Return the scale of a size; the task's own where nothing differs, else one with another name.
 
     >>> from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
     >>> sizes = (Size("demo", **more) for more in ({"heads": 4}, {"heads": 2}, {"times": 2}))
@@ -106,8 +102,8 @@ def arm_names(texts: Sequence[str], scale: Any) -> tuple[str, ...]:
 def arm_name(text: str, scale: Any) -> str:
     """Return the canonical name of an arm of a table at a scale.
 
-    Words in braces stand for what depends on the model: {first} and {last}, the layers at both ends; {lower} and
-    {upper}, the halves; {two}, the first two; {heads}, as many as there are heads; {sixty-four}, 64 or, where the
+    Words in braces depend on the model: {first} and {last}, the layers at both ends; {lower} and
+    {upper}, the halves; {two}, the first two; {heads}, the number of heads; {sixty-four}, 64 or, where the
     model is no wider or 64 does not divide its width, the default. Layers that come out as all are not written, so
     that one arm has one name.
     """

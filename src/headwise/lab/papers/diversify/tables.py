@@ -48,7 +48,7 @@ BLEU = Column("BLEU")
 PARAMETERS = Column("# Para.", "parameters")
 
 
-def _rows(model: str, part: str, *cells: tuple[str, str]) -> tuple[PaperRow, ...]:
+def _make_rows(model: str, part: str, *cells: tuple[str, str]) -> tuple[PaperRow, ...]:
     names = (model, "+ Disagreement", "+ Aggregation", "+ Both")
     arms = ("plain", "output", _AGGREGATION, _BOTH)
     return tuple(PaperRow(name, arm, pair, part) for name, arm, pair in zip(names, arms, cells, strict=True))
@@ -97,18 +97,18 @@ TABLE_5 = Reproduction(
         "WMT14 En-De and WMT17 Zh-En with Transformer-base and big; case-sensitive NIST BLEU",
         (PARAMETERS, BLEU),
         (
-            *_rows(
+            *_make_rows(
                 "Transformer-Base", "base", ("88 M", "27.31"), ("88 M", "28.20"), ("92 M", "28.26"), ("92 M", "28.41")
             ),
-            *_rows(
+            *_make_rows(
                 "Transformer-Big", "big", ("264 M", "28.58"), ("264 M", "28.96"), ("297 M", "28.96"), ("297 M", "29.09")
             ),
-            *_rows(
+            *_make_rows(
                 "Transformer-Base, Zh-En",
                 "zh-en base",
                 *(("108 M", "24.13"), ("108 M", "24.85"), ("112 M", "24.68"), ("112 M", "24.90")),
             ),
-            *_rows(
+            *_make_rows(
                 "Transformer-Big, Zh-En",
                 "zh-en big",
                 *(("304 M", "24.56"), ("304 M", "25.08"), ("337 M", "25.00"), ("337 M", "25.12")),
@@ -154,12 +154,12 @@ TABLE_6 = Reproduction(
         "WMT14 En-De, Transformer-big; case-sensitive NIST BLEU",
         (PARAMETERS, BLEU),
         (
-            *_rows(
+            *_make_rows(
                 "Transformer-Big (8 heads)",
                 "few heads",
                 *(("264 M", "28.10"), ("264 M", "28.63"), ("288 M", "28.65"), ("288 M", "28.94")),
             ),
-            *_rows(
+            *_make_rows(
                 "Transformer-Big",
                 "many heads",
                 ("264 M", "28.58"),
@@ -191,7 +191,7 @@ CELLS = {
 }
 
 
-def _mean_over(arm: str, against: str, category: str, less: Contrast | None = None) -> Contrast:
+def _compare_means(arm: str, against: str, category: str, less: Contrast | None = None) -> Contrast:
     return Contrast(arm, against, over=CATEGORIES[category], less=less)
 
 
@@ -226,11 +226,11 @@ TABLE_7 = Reproduction(
         ),
         Claim(
             "Disagreement does better than aggregation on surface and on syntactic tasks.",
-            tuple(_mean_over("output", _FIRST_TWO, category) for category in ("Surface", "Syntactic")),
+            tuple(_compare_means("output", _FIRST_TWO, category) for category in ("Surface", "Syntactic")),
         ),
         Claim(
             "Aggregation does better than disagreement on semantic tasks.",
-            (_mean_over(_FIRST_TWO, "output", "Semantic"),),
+            (_compare_means(_FIRST_TWO, "output", "Semantic"),),
         ),
         Claim(
             "It does so on the number of the subject and of the object in particular.",
@@ -239,7 +239,7 @@ TABLE_7 = Reproduction(
         Claim(
             "The combination has the best average of each category.",
             tuple(
-                _mean_over(_COMBINED, other, category)
+                _compare_means(_COMBINED, other, category)
                 for category in CATEGORIES
                 for other in ("plain", "output", _FIRST_TWO)
             ),
@@ -247,7 +247,7 @@ TABLE_7 = Reproduction(
         Claim(
             "The combination gains most on syntactic tasks.",
             tuple(
-                _mean_over(_COMBINED, "plain", "Syntactic", less=_mean_over(_COMBINED, "plain", category))
+                _compare_means(_COMBINED, "plain", "Syntactic", less=_compare_means(_COMBINED, "plain", category))
                 for category in ("Surface", "Semantic")
             ),
         ),

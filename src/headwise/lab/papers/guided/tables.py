@@ -45,11 +45,11 @@ def sets(folder: str, scales: tuple[str, ...] = ("demo", "cpu", "paper"), folds:
     return {scale: Size(scale, corpus=folder, folds=folds) for scale in scales}
 
 
-def _on_each(arm: str, against: str, parts: tuple[str, ...] = ALL) -> tuple[Contrast, ...]:
+def _compare(arm: str, against: str, parts: tuple[str, ...] = ALL) -> tuple[Contrast, ...]:
     return compare_arms(arm, against, parts)
 
 
-def _rows(parts: tuple[str, ...]) -> tuple[PaperRow, ...]:
+def _make_rows(parts: tuple[str, ...]) -> tuple[PaperRow, ...]:
     places = [ALL.index(part) for part in parts]
     return tuple(
         PaperRow(name, arm, (cells[place],), part)
@@ -58,20 +58,20 @@ def _rows(parts: tuple[str, ...]) -> tuple[PaperRow, ...]:
     )
 
 
-def _claims(parts: tuple[str, ...]) -> tuple[Claim, ...]:
+def _make_claims(parts: tuple[str, ...]) -> tuple[Claim, ...]:
     return (
-        Claim("The guided Transformer improves on the Transformer on every set.", _on_each("guided", "plain", parts)),
+        Claim("The guided Transformer improves on the Transformer on every set.", _compare("guided", "plain", parts)),
         Claim(
             "It improves on the BiLSTM and on the multi-scale CNN on every set.",
-            tuple(one for other in ("bilstm", "cnn") for one in _on_each("guided", other, parts)),
+            tuple(one for other in ("bilstm", "cnn") for one in _compare("guided", other, parts)),
         ),
         claim_control(
             "What the roles add is which words they choose, not that heads see few of them",
-            (Contrast("guided", "random-mask", over=parts), *_on_each("guided", "random-mask", parts)),
+            (Contrast("guided", "random-mask", over=parts), *_compare("guided", "random-mask", parts)),
         ),
         claim_control(
             "What the roles of a parse add is the sentence's own parse",
-            (Contrast("guided", "shuffled-parse", over=parts), *_on_each("guided", "shuffled-parse", parts)),
+            (Contrast("guided", "shuffled-parse", over=parts), *_compare("guided", "shuffled-parse", parts)),
         ),
         Claim(
             "Guidance costs little (the paper gives no number).",
@@ -92,11 +92,11 @@ TABLE_3 = Reproduction(
     task="classification",
     parts=tuple(Part(_MODELS, sets(folder), name) for name, folder in SETS.items()),
     extra=_EXTRA,
-    claims=_claims(ALL),
+    claims=_make_claims(ALL),
     published=Published(
         "10-fold cross-validation of CR, SUBJ, MPQA and MR, GloVe, layers and heads tuned",
         (Column("accuracy"),),
-        _rows(ALL),
+        _make_rows(ALL),
     ),
 )
 
@@ -109,9 +109,9 @@ TABLE_3_FOLDS = Reproduction(
     task="classification",
     parts=tuple(Part(_MODELS, sets(SETS[name], ("demo", "cpu"), FOLDS), name) for name in _CROSS_VALIDATED),
     extra=f"{_EXTRA}. Each text is answered once, by the model of its fold, in each of the seeds",
-    claims=_claims(_CROSS_VALIDATED),
+    claims=_make_claims(_CROSS_VALIDATED),
     published=Published(
-        "10-fold cross-validation, GloVe, layers and heads tuned", (Column("accuracy"),), _rows(_CROSS_VALIDATED)
+        "10-fold cross-validation, GloVe, layers and heads tuned", (Column("accuracy"),), _make_rows(_CROSS_VALIDATED)
     ),
 )
 
@@ -122,7 +122,7 @@ REPLACED = {
     "random": "by a random mask as sparse",
     "shuffled": "by the role in another parse",
 }
-# How far apart the marks of a row stand, of the distance between two rows.
+# Distance between the marks of a row, as a share of that between rows.
 APART = 0.2
 
 
@@ -135,7 +135,7 @@ def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
     found: dict[str, dict[str, Estimate]] = {}
     over: tuple[str, ...] = ()
     for one in (one for claim in judged for one in claim.found):
-        what = _replaced(one.contrast.against)
+        what = _parse_replaced(one.contrast.against)
         if one.contrast.arm == "guided" and what is not None and one.estimate is not None:
             role, kind = what
             found.setdefault(kind, {})[role] = one.estimate
@@ -150,7 +150,7 @@ def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
             of = found[kind]
             axes.errorbar(
                 [100 * one.value for one in of.values()],
-                [rows.index(role) + _shift(role, kind, found) for role in of],
+                [rows.index(role) + _shift_mark(role, kind, found) for role in of],
                 xerr=[
                     [100 * (one.value - one.low) for one in of.values()],
                     [100 * (one.high - one.value) for one in of.values()],
@@ -180,16 +180,16 @@ def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
     return Picture("roles", png, caption, alt)
 
 
-def _shift(role: str, kind: str, found: Mapping[str, Mapping[str, Estimate]]) -> float:
-    """Return how far below the middle of its row a mark stands."""
+def _shift_mark(role: str, kind: str, found: Mapping[str, Mapping[str, Estimate]]) -> float:
+    """Return how far below the middle of its row a mark is."""
     there = [one for one in REPLACED if role in found.get(one, {})]
     return APART * (there.index(kind) - (len(there) - 1) / 2)
 
 
-def _replaced(against: str) -> tuple[str, str] | None:
+def _parse_replaced(against: str) -> tuple[str, str] | None:
     """Return the role that an arm of the ablation lacks, and how it was replaced.
 
-    >>> _replaced("guided:random=rare"), _replaced("plain"), _replaced("cnn")
+    >>> _parse_replaced("guided:random=rare"), _parse_replaced("plain"), _parse_replaced("cnn")
     (('rare', 'random'), ('all five', 'drop'), None)
     """
     if against == PLAIN:
@@ -198,7 +198,7 @@ def _replaced(against: str) -> tuple[str, str] | None:
     return None if found is None else (found[2], found[1])
 
 
-def _per_role(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
+def _average(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
     return tuple(Contrast("guided", arm, over=ALL) for arm in arms)
 
 
@@ -216,20 +216,20 @@ FIGURE_2 = Reproduction(
     ),
     overview=draw_role_worth,
     claims=(
-        Claim("The guided Transformer improves on the Transformer, on average over the sets.", _per_role(("plain",))),
-        Claim("Removing any role lowers the accuracy, on average over the sets.", _per_role(_DROPPED)),
+        Claim("The guided Transformer improves on the Transformer, on average over the sets.", _average(("plain",))),
+        Claim("Removing any role lowers the accuracy, on average over the sets.", _average(_DROPPED)),
         Claim(
             "The major relations matter most.",
             tuple(Contrast(other, "guided:drop=major", over=ALL) for other in _DROPPED if other != "guided:drop=major"),
         ),
-        claim_control("Each role is better than a random mask as sparse in its place", _per_role(_RANDOM)),
+        claim_control("Each role is better than a random mask as sparse in its place", _average(_RANDOM)),
         claim_control(
-            "Each role of a parse is better with the sentence's own parse than with another's", _per_role(_SHUFFLED)
+            "Each role of a parse is better with the sentence's own parse than with another's", _average(_SHUFFLED)
         ),
     ),
 )
 
-# Five roles and three free heads at every scale; the smaller scales have four heads of their own.
+# Five roles and three free heads at every scale; the smaller scales have four heads by default.
 _EIGHT_HEADS: Sizes = {
     **{scale: Size(scale, heads=8) for scale in ("demo", "cpu", "gpu")},
     "paper": Size("paper-base", corpus="wmt14"),

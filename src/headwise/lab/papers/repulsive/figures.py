@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -46,19 +46,19 @@ class AttentionMaps:
         """Return the heatmaps of the runs that are there."""
         found = []
         for arm in (parse_arm(text).name for text in self.arms):
-            kept = _analyses(folder, arm, evidence, ATTENTION_MAPS)
+            kept = _read_analyses(folder, arm, evidence, ATTENTION_MAPS)
             for place, one in enumerate(kept[0]["maps"][: self.texts] if kept else ()):
-                found.append(self._picture(arm, place, one))
+                found.append(self._draw_both(arm, place, one))
         return tuple(found)
 
-    def _picture(self, arm: str, place: int, one: dict[str, Any]) -> Picture:
+    def _draw_both(self, arm: str, place: int, one: dict[str, Any]) -> Picture:
         words: list[str] = one["words"]
-        drawn = self._drawn(arm, place, one, words)
+        drawn = self._draw(arm, place, one, words)
         numbered = [str(number) for number in range(1, len(words) + 1)]
         remark = " Words are named by their place in the text."
-        return replace(drawn, without_text=self._drawn(arm, place, one, numbered, remark))
+        return replace(drawn, without_text=self._draw(arm, place, one, numbered, remark))
 
-    def _drawn(self, arm: str, place: int, one: dict[str, Any], words: list[str], remark: str = "") -> Picture:
+    def _draw(self, arm: str, place: int, one: dict[str, Any], words: list[str], remark: str = "") -> Picture:
         weights: list[list[float]] = one["weights"]
         total = [sum(row[word] for row in weights) for word in range(len(words))]
         count = len(weights) if self.heads is None else min(self.heads, len(weights))
@@ -78,17 +78,17 @@ class AttentionMaps:
 def draw_reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the reliability diagram of all arms and seeds."""
     runs = {
-        row.arm: [read_reliability(one) for one in _analyses(folder, row.arm, evidence, RELIABILITY)]
+        row.arm: [read_reliability(one) for one in _read_analyses(folder, row.arm, evidence, RELIABILITY)]
         for row in table.arms
     }
     runs = {arm: found for arm, found in runs.items() if found}
     if not runs:
         return ()
     figure = reliability_diagram(runs, reference=PLAIN if PLAIN in runs else "")
-    alt = "; ".join(f"{arm}: ECE {_mean([one.ece for one in found]):.3f}" for arm, found in runs.items())
+    alt = "; ".join(f"{arm}: ECE {fmean(one.ece for one in found):.3f}" for arm, found in runs.items())
     return (
         Picture(
-            _named("reliability", part),
+            _name_by_part("reliability", part),
             to_png(figure),
             "Accuracy by confidence, all seeds together: below the line a model is surer than it is right. Beside it "
             "ECE and OE of each run.",
@@ -99,7 +99,7 @@ def draw_reliabilities(part: str, folder: Path, evidence: Evidence, table: Table
 
 def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the distribution of the entropy of answers to texts of another kind, a curve an arm."""
-    kept = {row.arm: _analyses(folder, row.arm, evidence, ENTROPY) for row in table.arms}
+    kept = {row.arm: _read_analyses(folder, row.arm, evidence, ENTROPY) for row in table.arms}
     kept = {arm: found for arm, found in kept.items() if found}
     if not kept:
         return ()
@@ -110,10 +110,10 @@ def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) ->
         text=str(first["text"]),
         reference=PLAIN if PLAIN in kept else "",
     )
-    means = {arm: _mean([one["numbers"]["other_entropy"] for one in found]) for arm, found in kept.items()}
+    means = {arm: fmean(one["numbers"]["other_entropy"] for one in found) for arm, found in kept.items()}
     return (
         Picture(
-            _named("entropy", part),
+            _name_by_part("entropy", part),
             to_png(figure),
             f"Entropy of the answers to {first['text']}, texts of no class the models know: the further right and "
             "down, the less sure of what they cannot know.",
@@ -122,27 +122,30 @@ def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) ->
     )
 
 
-def _analyses(folder: Path, arm: str, evidence: Evidence, name: str) -> list[dict[str, Any]]:
+def _read_analyses(folder: Path, arm: str, evidence: Evidence, name: str) -> list[dict[str, Any]]:
     """Return the records of an analysis of an arm's finished runs, in the order of the seeds."""
     seeds = sorted(run.seed for run in evidence.results.runs if run.arm == arm)
     paths = [analysis_file(folder / escape_arm_name(arm) / f"seed-{seed}", name) for seed in seeds]
     return [read_json(path) for path in paths if path.exists()]
 
 
-def _named(name: str, part: str) -> str:
+def _name_by_part(name: str, part: str) -> str:
     return f"{name}-{part.lower()}" if part else name
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+@dataclass(frozen=True)
+class _Axis:
+    title: str
+    read: Callable[[Mapping[str, float | None]], float | None]
 
 
-Measures = Mapping[str, float | None]
-Reads = Callable[[Measures], float | None]
-FORCE = "force ratio: norm of the repulsion over norm of the drive"
-PARAMETERS = "distance of parameters: 1 - mean absolute cosine between heads"
-OUTPUTS = "distance of outputs: 1 - linear CKA"
-ATTENTION = "distance of attention: Jensen-Shannon, nats"
+# without repulsion there is no force, and no place for it on a logarithmic axis
+FORCE = _Axis("force ratio: norm of the repulsion over norm of the drive", lambda found: found["force_ratio"] or None)
+PARAMETERS = _Axis(
+    "distance of parameters: 1 - mean absolute cosine between heads", lambda found: _invert(found["parameter_cosine"])
+)
+OUTPUTS = _Axis("distance of outputs: 1 - linear CKA", lambda found: _invert(found["output_cka"]))
+ATTENTION = _Axis("distance of attention: Jensen-Shannon, nats", lambda found: found["position_js"])
 
 
 def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
@@ -152,9 +155,9 @@ def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) ->
     """
     drawn = (
         draw_score_by_force(table),
-        _draw_scatter("outputs-by-force", evidence, table, (FORCE, _force), (OUTPUTS, _outputs), log=True),
-        _draw_scatter("outputs-by-parameters", evidence, table, (PARAMETERS, _parameters), (OUTPUTS, _outputs)),
-        _draw_scatter("attention-by-parameters", evidence, table, (PARAMETERS, _parameters), (ATTENTION, _attention)),
+        _draw_scatter("outputs-by-force", evidence, table, FORCE, OUTPUTS, log=True),
+        _draw_scatter("outputs-by-parameters", evidence, table, PARAMETERS, OUTPUTS),
+        _draw_scatter("attention-by-parameters", evidence, table, PARAMETERS, ATTENTION),
     )
     named = f"-{part.lower()}" if part else ""
     said = f"{part}: " if part else ""
@@ -164,11 +167,11 @@ def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) ->
 
 
 def _draw_scatter(
-    name: str, evidence: Evidence, table: Table, across: tuple[str, Reads], up: tuple[str, Reads], *, log: bool = False
+    name: str, evidence: Evidence, table: Table, across: _Axis, up: _Axis, *, log: bool = False
 ) -> Picture | None:
     dots: dict[str, list[tuple[float, float]]] = {}
     for run in evidence.results.runs:
-        x, y = across[1](run.measures), up[1](run.measures)
+        x, y = across.read(run.measures), up.read(run.measures)
         if x is not None and y is not None:
             dots.setdefault(run.arm, []).append((x, y))
     if len(dots) < 2:
@@ -177,37 +180,19 @@ def _draw_scatter(
         axes = figure.subplots()
         if log:
             use_log_axis(axes)
-        axes.set_xlabel(across[0])
-        axes.set_ylabel(up[0])
+        axes.set_xlabel(across.title)
+        axes.set_ylabel(up.title)
         draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
     alt = "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.2g}" for arm, found in dots.items()
     )
-    caption = (
-        f"{up[0][:1].upper()}{up[0][1:]}, by {across[0]}; each small dot a seed, each large one the mean of an arm."
-    )
+    subject = up.title[:1].upper() + up.title[1:]
+    caption = f"{subject}, by {across.title}; each small dot a seed, each large one the mean of an arm."
     return Picture(name, png, caption, alt)
 
 
-def _force(measures: Measures) -> float | None:
-    # without repulsion there is none, and no place for it on a logarithmic axis
-    return measures["force_ratio"] or None
-
-
-def _parameters(measures: Measures) -> float | None:
-    return _distance(measures["parameter_cosine"])
-
-
-def _outputs(measures: Measures) -> float | None:
-    return _distance(measures["output_cka"])
-
-
-def _attention(measures: Measures) -> float | None:
-    return measures["position_js"]
-
-
-def _distance(similarity: float | None) -> float | None:
+def _invert(similarity: float | None) -> float | None:
     return None if similarity is None else 1.0 - similarity
 
 

@@ -37,14 +37,14 @@ def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table
     ways = average_sets(sets)
     rows = []
     for arm in arms:
-        cells = [_cell(tables[name], arm) for name in sets]
+        cells = [_format_cell(tables[name], arm) for name in sets]
         for chosen in ways.values():
-            found = _by_seed(evidence, chosen, arm)
+            found = _read_scores(evidence, chosen, arm)
             means = np.array([[statistics.fmean(values)] for values in zip(*found, strict=True)]) if found else None
             if means is None:
                 cells.append(NONE)
             else:
-                cells.append(_write_average(estimate(means, seed=derive_key("glue", arm)), means[:, 0].tolist()))
+                cells.append(_format_average(estimate(means, seed=derive_key("glue", arm)), means[:, 0].tolist()))
         rows.append((arm, *cells))
     title = "Fine-tuning, times 100: mean [95 % interval], median over seeds"
     return Grid(title, ("arm", *sets, *ways), tuple(rows), "l" + "r" * (len(sets) + len(ways)))
@@ -68,14 +68,14 @@ def average_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _cell(table: Table, arm: str) -> str:
+def _format_cell(table: Table, arm: str) -> str:
     row = table.row(arm)
     if row is None:
         return NONE
-    return _write_average(row.score, [point.score for point in row.points])
+    return _format_average(row.score, [point.score for point in row.points])
 
 
-def _by_seed(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) -> list[list[float]]:
+def _read_scores(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) -> list[list[float]]:
     """Return the scores of an arm on each of some sets, under the seeds that all of them have."""
     scores = []
     for name in chosen:
@@ -86,7 +86,7 @@ def _by_seed(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) 
     return [[found[seed] for seed in seeds] for found in scores] if seeds else []
 
 
-def _write_average(found: Estimate, values: Sequence[float]) -> str:
+def _format_average(found: Estimate, values: Sequence[float]) -> str:
     low, high = max(-1.0, found.low), min(1.0, found.high)
     if found.seeds < 2:
         return f"{100 * found.value:.1f}"
@@ -158,7 +158,7 @@ _SETS = tuple(_TABLE_3)
 _RISING = sum(float(after) > float(before) for before, after in _TABLE_3.values())
 
 
-def _on(name: str) -> Sizes:
+def _choose_sizes(name: str) -> Sizes:
     kept = ("keep_model=true",) if name == "MNLI" else ()
     corpus = AFTER.get(name, name)
     found = {}
@@ -168,7 +168,7 @@ def _on(name: str) -> Sizes:
     return found
 
 
-def _claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
+def _make_claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
     """Return the paper's claims as far as some of its sets can speak of them."""
     ways = average_sets(sets)
     # the paper counts RTE by its second column; fine-tuned alone it falls
@@ -201,13 +201,13 @@ TABLE_3 = Reproduction(
     title="GLUE after pre-training ELECTRA with repulsive heads",
     source="An et al. 2020, Table 3 and appendix B.3; GLUE's test server, mean of 50 fine-tunings",
     task="glue",
-    parts=tuple(Part(_ARMS, _on(name), name, after="MNLI" if name in AFTER else "") for name in _SETS),
+    parts=tuple(Part(_ARMS, _choose_sizes(name), name, after="MNLI" if name in AFTER else "") for name in _SETS),
     extra=(
         "smooth, the control of svgd. Ours are on GLUE's dev files, which nothing is chosen by. The method acts in "
         "pre-training, so arms are judged over pre-trainings: fine-tunings of one count as one, and intervals of a "
         "score are over fine-tunings and test items"
     ),
-    claims=_claims(_SETS),
+    claims=_make_claims(_SETS),
     published=Published(
         "ELECTRA-small on OpenWebText, GLUE's test server",
         (Column("score"),),
@@ -215,7 +215,7 @@ TABLE_3 = Reproduction(
     ),
     after="repulsive/pretraining",
     folder="glue",
-    made=_claims,
+    made=_make_claims,
     summed=build_glue_grid,
 )
 

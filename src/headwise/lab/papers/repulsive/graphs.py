@@ -25,7 +25,7 @@ OUTPUTS = "outputs.html"
 
 @dataclass(frozen=True)
 class OutputPages:
-    """A page of texts of two arms beside graph and reference, and perhaps a form on which raters compare them.
+    """A page with texts of two arms, graph and reference, and perhaps a form on which raters compare the texts.
 
     Attributes:
         arms: The arm that is judged and the one it is judged against.
@@ -36,7 +36,7 @@ class OutputPages:
     form: bool = False
 
     def __call__(self, place: Path, folder: Path, data: Path | None, evidence: Evidence) -> tuple[Path, ...]:
-        """Write the pages of the runs that are there; see `reproduction.Writes`."""
+        """Write the pages of the runs that are there; see `reproduction.WritePages`."""
         one, other = (parse_arm(text).name for text in self.arms)
         seeds = {arm: {run.seed for run in evidence.results.runs if run.arm == arm} for arm in (one, other)}
         shared = sorted(seeds[one] & seeds[other])
@@ -60,7 +60,7 @@ TEXTS = (RMA, "plain")
 REPEATS = (Contrast("plain", RMA, measure="free_repeated"),)
 
 
-def _every(arm: str, against: str) -> tuple[Contrast, ...]:
+def _compare_scores(arm: str, against: str) -> tuple[Contrast, ...]:
     """An arm over another in BLEU-4 and in every other score of the table."""
     return tuple(one for score in (None, *SCORES) for one in compare_arms(arm, against, measure=score))
 
@@ -88,8 +88,8 @@ TABLE_4 = Reproduction(
         "entities filled in: what does not beat these does not read its graph"
     ),
     claims=(
-        Claim("Repulsive attention is better than GraphWriter in every score.", _every(RMA, "plain")),
-        Claim("Repulsive attention is better than the cosine regularisation in every score.", _every(RMA, R)),
+        Claim("Repulsive attention is better than GraphWriter in every score.", _compare_scores(RMA, "plain")),
+        Claim("Repulsive attention is better than the cosine regularisation in every score.", _compare_scores(RMA, R)),
         Claim(
             "More of the reference's n-grams are found in its texts: the recall of ROUGE is higher.",
             tuple(Contrast(RMA, "plain", measure=f"ROUGE-{order} recall") for order in (1, 2)),

@@ -45,7 +45,7 @@ def regularised(name: str) -> str:
     return "frobenius:weight=0.3" if name == "SNLI" else "frobenius"
 
 
-def _each(arm: str, against: str, measure: str | None = None, sets: tuple[str, ...] = SETS) -> tuple[Contrast, ...]:
+def _compare(arm: str, against: str, measure: str | None = None, sets: tuple[str, ...] = SETS) -> tuple[Contrast, ...]:
     arms = {"svgd": svgd, "spos": spos, "frobenius": regularised}
 
     def named(text: str, name: str) -> str:
@@ -84,31 +84,32 @@ TABLE_1 = Reproduction(
     ),
     claims=(
         Claim(
-            "Repulsive attention by SVGD is more accurate than standard attention on every set.", _each("svgd", "plain")
+            "Repulsive attention by SVGD is more accurate than standard attention on every set.",
+            _compare("svgd", "plain"),
         ),
-        Claim("Repulsive attention by SPOS is too.", _each("spos", "plain")),
+        Claim("Repulsive attention by SPOS is too.", _compare("spos", "plain")),
         Claim(
             "Repulsive attention is more accurate than the Frobenius regularisation.",
-            (*_each("svgd", "frobenius"), *_each("spos", "frobenius")),
+            (*_compare("svgd", "frobenius"), *_compare("spos", "frobenius")),
         ),
-        Claim("SPOS is more accurate than SVGD.", _each("spos", "svgd")),
+        Claim("SPOS is more accurate than SVGD.", _compare("spos", "svgd")),
         Claim(
             "The heads of repulsive attention are further apart than those of standard attention.",
-            _each("svgd", "plain", "distance"),
+            _compare("svgd", "plain", "distance"),
         ),
-        Claim("They are further apart than under regularisation.", _each("svgd", "frobenius", "distance")),
+        Claim("They are further apart than under regularisation.", _compare("svgd", "frobenius", "distance")),
         claim_control(
             "Their outputs are less alike by measures that norms do not change",
-            (*_each("plain", "svgd", "output_cosine"), *_each("plain", "svgd", "output_cka")),
+            (*_compare("plain", "svgd", "output_cosine"), *_compare("plain", "svgd", "output_cka")),
         ),
         claim_control(
             "What repulsive attention adds is the repulsion, not the smoothing that SVGD brings with it",
-            _each("svgd", SMOOTH),
+            _compare("svgd", SMOOTH),
         ),
         Claim(
             "Repulsion of what heads compute makes them compute more different things than repulsion of their "
             "parameters (ours).",
-            (*_each(f"svgd-relative:{STEP}", _FUNCTION, "output_cka"),),
+            (*_compare(f"svgd-relative:{STEP}", _FUNCTION, "output_cka"),),
         ),
     ),
     published=Published(
@@ -172,9 +173,9 @@ TABLE_6 = Reproduction(
     parts=tuple(Part(("plain", SMOOTH, _SGLD, svgd(name)), on(name), name) for name in SETS),
     extra=f"{_OURS}the paper states no temperature for SGLD",
     claims=(
-        Claim("SVGD is better than standard attention.", _each("svgd", "plain")),
-        Claim("The noise of SGLD alone helps over standard attention.", _each(_SGLD, "plain")),
-        Claim("Repulsion between particles helps more than the noise of SGLD.", _each("svgd", _SGLD)),
+        Claim("SVGD is better than standard attention.", _compare("svgd", "plain")),
+        Claim("The noise of SGLD alone helps over standard attention.", _compare(_SGLD, "plain")),
+        Claim("Repulsion between particles helps more than the noise of SGLD.", _compare("svgd", _SGLD)),
     ),
     published=Published(
         _DATA, (ACCURACY,), build_rows(("None", "SGLD", "SVGD"), lambda name: ("plain", _SGLD, svgd(name)), _TABLE_6)
@@ -211,7 +212,7 @@ _TABLE_9 = {"Age": ("81.35", "81.65", "81.85"), "Yelp": ("68.50", "71.45", "71.5
 _COSINE_NAMES = ("cosine similarity regularization", "i->j", "i->j, +smooth")
 
 
-def _cosine(name: str) -> tuple[str, str, str]:
+def _list_cosine_arms(name: str) -> tuple[str, str, str]:
     settings = f"alpha={WEIGHTS[name]},{STEP}"
     return f"cosine-penalty:{settings}", f"cosine-repulsion:{settings}", f"svgd:{settings},kernel=cosine"
 
@@ -221,7 +222,7 @@ TABLE_9 = Reproduction(
     title="From cosine regularisation to SVGD: the derivative in the other head, then the smoothing",
     source="An et al. 2020, Table 9 and appendix C.6",
     task="sentence",
-    parts=tuple(Part(("plain", *_cosine(name)), on(name), name) for name in _COSINE),
+    parts=tuple(Part(("plain", *_list_cosine_arms(name)), on(name), name) for name in _COSINE),
     extra=(
         "plain; and the share of the repulsion that lies along the heads, lengthening them, at the start and at the "
         "end. The paper's regularisation is printed with the sign that raises the similarity; ours lowers it"
@@ -229,17 +230,17 @@ TABLE_9 = Reproduction(
     claims=(
         Claim(
             "The derivative in the other head is better than the regularisation.",
-            tuple(Contrast(_cosine(name)[1], _cosine(name)[0], part=name) for name in _COSINE),
+            tuple(Contrast(_list_cosine_arms(name)[1], _list_cosine_arms(name)[0], part=name) for name in _COSINE),
         ),
         Claim(
             "The smoothing adds to that.",
-            tuple(Contrast(_cosine(name)[2], _cosine(name)[1], part=name) for name in _COSINE),
+            tuple(Contrast(_list_cosine_arms(name)[2], _list_cosine_arms(name)[1], part=name) for name in _COSINE),
         ),
         Claim(
             "The repulsion of the second row turns heads, rather than lengthening them (our question; the paper has "
             "none).",
             shown=tuple(
-                Numbers(measure, f"{said}, %", _cosine(name), name, digits=0, scale=100)
+                Numbers(measure, f"{said}, %", _list_cosine_arms(name), name, digits=0, scale=100)
                 for name in _COSINE
                 for measure, said in (
                     ("radial_share_at_start", "share of the force along the heads at the start"),
@@ -248,7 +249,7 @@ TABLE_9 = Reproduction(
             ),
         ),
     ),
-    published=Published(_DATA, (ACCURACY,), build_rows(_COSINE_NAMES, _cosine, _TABLE_9)),
+    published=Published(_DATA, (ACCURACY,), build_rows(_COSINE_NAMES, _list_cosine_arms, _TABLE_9)),
     analysis=FORCE_DIRECTIONS,
 )
 

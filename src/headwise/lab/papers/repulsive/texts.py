@@ -1,11 +1,10 @@
-"""Figures of An et al. 2020, repulsive attention, on texts, and the cyberbullying table of its first version on arXiv.
-
-What belongs to that version stands under `repulsive-v1/`. The other tables are `repulsive_sentences`'.
-"""
+"""Figures of An et al. 2020 on texts, and, under `repulsive-v1/`, what only its first version on arXiv has."""
 
 from __future__ import annotations
 
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
+from functools import partial
+
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms, compare_parts
 from headwise.lab.papers.measures import Least, Numbers
 from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import AttentionMaps, draw_entropies, draw_reliabilities
@@ -20,10 +19,7 @@ _RMA, _SMALL_STEP = svgd("Yelp"), "svgd:alpha=1,step_size=0.1"
 _FEW, _BEST, _MANY = "5 heads", "20 heads", "40 heads"
 
 
-def _rise(arm: str, least: str, most: str, less: Contrast | None = None) -> Contrast:
-    """The error of an arm with one number of heads, less that with another."""
-    return Contrast(arm, arm, part=most, against_part=least, measure=ERROR, less=less)
-
+_rise = partial(compare_parts, measure=ERROR)
 
 FIGURE_3A = Reproduction(
     id="repulsive/figure-3a",
@@ -42,7 +38,7 @@ FIGURE_3A = Reproduction(
         *(
             Claim(
                 f"The error of {name} attention first falls, then rises with the number of heads; about 20 are best.",
-                (_rise(arm, _BEST, _FEW), _rise(arm, _BEST, _MANY)),
+                (_rise(arm, _FEW, _BEST), _rise(arm, _MANY, _BEST)),
                 (Least(ERROR, arm, _AMONG),),
             )
             for name, arm in (("standard", "plain"), ("repulsive", _RMA))
@@ -50,12 +46,12 @@ FIGURE_3A = Reproduction(
         Claim("Repulsive attention errs less at every number of heads.", compare_arms("plain", _RMA, _AMONG, ERROR)),
         Claim(
             "Standard attention depends more on the number of heads: from 20 to 40 its error rises more.",
-            (_rise("plain", _BEST, _MANY, less=_rise(_RMA, _BEST, _MANY)),),
+            (_rise("plain", _MANY, _BEST, less=_rise(_RMA, _MANY, _BEST)),),
         ),
         Claim(
             "The best number of heads falls as the step size grows (the bound's prediction, which the paper does not "
             "test).",
-            (_rise(_RMA, _FEW, _MANY, less=_rise(_SMALL_STEP, _FEW, _MANY)),),
+            (_rise(_RMA, _MANY, _FEW, less=_rise(_SMALL_STEP, _MANY, _FEW)),),
             (Least(ERROR, _SMALL_STEP, _AMONG), Least(ERROR, _RMA, _AMONG)),
         ),
     ),
@@ -132,7 +128,7 @@ _COLLAPSE = (
 )
 
 
-def _maps(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, source: str) -> Reproduction:
+def _map(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, source: str) -> Reproduction:
     paper, _, figure = number.rpartition("/")
     return Reproduction(
         id=number,
@@ -160,30 +156,30 @@ _EMNLP, _ARXIV = "An et al. 2020", "An et al. 2020, first version on arXiv"
 _BOTH = ("plain", _RMA)
 
 FIGURES_OF_ATTENTION = (
-    _maps(
+    _map(
         "repulsive/figure-1",
         "Attention over a review: five heads and all together",
         _BOTH,
         AttentionMaps(_BOTH, heads=5),
         _EMNLP,
     ),
-    _maps("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",)), _EMNLP),
-    _maps(
+    _map("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",)), _EMNLP),
+    _map(
         "repulsive/figure-7",
         "Attention of every head: Frobenius regularisation",
         ("plain", "frobenius"),
         AttentionMaps(("frobenius",)),
         _EMNLP,
     ),
-    _maps("repulsive/figure-8", "Attention of every head: repulsive", _BOTH, AttentionMaps((_RMA,)), _EMNLP),
-    _maps(
+    _map("repulsive/figure-8", "Attention of every head: repulsive", _BOTH, AttentionMaps((_RMA,)), _EMNLP),
+    _map(
         "repulsive-v1/figure-9",
         "Overall attention over three reviews: standard",
         ("plain",),
         AttentionMaps(("plain",), texts=3, heads=0),
         _ARXIV,
     ),
-    _maps(
+    _map(
         "repulsive-v1/figure-10",
         "Overall attention over three reviews: repulsive",
         _BOTH,
@@ -215,7 +211,7 @@ _V1_TABLE_6 = {
 _BULLYING_ARMS = ("cnn", "nb-lr", "plain", _RMA)
 
 
-def _bullying(name: str) -> Sizes:
+def _choose_sizes(name: str) -> Sizes:
     file, sets = _BULLYING[name]
     reduced = {scale: Size(scale, corpus=file, sets=sets) for scale in ("demo", "cpu")}
     return {**reduced, "paper": Size("paper", corpus=file, sets=sets)}
@@ -226,7 +222,7 @@ V1_TABLE_6 = Reproduction(
     title="Cyberbullying: ranking and classification of abusive comments",
     source="An et al. 2020, first version on arXiv, Table 6 and appendix B.1",
     task="sentence",
-    parts=tuple(Part(("plain", SMOOTH, _RMA, "cnn"), _bullying(name), name) for name in _BULLYING),
+    parts=tuple(Part(("plain", SMOOTH, _RMA, "cnn"), _choose_sizes(name), name) for name in _BULLYING),
     extra=(
         "smooth, the control of svgd; nb-lr, naive Bayes logistic regression, stands in every table of the task. "
         "Wikipedia's comments are another collection, of which abusive ones are left out until they are the paper's "
