@@ -24,7 +24,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.tasks.translation.decoding import negative_log_likelihood
-from headwise.lab.tasks.translation.task import translated
+from headwise.lab.tasks.translation.task import translate_split
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
@@ -69,7 +69,7 @@ def test_a_cost_is_that_of_zeroing_the_heads_columns_of_the_output_projection(re
         with torch.no_grad():
             site.output.view(weight)[head["head"]] = 0.0
         loss = negative_log_likelihood(model, data.test)
-        greedy = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+        greedy = translate_split(model, data.test, data.whole, beams=1, length_penalty=1.0)
         with torch.no_grad():
             weight.copy_(kept)
         assert record["scores"]["loss"] == pytest.approx(negative_log_likelihood(model, data.test), rel=1e-6)
@@ -79,7 +79,7 @@ def test_a_cost_is_that_of_zeroing_the_heads_columns_of_the_output_projection(re
         if all(without.counts):
             expected = record["scores"]["BLEU"] - without.score / 100
             assert head["drops"]["BLEU"]["value"] == pytest.approx(expected, abs=1e-6)
-    whole = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+    whole = translate_split(model, data.test, data.whole, beams=1, length_penalty=1.0)
     assert 100 * record["scores"]["BLEU"] == pytest.approx(
         sacrebleu.corpus_bleu(whole, [data.references("test")]).score
     )

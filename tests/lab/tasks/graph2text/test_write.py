@@ -234,15 +234,15 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     folder = Path(shutil.copytree(run, tmp_path / "changed"))
     vocabulary = json.loads((run / "vocabulary.json").read_text())
     for changes, expected in (
-        ({"vocabulary": vocabulary["vocabulary"][1:]}, "does not hold what has an id"),
-        ({"types": 10_000}, "does not hold what has an id"),
-        ({"relations": 3}, "does not hold what has an id"),
+        ({"vocabulary": vocabulary["vocabulary"][1:]}, "does not hold a vocabulary"),
+        ({"types": 10_000}, "does not hold a vocabulary"),
+        ({"relations": 3}, "does not hold a vocabulary"),
         ({"vocabulary": [*vocabulary["vocabulary"], "more"]}, "does not hold the weights of this run"),
     ):
         (folder / "vocabulary.json").write_text(json.dumps({**vocabulary, **changes}))
         assert expected in refused(folder)
     (folder / "vocabulary.json").write_text("[]")
-    assert "does not hold what has an id" in refused(folder)
+    assert "does not hold a vocabulary" in refused(folder)
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
     whole = json.loads((run / "settings.json").read_text())
     for changes, expected in (

@@ -227,8 +227,8 @@ def test_beams_and_length_penalty_are_those_asked_for(trained):
     translator = open_translator(folder, beams=1)
     assert asked == (0, translator.translate(translator.encode(lines)), "")
     assert asked[1] != (folder / "predictions.txt").read_text().split("\n")[:-1]
-    assert open_translator(folder).decoding.beams == 3
-    assert open_translator(folder).decoding.length_penalty == 0.7
+    assert open_translator(folder).scale.beams == 3
+    assert open_translator(folder).scale.length_penalty == 0.7
     short, long = (open_translator(folder, beams=6, length_penalty=p) for p in (-8.0, 8.0))
     ids = short.encode(lines)
     assert sum(map(len, short.translate(ids))) < sum(map(len, long.translate(ids)))

@@ -103,7 +103,7 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
     arm = read_arm(place / name, read_json(place / name / "settings.json"))
     model = build_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
     restore_run(place / name, arm, model, TranslationTask(), seed=3)
-    free = Translator(model, own.subwords, own.decoding)
+    free = Translator(model, own.subwords, own.scale)
     assert free.translate(free.encode(sources(place))) != found
 
 

@@ -176,7 +176,7 @@ def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
         lambda _m, _given, named: read.append(named["input_ids"]), with_kwargs=True
     )
     with Taps(sites, weights=True) as taps, methods.evaluating(network):
-        translation_module.translated(network, data.test, data.whole, beams=3, length_penalty=1.0)
+        translation_module.translate_split(network, data.test, data.whole, beams=3, length_penalty=1.0)
         captures = taps.read()
     hook.remove()
     (ids,) = read
@@ -210,7 +210,7 @@ def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, c
         with methods.evaluating(network):
             network(**batch)
             # unseen sources too have masks, made when they come
-            found = translation_module.translated(network, data.test, data.whole, beams=3, length_penalty=1.0)
+            found = translation_module.translate_split(network, data.test, data.whole, beams=3, length_penalty=1.0)
             network.generate(**source, num_beams=1, max_new_tokens=2)
         handle.remove()
         states[name] = seen

@@ -30,9 +30,9 @@ class Graphs(Dataset[EncodedGraph]):
     """The graphs of one split; `split[i]` is an `EncodedGraph`.
 
     Attributes:
-        graphs: The graphs as they were read.
-        coder: Makes ids of them.
-        longest: Words a text is cut to; None for whole texts.
+        graphs: The graphs.
+        coder: Their vocabulary.
+        longest: Maximum number of words of a text; None for whole texts.
     """
 
     graphs: tuple[Graph, ...]
@@ -44,6 +44,11 @@ class Graphs(Dataset[EncodedGraph]):
         """Words of each text, its end included, [N]."""
         whole = np.array([len(graph.text) + 1 for graph in self.graphs], dtype=np.int64)
         return whole if self.longest is None else np.minimum(whole, self.longest + 1)
+
+    @property
+    def references(self) -> list[str]:
+        """The text of each graph."""
+        return [graph.reference for graph in self.graphs]
 
     def __len__(self) -> int:
         return len(self.graphs)
@@ -60,11 +65,11 @@ class GraphData:
         train: Graphs to train on.
         dev: Graphs to choose settings by.
         test: Graphs to write about once at the end.
-        coder: What has an id.
+        coder: The vocabulary.
         scale: The scale.
-        said: What the set is, for people.
+        title: Description of the set.
         fingerprint: Digest of the files; how they are cut is part of the scale's record.
-        dropped: Training and dev graphs left out because they stand in a later split too.
+        dropped: Number of training and dev graphs left out because a later split has them.
     """
 
     train: Graphs
@@ -72,7 +77,7 @@ class GraphData:
     test: Graphs
     coder: GraphCoder
     scale: GraphScale
-    said: str
+    title: str
     fingerprint: str
     dropped: int
 
@@ -86,7 +91,7 @@ class GraphData:
         entities = np.mean([len(graph.entities) for graph in self.train.graphs])
         triples = np.mean([len(graph.triples) for graph in self.train.graphs])
         return (
-            f"{self.said}: {sizes}{dropped}{cut_texts}; {entities:.1f} entities and {triples:.1f} triples a graph; "
+            f"{self.title}: {sizes}{dropped}{cut_texts}; {entities:.1f} entities and {triples:.1f} triples a graph; "
             f"{len(self.coder.vocabulary):,} words, {len(self.coder.relations)} relations"
         )
 
@@ -94,14 +99,14 @@ class GraphData:
 def load_graphs(place: Path, scale: GraphScale) -> GraphData:
     """Return the data of a scale.
 
-    A set of one file is cut into tenths by a hash of title and entities; where a set has no dev split of its own, dev
+    A set of one file is cut into tenths by a hash of title and entities; where a set has no dev split, dev
     is a tenth of its training split, cut likewise. Graphs of training or dev that a later split has too are left out.
 
     Raises:
         DataError: A file is missing or malformed, or a split comes out empty.
     """
     found = read_graphs(place)
-    splits, dropped = _splits(found.splits)
+    splits, dropped = _split(found.splits)
     caps = {"train": scale.train_examples, "dev": scale.dev_examples, "test": scale.test_examples}
     splits = {name: tuple(graphs[: caps[name]]) for name, graphs in splits.items()}
     for name, graphs in splits.items():
@@ -114,7 +119,7 @@ def load_graphs(place: Path, scale: GraphScale) -> GraphData:
         Graphs(splits["test"], coder),
         coder,
         scale,
-        found.said,
+        found.title,
         digest("graphs 1", found.paths),
         dropped,
     )
@@ -126,7 +131,7 @@ def test_graphs(place: Path) -> list[Graph]:
     Raises:
         DataError: As `load_graphs`.
     """
-    return _splits(read_graphs(place).splits)[0]["test"]
+    return _split(read_graphs(place).splits)[0]["test"]
 
 
 def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
@@ -198,14 +203,14 @@ def _neighbours(entities: int, triples: Sequence[tuple[int, int, int]]) -> NDArr
     return found
 
 
-def _splits(read: Mapping[str, Sequence[Graph]]) -> tuple[dict[str, list[Graph]], int]:
+def _split(read: Mapping[str, Sequence[Graph]]) -> tuple[dict[str, list[Graph]], int]:
     """Return the graphs of train, dev and test, and how many were left out because a later split has them."""
     if "all" in read:
         places = split_by_hash([graph.key for graph in read["all"]])
         return {name: [read["all"][place] for place in found] for name, found in places.items()}, 0
     splits = {name: list(graphs) for name, graphs in read.items()}
     if "dev" not in splits:
-        # dev is cut before what stands in test is dropped, so that it does not depend on test
+        # dev is cut before graphs that are also in test are dropped, so that it does not depend on test
         whole = splits["train"]
         places = split_by_hash([graph.key for graph in whole])
         splits["train"] = [whole[place] for place in sorted([*places["train"], *places["test"]])]

@@ -6,7 +6,7 @@ The search is our own because each step depends on the state of an LSTM, which n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from headwise.lab.tasks.graph2text.data import collate
 if TYPE_CHECKING:
     from headwise.lab.tasks.graph2text.model import GraphWriter
 
-# Graphs written about at once, times the beams; and the pairs of nodes of those graphs, which attention grows with.
+# Maximum number of graphs per batch, times the beams, and of their pairs of nodes, which attention grows with.
 ROWS = 128
 PAIRS = 1 << 22
 
@@ -29,27 +29,15 @@ def write_texts(
     graphs: Sequence[EncodedGraph],
     *,
     beams: int,
-    longest: int,
-    length_penalty: float,
-    unwritten: Sequence[int],
-    no_repeat: int = 0,
+    **options: Any,
 ) -> list[list[int]]:
-    """Return the text of each graph as ids, its end included, in the order of the graphs; arguments as for `search`."""
+    """Return the text of each graph as ids, its end included; `options` are the other arguments of `search`."""
     device = next(model.parameters()).device
     found: list[list[int]] = [[] for _ in graphs]
     sizes = [len(one["entities"]) + len(one["triples"]) for one in graphs]
-    for batch in _batches(sizes, max(1, ROWS // beams)) if graphs else ():
+    for batch in _make_batches(sizes, max(1, ROWS // beams)) if graphs else ():
         inputs = {name: one.to(device) for name, one in collate([graphs[index] for index in batch]).items()}
-        texts = search(
-            model,
-            inputs,
-            beams=beams,
-            longest=longest,
-            length_penalty=length_penalty,
-            unwritten=unwritten,
-            no_repeat=no_repeat,
-        )
-        for index, text in zip(batch, texts, strict=True):
+        for index, text in zip(batch, search(model, inputs, beams=beams, **options), strict=True):
             found[index] = text
     return found
 
@@ -68,16 +56,16 @@ def search(
     """Return the best text that a beam search finds for each graph of a batch: the greatest log P / length^p.
 
     A text has to end after `longest` words, its end included. A search is over once as many texts as beams have ended;
-    with one beam it takes the likeliest word each time.
+    with one beam it takes the most likely word each time.
 
     Args:
         model: The model, in evaluation mode.
-        batch: From `graph_data.collate`.
-        beams: Texts that are followed at a time.
-        longest: Most words of a text.
+        batch: From `data.collate`.
+        beams: Number of beams.
+        longest: Maximum number of words of a text.
         length_penalty: p; 1 is the mean log probability of a word.
         unwritten: Ids that are never written.
-        no_repeat: Number of words in a row that are not written twice in a text, at least 2; 0 for no such rule.
+        no_repeat: Length of word sequences that may not occur twice in a text, at least 2; 0 for no limit.
     """
     memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
     count, device = len(batch["nodes"]), batch["nodes"].device
@@ -117,8 +105,8 @@ def search(
     return [max(one, key=lambda scored: scored[0])[1] for one in ended]
 
 
-def _batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
-    """Yield graphs of like size, fewer at once where they are very large; a triple has two nodes."""
+def _make_batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
+    """Yield graphs of similar size, fewer of those that are very large; a triple has two nodes."""
     for batch in batch_by_length(sizes, examples):
         held: list[int] = []
         for index in batch:
@@ -131,7 +119,7 @@ def _batches(sizes: Sequence[int], examples: int) -> Iterator[list[int]]:
 
 
 def _ban_repeats(following: Tensor, texts: Tensor, order: int) -> None:
-    """Make impossible in [R, V] what would end words in a row that texts [R, L] have already."""
+    """Set to -inf in [R, V] what would repeat a word sequence of texts [R, L]."""
     windows = texts.unfold(1, order, 1)
     same = (windows[:, :, :-1] == texts[:, None, texts.shape[1] + 1 - order :]).all(dim=-1)
     rows, places = same.nonzero(as_tuple=True)
@@ -147,7 +135,7 @@ def _keep_ended(
     beams: int,
     divisor: float,
 ) -> None:
-    """Add what has ended among the best `beams` of each graph to its ended texts, while it has fewer than beams."""
+    """Add the ended among the best `beams` texts of each graph to its ended texts, up to `beams` of them."""
     endings = (places[:, :beams] % size == END) & (best[:, :beams] > -torch.inf)
     for graph, rank in endings.nonzero().tolist():
         if len(ended[graph]) < beams:

@@ -22,7 +22,7 @@ TYPED = re.compile(r"^(.*\S)\s+<(\w+)>$")
 WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*|[^\w\s]")
 UNTYPED = "entity"
 FORM = "a title, triples (head | relation | tail ; ...) and a text, with tabs between"
-ASKED = "a title and triples (head | relation | tail ; ...), with a tab between"
+FORM_WITHOUT_TEXT = "a title and triples (head | relation | tail ; ...), with a tab between"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Graph:
         types: The type of each entity.
         triples: (head, relation, tail), with entities by number.
         text: The words of the text; a number is a mention of that entity. Empty where there is none.
-        line: Where it stands, for messages.
+        line: Its line number, for messages.
     """
 
     title: tuple[str, ...]
@@ -47,7 +47,7 @@ class Graph:
 
     @property
     def key(self) -> str:
-        """What may not stand in two splits: title and entities."""
+        """Title and entities, by which splits are kept apart."""
         return " ".join(self.title) + "\t" + "\t".join(sorted(" ".join(entity) for entity in self.entities))
 
     @property
@@ -58,15 +58,15 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphSet:
-    """A set as it was read.
+    """A set of graphs.
 
     Attributes:
-        said: What it is, for people.
+        title: Description of the set.
         splits: Its graphs: of "train", "dev" and "test", of some of them, or all of them under "all".
         paths: Every file that was read.
     """
 
-    said: str
+    title: str
     splits: Mapping[str, Sequence[Graph]]
     paths: tuple[Path, ...]
 
@@ -74,8 +74,8 @@ class GraphSet:
 def read_graphs(place: Path) -> GraphSet:
     """Return the set that a file or folder holds.
 
-    A folder is AGENDA where it holds `relations.vocab`; else it holds `train`, `test` and perhaps `dev` of one's own
-    triples. A file holds one's own triples.
+    A folder is AGENDA if it holds `relations.vocab`; else it holds the user's own triples as `train`, `test` and
+    perhaps `dev`. A file holds the user's own triples.
 
     Raises:
         DataError: There is no such place or no such set in it, or a line does not fit; the message names it.
@@ -84,20 +84,20 @@ def read_graphs(place: Path) -> GraphSet:
         return GraphSet("graphs and texts", {"all": read_triples(place)}, (place,))
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected AGENDA's folder, or a file of triples: {FORM}.")
-    relations = next(iter(_forms(place, RELATIONS)), None)
+    relations = next(iter(_find_forms(place, RELATIONS)), None)
     if relations is not None:
         names = [line for _, line in numbered_lines(relations) if line.strip()]
-        paths = {split: found[0] for split, name in AGENDA.items() if (found := _forms(place, name))}
+        paths = {split: found[0] for split, name in AGENDA.items() if (found := _find_forms(place, name))}
         if "test" not in paths or len(paths) < 2:
             raise DataError(
                 f"{place} lacks {AGENDA['test']} or both of {AGENDA['train']} and {AGENDA['dev']}, plain or .gz."
             )
-        said = "AGENDA" if "train" in paths else "AGENDA without its training file: its validation file is trained on"
-        splits = {split: read_agenda(path, names) for split, path in paths.items()}
+        title = "AGENDA" if "train" in paths else "AGENDA without its training file: its validation file is trained on"
+        splits = {split: read_parse_agenda(path, names) for split, path in paths.items()}
         if "train" not in splits:
             splits["train"] = splits.pop("dev")
-        return GraphSet(said, splits, (relations, *paths.values()))
-    paths = {split: found[0] for split in ("train", "dev", "test") if (found := _forms(place, f"{split}.tsv"))}
+        return GraphSet(title, splits, (relations, *paths.values()))
+    paths = {split: found[0] for split in ("train", "dev", "test") if (found := _find_forms(place, f"{split}.tsv"))}
     if "train" not in paths or "test" not in paths:
         raise DataError(
             f"{place} holds neither AGENDA ({RELATIONS}, {AGENDA['test']}, ...) nor train.tsv and test.tsv of your own."
@@ -107,7 +107,7 @@ def read_graphs(place: Path) -> GraphSet:
     )
 
 
-def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
+def read_parse_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
     """Return the graphs of a preprocessed file of AGENDA (Koncel-Kedziorski et al. 2019).
 
     Six fields a line: title; entities; their types; triples `head relation tail` by number; the text, in lower case
@@ -120,7 +120,7 @@ def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
     Raises:
         DataError: A line does not fit; the message names it.
     """
-    return [_agenda(line, relations, path, number) for number, line in _rows(path, "AGENDA's six fields")]
+    return [_parse_agenda(line, relations, path, number) for number, line in _read_rows(path, "AGENDA's six fields")]
 
 
 def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
@@ -133,16 +133,16 @@ def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
     Raises:
         DataError: A line does not fit; the message names it.
     """
-    rows = _rows(path, FORM if needs_text else ASKED)
+    rows = _read_rows(path, FORM if needs_text else FORM_WITHOUT_TEXT)
     return [parse_triples(line, str(path), number, needs_text=needs_text) for number, line in rows]
 
 
 def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True) -> Graph:
     r"""Return the graph of a line of a user's own: a title, triples and a text, with tabs between.
 
-    Triples are written `head | relation | tail`, with ` ; ` between them; an entity without a triple stands alone.
-    Behind an entity may stand its type in angle brackets, as in `beam search <method>`. Mentions are found in the text:
-    the words of an entity, the longest first. Everything is lower-cased but the relations' names.
+    Triples are written `head | relation | tail`, with ` ; ` between them; an entity without a triple is given alone.
+    An entity may be followed by its type in angle brackets, as in `beam search <method>`. Mentions are found in the
+    text: the words of an entity, the longest first. Everything is lower-cased but the relations' names.
 
     Args:
         line: The line, without its end.
@@ -157,12 +157,39 @@ def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True)
         >>> parse_triples("Fast\tlda <method> | for | text", "mine.tsv", 1, needs_text=False).types
         ('method', 'entity')
     """
-    fields = _fields(line, (3,) if needs_text else (2, 3), FORM if needs_text else ASKED, name, number)
-    return _triples(fields, name, number, needs_text)
+    allowed, form = ((3,), FORM) if needs_text else ((2, 3), FORM_WITHOUT_TEXT)
+    fields = _split_fields(line, allowed, form, name, number)
+    where = f"{name}, line {number}"
+    types: dict[tuple[str, ...], str] = {}
+    edges = []
+
+    def entity(text: str) -> tuple[str, ...]:
+        typed = TYPED.match(text.strip())
+        words = tuple(WORD.findall((typed[1] if typed else text).lower()))
+        if not words:
+            raise DataError(f"{where}: an entity is empty; expected {FORM}.")
+        if typed or words not in types:
+            types[words] = typed[2].lower() if typed else UNTYPED
+        return words
+
+    for triple in fields[1].split(";"):
+        parts = triple.split("|")
+        if len(parts) not in (1, 3) or not all(part.strip() for part in parts):
+            raise DataError(f"{where}: {triple.strip()!r}; expected head | relation | tail, or one entity alone.")
+        if len(parts) == 1:
+            entity(parts[0])
+        else:
+            edges.append((entity(parts[0]), parts[1].strip(), entity(parts[2])))
+    entities = list(types)
+    text = tuple(_find_mentions(WORD.findall(fields[2].lower()), entities)) if len(fields) > 2 else ()
+    if needs_text and not text:
+        raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
+    numbered = tuple((entities.index(head), relation, entities.index(tail)) for head, relation, tail in edges)
+    return Graph(tuple(WORD.findall(fields[0].lower())), tuple(entities), tuple(types.values()), numbered, text, number)
 
 
 def spell_out(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> str:
-    """Return a text as one line with the words of each entity in the place of its number.
+    """Return a text as one line with the words of each entity in place of its number.
 
     >>> spell_out(["we", "use", 0, "."], [["beam", "search"]])
     'we use beam search .'
@@ -170,9 +197,9 @@ def spell_out(text: Sequence[str | int], entities: Sequence[Sequence[str]]) -> s
     return " ".join(word if isinstance(word, str) else " ".join(entities[word]) for word in text)
 
 
-def _agenda(line: str, relations: Sequence[str], path: Path, number: int) -> Graph:
+def _parse_agenda(line: str, relations: Sequence[str], path: Path, number: int) -> Graph:
     where = f"{path}, line {number}"
-    title, entities, types, triples, text, _ = _fields(line, (6,), "AGENDA's six", str(path), number)
+    title, entities, types, triples, text, _ = _split_fields(line, (6,), "AGENDA's six", str(path), number)
     phrases = tuple(tuple(one.lower().split()) for one in entities.split(BETWEEN))
     kinds = tuple(one.strip("<>") for one in types.split())
     if not all(phrases):
@@ -207,38 +234,8 @@ def _agenda(line: str, relations: Sequence[str], path: Path, number: int) -> Gra
     return Graph(tuple(title.lower().split()), phrases, kinds, tuple(edges), tuple(words), number)
 
 
-def _triples(fields: Sequence[str], name: str, number: int, needs_text: bool) -> Graph:
-    where = f"{name}, line {number}"
-    types: dict[tuple[str, ...], str] = {}
-    edges = []
-
-    def entity(text: str) -> tuple[str, ...]:
-        typed = TYPED.match(text.strip())
-        words = tuple(WORD.findall((typed[1] if typed else text).lower()))
-        if not words:
-            raise DataError(f"{where}: an entity is empty; expected {FORM}.")
-        if typed or words not in types:
-            types[words] = typed[2].lower() if typed else UNTYPED
-        return words
-
-    for triple in fields[1].split(";"):
-        parts = triple.split("|")
-        if len(parts) not in (1, 3) or not all(part.strip() for part in parts):
-            raise DataError(f"{where}: {triple.strip()!r}; expected head | relation | tail, or one entity alone.")
-        if len(parts) == 1:
-            entity(parts[0])
-        else:
-            edges.append((entity(parts[0]), parts[1].strip(), entity(parts[2])))
-    entities = list(types)
-    text = tuple(_with_mentions(WORD.findall(fields[2].lower()), entities)) if len(fields) > 2 else ()
-    if needs_text and not text:
-        raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
-    numbered = tuple((entities.index(head), relation, entities.index(tail)) for head, relation, tail in edges)
-    return Graph(tuple(WORD.findall(fields[0].lower())), tuple(entities), tuple(types.values()), numbered, text, number)
-
-
-def _with_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) -> Iterator[str | int]:
-    """Yield the words of a text, with the number of an entity in the place of its words, the longest that fits."""
+def _find_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) -> Iterator[str | int]:
+    """Yield the words of a text, with the number of an entity in place of its words, the longest that fits."""
     longest_first = sorted(range(len(entities)), key=lambda number: -len(entities[number]))
     place = 0
     while place < len(words):
@@ -252,14 +249,14 @@ def _with_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) ->
             place += 1
 
 
-def _fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
+def _split_fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
     fields = line.split("\t")
     if len(fields) not in allowed:
         raise DataError(f"{name}, line {number}: {len(fields)} field{'s' * (len(fields) != 1)}; expected {expected}.")
     return fields
 
 
-def _rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
+def _read_rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line that is not blank."""
     empty = True
     for number, line in numbered_lines(path):
@@ -271,5 +268,5 @@ def _rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} has no lines; expected {expected} in each.")
 
 
-def _forms(folder: Path, name: str) -> list[Path]:
+def _find_forms(folder: Path, name: str) -> list[Path]:
     return [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]

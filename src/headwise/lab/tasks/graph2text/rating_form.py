@@ -60,21 +60,20 @@ def read_items(one: Path, other: Path, data: Path) -> list[Item]:
     Raises:
         DataError: A run is not finished, or was tested on other graphs than those of `data`.
     """
-    pair = [_texts(folder) for folder in (one, other)]
+    pair = [_read_texts(folder) for folder in (one, other)]
     graphs = test_graphs(data)[: len(pair[0])]
     for folder, texts in zip((one, other), pair, strict=True):
-        references = [line for _, line in numbered_lines(_references(folder))]
+        references = [line for _, line in numbered_lines(_find_references(folder))]
         if len(texts) != len(graphs) or references != [graph.reference for graph in graphs]:
             raise DataError(
                 f"{folder} was tested on other graphs than the first {len(graphs):,} of {data}'s test split."
             )
-    return [
-        _item(number, graph, one, other) for number, (graph, one, other) in enumerate(zip(graphs, *pair, strict=True))
-    ]
+    found = zip(graphs, *pair, strict=True)
+    return [_make_item(number, graph, one, other) for number, (graph, one, other) in enumerate(found)]
 
 
 def make_outputs_page(items: Sequence[Item], names: tuple[str, str], *, title: str) -> Page:
-    """Return a page of what two runs wrote about graphs, beside the graph and the authors' text."""
+    """Return a page of what two runs wrote about graphs, with the graph and the authors' text."""
     page = Page(title)
     page.paragraph(f"What {names[0]} and {names[1]} wrote about {len(items)} graphs of the test split.", kind="lead")
     for item in items:
@@ -98,16 +97,15 @@ def write_rating(
 ) -> tuple[Path, Path]:
     """Write the form for raters and its key into a folder, and return both files.
 
-    Which items are shown, in which order, and which run stands on which side is drawn from `seed`,
-    with either run on either side as often.
-    The form holds neither names nor anything else that tells the runs apart; the key does, and stays with whoever asks.
+    Items, their order and the side of each run are drawn from `seed`, with each run on either side equally often. Only
+    the key tells the runs apart, and raters must not have it.
 
     Args:
         place: The folder.
         items: All items.
         runs_: Folders of the runs.
-        names: What the runs are called.
-        count: Items on the form; all where there are fewer.
+        names: Names of the runs.
+        count: Number of items on the form, at most all.
         seed: Seed of the draws.
 
     Raises:
@@ -115,11 +113,10 @@ def write_rating(
     """
     require_integer("items", count, low=1)
     chosen = sorted(items, key=lambda item: derive_key(seed, "rated", item.number))[:count]
-    # each run stands on either side as often
     drawn = sorted(chosen, key=lambda item: derive_key(seed, "side", item.number))
     flipped = {item.number: place < len(chosen) // 2 for place, item in enumerate(drawn)}
-    shown = [_shown(item, flipped[item.number]) for item in chosen]
-    named = digest(repr([sorted(item.items(), key=str) for item in shown]))
+    records = [_make_record(item, flipped[item.number]) for item in chosen]
+    named = digest(repr([sorted(item.items(), key=str) for item in records]))
     path = place / KEY
     if path.exists() and run_folder.read_json(path).get("set") != named:
         raise DataError(f"{path} belongs to other texts, perhaps already rated; choose another folder, or remove it.")
@@ -132,9 +129,9 @@ def write_rating(
     )
     page.view(
         "rating",
-        {"set": named, "criteria": [list(one) for one in CRITERIA], "items": shown},
-        script=_beside("rating_view.js"),
-        style=_beside("rating_view.css"),
+        {"set": named, "criteria": [list(one) for one in CRITERIA], "items": records},
+        script=_read_asset("rating_view.js"),
+        style=_read_asset("rating_view.css"),
     )
     page.write(place / FORM)
     folders = [str(folder.resolve()) for folder in runs_]
@@ -142,7 +139,7 @@ def write_rating(
     return place / FORM, path
 
 
-def _shown(item: Item, flipped: bool) -> dict[str, Any]:
+def _make_record(item: Item, flipped: bool) -> dict[str, Any]:
     texts = item.texts[::-1] if flipped else item.texts
     return {
         "id": item.number,
@@ -154,7 +151,7 @@ def _shown(item: Item, flipped: bool) -> dict[str, Any]:
     }
 
 
-def _item(number: int, graph: Graph, one: str, other: str) -> Item:
+def _make_item(number: int, graph: Graph, one: str, other: str) -> Item:
     entities = [" ".join(entity) for entity in graph.entities]
     return Item(
         number,
@@ -166,18 +163,18 @@ def _item(number: int, graph: Graph, one: str, other: str) -> Item:
     )
 
 
-def _texts(folder: Path) -> list[str]:
+def _read_texts(folder: Path) -> list[str]:
     if not run_folder.is_finished(folder) or not (folder / run_folder.TEXT).exists():
         raise DataError(f"{folder} holds no finished run of graph2text; expected OUT/ARM/seed-N of a comparison.")
     return [line for _, line in numbered_lines(folder / run_folder.TEXT)]
 
 
-def _references(folder: Path) -> Path:
+def _find_references(folder: Path) -> Path:
     path = folder.resolve().parent.parent / REFERENCES
     if not path.exists():
         raise DataError(f"{path} does not exist; expected {folder} to be OUT/ARM/seed-N of a comparison.")
     return path
 
 
-def _beside(name: str) -> str:
+def _read_asset(name: str) -> str:
     return resources.files("headwise.lab.tasks.graph2text").joinpath(name).read_text(encoding="utf-8")

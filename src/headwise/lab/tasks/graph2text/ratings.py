@@ -26,9 +26,9 @@ class Ratings:
     """The ratings of one form.
 
     Attributes:
-        names: The run that is judged and the one it is judged against.
+        names: The rated run and the one it is compared with.
         runs: Their folders.
-        values: Rater and item to 1, -1 or 0 a criterion: the judged run wins, loses, or neither.
+        values: By rater and item, for each criterion 1, -1 or 0: the rated run wins, loses, or neither.
     """
 
     names: tuple[str, str]
@@ -73,7 +73,7 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
 
     Args:
         path: The key.
-        files: One file a rater.
+        files: One file per rater.
 
     Raises:
         DataError: A file is no ratings file or belongs to another form, two are of one rater, or nothing was rated.
@@ -87,13 +87,13 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
         raise DataError(f"{path} is not the key of a rating form; expected what headwise rate wrote.") from None
     values: dict[tuple[str, int], dict[str, int]] = {}
     for file in files:
-        rater, answers = _answers(file, named)
+        rater, answers = _read_answers(file, named)
         if any(rater == known for known, _ in values):
             raise DataError(f"{file} is a second file of rater {rater}; leave one of them out.")
         for answer in answers:
-            item, judged = _judged(file, answer, sides)
-            if judged is not None:
-                values[rater, item] = judged
+            item, rating = _read_rating(file, answer, sides)
+            if rating is not None:
+                values[rater, item] = rating
     if not values:
         raise DataError("no item is rated in all respects in any of the files; expected at least one.")
     return Ratings((one, other), (run, against), values)
@@ -105,7 +105,7 @@ def draw_ratings(ratings: Ratings) -> Grid:
     for name, _ in CRITERIA:
         shares, lead, agreed = ratings.shares(name), ratings.lead(name), ratings.agreement(name)
         cells = [f"{100 * shares[kind]:.0f}%" for kind in VALUES]
-        cells.append(NONE if lead is None else _with_ends(lead))
+        cells.append(NONE if lead is None else _format_lead(lead))
         found.append((name.capitalize(), *cells, NONE if agreed is None else f"{100 * agreed:.0f}%"))
     items = len({item for _, item in ratings.values})
     raters = len(ratings.raters)
@@ -114,14 +114,14 @@ def draw_ratings(ratings: Ratings) -> Grid:
 
 
 def record_ratings(ratings: Ratings) -> Path:
-    """Keep the shares beside the judged run, where `headwise reproduce repulsive/table-5` finds them.
+    """Save the shares with the rated run, where `headwise reproduce repulsive/table-5` finds them.
 
     Raises:
         DataError: The run is no longer there.
     """
     folder = ratings.runs[0]
     if not runs.is_finished(folder):
-        raise DataError(f"{folder}, the run that was rated, is no longer there; ratings are kept beside it.")
+        raise DataError(f"{folder}, the run that was rated, is no longer there; ratings are saved with it.")
     numbers: dict[str, float] = {
         f"{name}_{kind}": 100 * share for name, _ in CRITERIA for kind, share in ratings.shares(name).items()
     }
@@ -131,12 +131,12 @@ def record_ratings(ratings: Ratings) -> Path:
     return path
 
 
-def _with_ends(lead: Estimate) -> str:
+def _format_lead(lead: Estimate) -> str:
     value, low, high = (f"{100 * one:+.0f}" for one in (lead.value, lead.low, lead.high))
     return f"{value} [{low}, {high}]"
 
 
-def _answers(file: Path, named: str) -> tuple[str, list[Any]]:
+def _read_answers(file: Path, named: str) -> tuple[str, list[Any]]:
     found = runs.read_json(file)
     try:
         rater, own, answers = str(found["rater"]), str(found["set"]), list(found["answers"])
@@ -147,7 +147,7 @@ def _answers(file: Path, named: str) -> tuple[str, list[Any]]:
     return rater, answers
 
 
-def _judged(file: Path, answer: Any, sides: Mapping[int, str]) -> tuple[int, dict[str, int] | None]:
+def _read_rating(file: Path, answer: Any, sides: Mapping[int, str]) -> tuple[int, dict[str, int] | None]:
     """Return an item and its ratings as 1, -1 or 0 a criterion; None where one is missing."""
     try:
         item = int(answer["item"])
@@ -160,5 +160,5 @@ def _judged(file: Path, answer: Any, sides: Mapping[int, str]) -> tuple[int, dic
         raise DataError(f"{file}: item {item} is rated {strange[0]!r}; expected A, B or tie.")
     if None in given.values():
         return item, None
-    # a side says where each run stands: "AB" is the judged run at A
+    # "AB" means that the rated run is A
     return item, {name: 0 if value == "tie" else (1 if value == side[0] else -1) for name, value in given.items()}

@@ -74,7 +74,7 @@ class Graph2TextTask(Task):
         return build_writer(data.coder, scale)
 
     def other_model(self, name: str, data: GraphData, scale: GraphScale) -> GraphWriter:  # noqa: ARG002  there is one
-        """Return GraphWriter with the graph zeroed: it reads titles, and knows how many entities there are."""
+        """Return GraphWriter with the graph zeroed: it reads the title and the number of entities."""
         return build_writer(data.coder, scale, blind=True)
 
     def target(self, model: GraphWriter) -> nn.Module:
@@ -82,7 +82,7 @@ class Graph2TextTask(Task):
         return model.encoder
 
     def batches(self, data: GraphData, scale: GraphScale, seed: int) -> TokenBatches:
-        """Return batches of texts of like length, by words."""
+        """Return batches of texts of similar length, by words."""
         return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
 
     def collate(self, examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
@@ -91,14 +91,14 @@ class Graph2TextTask(Task):
 
     def on_dev(self, model: GraphWriter, data: GraphData) -> dict[str, Any]:
         """Return the BLEU of greedy texts on dev."""
-        found = _texts(model, data.dev, data, greedy=True)
-        score = sacrebleu.BLEU(force=True).corpus_score(found, [_references(data.dev)]).score
+        found = generate_texts(model, data.dev, data.scale, beams=1)
+        score = sacrebleu.BLEU(force=True).corpus_score(found, [data.dev.references]).score
         return {"pooled": score / 100}
 
     def on_test(self, model: GraphWriter, data: GraphData) -> Answers:
-        """Return the texts of beam search and their scores, and how much greedy texts repeat that are free to."""
+        """Return the texts of beam search and their scores, and how much greedy texts repeat without `no_repeat`."""
         began = time.monotonic()
-        found = _texts(model, data.test, data)
+        found = generate_texts(model, data.test, data.scale)
         seconds = time.monotonic() - began
         sums, counts = self.losses(model, data).sum(axis=0)
         free = generate_texts(model, data.test, dataclasses.replace(data.scale, no_repeat=0), beams=1)
@@ -107,17 +107,17 @@ class Graph2TextTask(Task):
             "decoding_seconds": seconds,
             "free_repeated": 100 * fmean(map(repeated_clauses, free)),
         }
-        return _answers(found, data.test, measures)
+        return _score_texts(found, data.test, measures)
 
     def greedy(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
         """Return the statistics of BLEU of each greedy text of a test graph."""
-        return count_ngrams(_texts(model, data.test, data, greedy=True), _references(data.test))
+        return count_ngrams(generate_texts(model, data.test, data.scale, beams=1), data.test.references)
 
     @torch.no_grad()
     def losses(self, model: GraphWriter, data: GraphData) -> NDArray[np.float64]:
         """Return the negative log likelihood of each test text, and its words."""
         found = np.zeros((len(data.test), 2))
-        for batch, made in _batches(model, data.test):
+        for batch, made in _make_batches(model, data.test):
             found[batch, 0] = model(**made)["losses"].double().cpu().numpy()
             found[batch, 1] = data.test.lengths[batch]
         return found
@@ -128,18 +128,18 @@ class Graph2TextTask(Task):
 
     def references(self, data: GraphData) -> list[str]:
         """Return the text of each test graph."""
-        return _references(data.test)
+        return data.test.references
 
     def probe(self, model: GraphWriter, data: GraphData) -> Iterator[None]:
         """Run the graph encoder on dev graphs, one batch per item."""
         chosen = spread_evenly(len(data.dev), PROBED)
-        for _, made in _batches(model, data.dev, chosen):
+        for _, made in _make_batches(model, data.dev, chosen):
             model.read(*(made[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
             yield
 
     def baseline(self, name: str, data: GraphData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return the text of the nearest training graph, filled in."""
-        return _answers(find_nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
+        return _score_texts(find_nearest_texts(data.train.graphs, data.test.graphs), data.test, {})
 
     def extra_files(self, data: GraphData) -> dict[str, str]:
         """Return the vocabulary, which encodes the model's inputs."""
@@ -154,12 +154,12 @@ class Graph2TextTask(Task):
 
 
 def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
-    """Return the text that a model writes about each graph as one line, mentions spelled out.
+    """Return the text that a model writes about each graph as one line, with mentions spelled out.
 
     Args:
         model: The model, in evaluation mode.
         graphs: The graphs.
-        scale: Its scale, which says how texts are searched for.
+        scale: Its scale, which has the settings of the search.
         beams: Beams of the search; None for the scale's.
     """
     coder = graphs.coder
@@ -176,7 +176,7 @@ def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, bea
 
 
 def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
-    """Return the model of a scale for what has an id; `blind` as in `GraphWriter`."""
+    """Return the model of a scale for a vocabulary; `blind` as in `GraphWriter`."""
     return GraphWriter(
         len(coder.vocabulary),
         coder.nodes,
@@ -232,14 +232,10 @@ def fill_in(source: Graph, graph: Graph) -> str:
     return spell_out([chosen[word] if isinstance(word, int) else word for word in source.text], graph.entities)
 
 
-def _texts(model: GraphWriter, split: Graphs, data: GraphData, *, greedy: bool = False) -> list[str]:
-    return generate_texts(model, split, data.scale, beams=1 if greedy else None)
-
-
-def _batches(
+def _make_batches(
     model: GraphWriter, split: Graphs, chosen: NDArray[np.int64] | None = None
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, Tensor]]]:
-    """Yield the places of a split, or of what is chosen of it, in batches of like length, with the batch made."""
+    """Yield the places and tensors of batches of similar length, of a split or of its `chosen` places."""
     device = next(model.parameters()).device
     places = np.arange(len(split)) if chosen is None else chosen
     lengths = split.lengths[places]
@@ -248,13 +244,9 @@ def _batches(
         yield places[batch], {name: one.to(device) for name, one in made.items()}
 
 
-def _references(split: Graphs) -> list[str]:
-    return [graph.reference for graph in split.graphs]
-
-
-def _answers(found: Sequence[str], split: Graphs, measures: Mapping[str, float]) -> Answers:
-    references = _references(split)
+def _score_texts(found: Sequence[str], split: Graphs, measures: Mapping[str, float]) -> Answers:
+    references = split.references
     entities = [[" ".join(entity) for entity in graph.entities] for graph in split.graphs]
-    told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
-    every = {**scores(found, references, entities), **measures}
-    return Answers(count_ngrams(found, references), told_apart, every, found, signatures(found, references))
+    hashes = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
+    measures = {**scores(found, references, entities), **measures}
+    return Answers(count_ngrams(found, references), hashes, measures, found, signatures(found, references))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +14,7 @@ from headwise.lab.experiment.method import OtherModel
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
 from headwise.lab.tasks.graph2text.data import Graphs
-from headwise.lab.tasks.graph2text.files import ASKED, UNTYPED, Graph, parse_triples
+from headwise.lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples
 from headwise.lab.tasks.graph2text.model import GraphWriter
 from headwise.lab.tasks.graph2text.scales import GraphScale
 from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, build_writer, generate_texts
@@ -24,18 +23,18 @@ from headwise.lab.training.trained import read_arm, read_finished, read_scale, r
 TASK = "graph2text"
 # A graph of AGENDA has at most some 100 nodes. Time and memory grow with the square of the one and with the other.
 MOST_NODES, MOST_WORDS = 1_000, 100
-# Names of strange types and relations that are told, each once; a stream may hold any number.
-STRANGERS_TOLD = 20
+# Unknown types and relations that are warned of, each once; a stream may hold any number.
+MOST_WARNINGS = 20
 
 
 @dataclass(frozen=True, eq=False)
 class Writer:
-    """A trained model with what has an id.
+    """A trained model with its vocabulary.
 
     Attributes:
         model: The model, in evaluation mode.
         coder: Words, types and relations to ids and back.
-        scale: The run's scale, which says how texts are searched for.
+        scale: The run's scale, which has the settings of the search.
     """
 
     model: GraphWriter
@@ -46,8 +45,8 @@ class Writer:
         """Return the text about each graph as one line, in their order."""
         return generate_texts(self.model, Graphs(tuple(graphs), self.coder), self.scale)
 
-    def strange(self, graph: Graph) -> list[str]:
-        """Return what of a graph the run knows nothing of: types and relations that its training graphs lack."""
+    def find_unknown(self, graph: Graph) -> list[str]:
+        """Return the types and relations of a graph that the training graphs lack."""
         relations = dict.fromkeys(relation for _, relation, _ in graph.triples)
         types = dict.fromkeys(kind for kind in graph.types if kind != UNTYPED)
         return [
@@ -57,7 +56,7 @@ class Writer:
 
 
 def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float | None = None) -> Writer:
-    """Return what a finished run of the graph-to-text task learned.
+    """Return the writer of a finished run.
 
     Args:
         folder: The run's folder, such as `runs/graph2text-demo/plain/seed-0`.
@@ -70,10 +69,10 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
     """
     record = read_finished(folder, TASK)
     scale, arm = read_scale(folder, record, GraphScale), read_arm(folder, record)
-    asked = {"beams": beams, "length_penalty": length_penalty}
-    scale = dataclasses.replace(scale, **{name: value for name, value in asked.items() if value is not None})
+    given = {"beams": beams, "length_penalty": length_penalty}
+    scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
     require_kept_file(folder, run_folder.WEIGHTS)
-    coder = _kept_coder(require_kept_file(folder, VOCABULARY))
+    coder = _read_coder(require_kept_file(folder, VOCABULARY))
     model = build_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
     restore_run(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
     return Writer(model, coder, scale)
@@ -92,7 +91,7 @@ def read_requests(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None
     for line in lines:
         where = f"{name}, line {line.number}"
         if line.cut:
-            raise DataError(f"{where}: over {LONGEST_LINE:,} bytes; expected {ASKED}.")
+            raise DataError(f"{where}: over {LONGEST_LINE:,} bytes; expected {FORM_WITHOUT_TEXT}.")
         if not line.text.strip():
             yield None
             continue
@@ -118,45 +117,45 @@ def write_lines(
     warn: Callable[[str], None] = lambda _sentence: None,
     done: Callable[[int], None] = lambda _lines: None,
 ) -> None:
-    """Write one line for each graph, in their order: the text about it, or nothing where there is none.
+    """Write the text about each graph in order, as one line; for None an empty line.
 
     Args:
-        writer: What writes.
+        writer: The writer.
         graphs: From `read_requests`.
-        output: As `line_streams.answer_lines` takes it.
-        window: Likewise.
-        warn: Told, in a sentence, of types and relations that the run knows nothing of, the first of each name.
-        done: As `line_streams.answer_lines` takes it.
+        output: As for `line_streams.answer_lines`, like `window` and `done`.
+        window: Number of graphs written about together.
+        warn: Called with a sentence about each type or relation unknown to the model, once per name.
+        done: Called after each window with the number of lines written.
 
     Raises:
         SettingError: `window` is below 1.
         DataError: A line cannot be read.
     """
-    told: set[str] = set()
+    warned: set[str] = set()
 
-    def texts(held: list[Graph | None]) -> list[str]:
-        asked = [(place, graph) for place, graph in enumerate(held) if graph is not None]
-        for _, graph in asked:
-            for stranger in writer.strange(graph):
-                if len(told) < STRANGERS_TOLD and stranger not in told:
-                    told.add(stranger)
-                    warn(f"line {graph.line}: {stranger} was in no training graph; the run knows nothing of it.")
+    def write(held: list[Graph | None]) -> list[str]:
+        present = [(place, graph) for place, graph in enumerate(held) if graph is not None]
+        for _, graph in present:
+            for name in writer.find_unknown(graph):
+                if len(warned) < MOST_WARNINGS and name not in warned:
+                    warned.add(name)
+                    warn(f"line {graph.line}: {name} was in no training graph; the run knows nothing of it.")
         found = [""] * len(held)
-        for (place, _), text in zip(asked, writer.write([graph for _, graph in asked]), strict=True):
+        for (place, _), text in zip(present, writer.write([graph for _, graph in present]), strict=True):
             found[place] = text
         return found
 
-    answer_lines(graphs, texts, output, window=window, done=done)
+    answer_lines(graphs, write, output, window=window, done=done)
 
 
-def _kept_coder(path: Path) -> GraphCoder:
+def _read_coder(path: Path) -> GraphCoder:
     kept: Any = run_folder.read_json(path)
     try:
         vocabulary, types, relations = kept["vocabulary"], kept["types"], kept["relations"]
         words = (*vocabulary, *relations)
         sound = all(isinstance(word, str) for word in words) and tuple(vocabulary[: len(SPECIAL)]) == SPECIAL
         if not sound or not 0 <= int(types) <= len(vocabulary) - len(SPECIAL):
-            raise ValueError("its words are no vocabulary")
+            raise ValueError("its special words are missing")
         return GraphCoder(tuple(vocabulary), int(types), tuple(relations))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} does not hold what has an id ({error}); train this run again.") from error
+        raise DataError(f"{path} does not hold a vocabulary ({error}); train this run again.") from error

@@ -28,7 +28,7 @@ SCORED_TOKENS = 4_096
 LONGEST = 1_024
 
 
-def longest_source(model: Any) -> int:
+def find_max_source_length(model: Any) -> int:
     """Return how many tokens a source may have, its end included: the model's positions, or 1,024 without a table."""
     return min(getattr(model.config, "max_position_embeddings", LONGEST), LONGEST)
 
@@ -45,26 +45,26 @@ def decode_sources(
 ) -> list[str]:
     """Return the translation of each source as one line of text, in their order.
 
-    Sources of like length are decoded together, which changes no search: a translation has to end once it is twice as
-    long as its own source and ten tokens more, and the search for it once as many translations as beams are complete.
-    A source longer than `longest_source` is cut. Padding and start are never generated.
+    Sources of similar length are decoded together, which does not change the results: a translation ends at the latest
+    at twice the length of its source plus ten tokens, and its search once as many translations as beams are complete.
+    A source longer than `find_max_source_length` is truncated. Padding and start are never generated.
 
     Args:
         model: A model with Hugging Face's generate(), in evaluation mode.
         sources: Token ids of each source, its end included.
-        subwords: Makes text of ids.
+        subwords: Ids to text.
         beams: Beams of the search; 1 is greedy.
         length_penalty: p in the score log P / length^p.
-        examples: Most sources decoded together; None for as many as tokens allow.
+        examples: Maximum number of sources decoded together; None for as many as tokens allow.
     """
     if len(sources) == 0:
         return []
-    device, longest = next(model.parameters()).device, longest_source(model)
+    device, longest = next(model.parameters()).device, find_max_source_length(model)
     positions = getattr(model.config, "max_position_embeddings", LONGER * LONGEST + EXTRA)
     lengths = [min(len(sources[index]), longest) for index in range(len(sources))]
     found = [""] * len(sources)
     for batch in batch_by_tokens(lengths, tokens=max(*lengths, DECODED_TOKENS // beams), examples=examples):
-        rows = [{"source": _fitted(sources[index], longest), "target": [START]} for index in batch]
+        rows = [{"source": _truncate(sources[index], longest), "target": [START]} for index in batch]
         ids = collate(rows)["input_ids"].to(device)  # pyright: ignore[reportArgumentType]
         limits = torch.tensor([min(LONGER * lengths[index] + EXTRA, positions) for index in batch], device=device)
         generated = model.generate(
@@ -78,7 +78,7 @@ def decode_sources(
             logits_processor=LogitsProcessorList([_EndInTime(limits.repeat_interleave(beams))]),
         )
         for index, row in zip(batch, generated.tolist(), strict=True):
-            found[index] = _line(subwords.decode(row))
+            found[index] = _join_lines(subwords.decode(row))
     return found
 
 
@@ -91,12 +91,12 @@ def negative_log_likelihood(model: Any, split: TranslationSplit) -> float:
         model: A model whose forward takes a collated batch and returns logits, in evaluation mode.
         split: The pairs.
     """
-    losses, tokens = pair_losses(model, split).sum(axis=0)
+    losses, tokens = compute_pair_losses(model, split).sum(axis=0)
     return float(losses / tokens)
 
 
 @torch.no_grad()
-def pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float64]:
+def compute_pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float64]:
     """Return for each pair -sum_t log p(y_t | y_<t, x) over its target tokens, and how many they are, [N, 2].
 
     Args:
@@ -117,7 +117,7 @@ def pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float64]:
 
 
 class _EndInTime(LogitsProcessor):
-    """Leaves each row nothing but the end at its own limit, so that no row depends on the longest beside it."""
+    """Leaves each row nothing but the end at its own limit, so that no row depends on the others."""
 
     def __init__(self, limits: Tensor) -> None:
         self.limits = limits
@@ -130,10 +130,10 @@ class _EndInTime(LogitsProcessor):
         return scores.masked_fill(late[:, None] & others, -torch.inf)
 
 
-def _fitted(source: list[int], longest: int) -> list[int]:
+def _truncate(source: list[int], longest: int) -> list[int]:
     return source if len(source) <= longest else [*source[: longest - 1], END]
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     # a vocabulary of bytes can spell the ends of lines
     return text.replace("\r", " ").replace("\n", " ")

@@ -32,7 +32,7 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
-from headwise.lab.tasks.translation.decoding import decode_sources, negative_log_likelihood, pair_losses
+from headwise.lab.tasks.translation.decoding import compute_pair_losses, decode_sources, negative_log_likelihood
 from headwise.lab.tasks.translation.marian import Marian
 from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.own_corpus import FORMS, find_corpus
@@ -123,7 +123,7 @@ class TranslationTask(Task):
         )
 
     def batches(self, data: ScaledTranslation, scale: TranslationScale, seed: int) -> TokenBatches:
-        """Return batches of pairs of like length, by tokens."""
+        """Return batches of pairs of similar length, by tokens."""
         return TokenBatches(data.train.lengths, tokens=scale.tokens, seed=seed)
 
     def collate(self, examples: Sequence[TranslationExample]) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class TranslationTask(Task):
 
     def on_dev(self, model: Any, data: ScaledTranslation) -> dict[str, Any]:
         """Return the BLEU of greedy decoding on dev."""
-        found = translated(model, data.dev, data.whole, beams=1, length_penalty=1.0)
+        found = translate_split(model, data.dev, data.whole, beams=1, length_penalty=1.0)
         score = sacrebleu.corpus_bleu(found, [data.references("dev")]).score
         return {"pooled": score / 100}
 
@@ -141,18 +141,18 @@ class TranslationTask(Task):
         """Return the translations of beam search, and their scores."""
         began = time.monotonic()
         scale = data.scale
-        found = translated(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
-        answers = _answers(found, data.references("test"), seconds=time.monotonic() - began)
+        found = translate_split(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
+        answers = _score(found, data.references("test"), seconds=time.monotonic() - began)
         return replace(answers, measures={**answers.measures, "NLL": negative_log_likelihood(model, data.test)})
 
     def greedy(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the statistics of BLEU of each greedy translation of a test source."""
-        found = translated(model, data.test, data.whole, beams=1, length_penalty=1.0)
+        found = translate_split(model, data.test, data.whole, beams=1, length_penalty=1.0)
         return count_ngrams(found, data.references("test"))
 
     def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the negative log likelihood of each test target, and its tokens."""
-        return pair_losses(model, data.test)
+        return compute_pair_losses(model, data.test)
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""
@@ -174,7 +174,7 @@ class TranslationTask(Task):
 
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return each source as its own translation."""
-        return _answers(data.sources("test"), data.references("test"))
+        return _score(data.sources("test"), data.references("test"))
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  read with the run
         """Return the encoder of a run; heads with roles have them."""
@@ -194,8 +194,8 @@ class ScaledTranslation:
 
     def __init__(self, whole: TranslationData, scale: TranslationScale) -> None:
         self.whole, self.scale = whole, scale
-        self.train = _first(whole.train, scale.train_examples)
-        self.dev, self.test = _first(whole.dev, scale.dev_examples), _first(whole.test, scale.test_examples)
+        self.train = _take_first(whole.train, scale.train_examples)
+        self.dev, self.test = _take_first(whole.dev, scale.dev_examples), _take_first(whole.test, scale.test_examples)
 
     @property
     def fingerprint(self) -> str:
@@ -237,7 +237,7 @@ def build_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Mari
     return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
 
 
-def translated(
+def translate_split(
     model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
 ) -> list[str]:
     """Return the translation of each source of a split, in its order; see `decode_sources`."""
@@ -254,17 +254,17 @@ def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
         )
 
 
-def _answers(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
-    told_apart = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
+def _score(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
+    hashes = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
     scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
     measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
     if seconds is not None:
         measures["decoding_seconds"] = seconds
     signatures = {name: str(scorer.get_signature()) for name, scorer in scorers.items()}
-    return Answers(count_ngrams(found, references), told_apart, measures, found, signatures)
+    return Answers(count_ngrams(found, references), hashes, measures, found, signatures)
 
 
-def _first(split: TranslationSplit, most: int | None) -> TranslationSplit:
+def _take_first(split: TranslationSplit, most: int | None) -> TranslationSplit:
     if most is None or most >= len(split):
         return split
     return TranslationSplit(split.sources.first(most), split.targets.first(most))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from headwise.errors import require_integer, require_range
+from headwise.errors import require_integer
 from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.data.subwords import END, Subwords, read_subwords
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.tasks.translation.decoding import decode_sources, longest_source
+from headwise.lab.tasks.translation.decoding import decode_sources, find_max_source_length
 from headwise.lab.tasks.translation.prepare import TOKENIZER
 from headwise.lab.tasks.translation.role_masks import SourceMasks, read_masks
 from headwise.lab.tasks.translation.scales import TranslationScale
@@ -23,29 +23,6 @@ from headwise.lab.training.trained import read_arm, read_finished, read_scale, r
 TASK = "translation"
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How translations are searched for.
-
-    Attributes:
-        beams: Beams of the search; 1 is greedy.
-        length_penalty: p in the score log P / length^p.
-        batch: Most lines decoded together.
-
-    Raises:
-        SettingError: `beams` or `batch` is below 1, or the length penalty is not finite.
-    """
-
-    beams: int
-    length_penalty: float
-    batch: int = 32
-
-    def __post_init__(self) -> None:
-        require_integer("beams", self.beams, low=1)
-        require_integer("batch", self.batch, low=1)
-        require_range("length_penalty", self.length_penalty)
-
-
 @dataclass(frozen=True, eq=False)
 class Translator:
     """A trained model with its subwords.
@@ -53,13 +30,15 @@ class Translator:
     Attributes:
         model: The model, in evaluation mode.
         subwords: Its text to ids and back.
-        decoding: How it searches.
+        scale: The run's scale, which has the settings of the search.
+        batch: Maximum number of lines decoded together.
         masks: Makes the role masks of sources, where heads of the model have roles.
     """
 
     model: Any
     subwords: Subwords
-    decoding: Decoding
+    scale: TranslationScale
+    batch: int = 32
     masks: SourceMasks | None = None
 
     @property
@@ -69,8 +48,8 @@ class Translator:
 
     @property
     def longest(self) -> int:
-        """Subwords of a line that are translated; what stands behind them is not."""
-        return longest_source(self.model) - 1
+        """Maximum number of subwords of a line; longer lines are truncated."""
+        return find_max_source_length(self.model) - 1
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the subwords of each line, without an end."""
@@ -78,20 +57,20 @@ class Translator:
 
     def translate(self, sources: Sequence[list[int]]) -> list[str]:
         """Return the translation of each encoded line, in their order; that of a line without subwords is empty."""
-        told = [index for index, ids in enumerate(sources) if ids]
+        nonempty = [index for index, ids in enumerate(sources) if ids]
         found = decode_sources(
             self.model,
-            [[*sources[index], END] for index in told],
+            [[*sources[index], END] for index in nonempty],
             self.subwords,
-            beams=self.decoding.beams,
-            length_penalty=self.decoding.length_penalty,
-            examples=self.decoding.batch,
+            beams=self.scale.beams,
+            length_penalty=self.scale.length_penalty,
+            examples=self.batch,
         )
         if self.masks is not None:
             # a stream may be longer than memory
             self.masks.forget()
         lines = [""] * len(sources)
-        for index, line in zip(told, found, strict=True):
+        for index, line in zip(nonempty, found, strict=True):
             lines[index] = line
         return lines
 
@@ -104,15 +83,14 @@ def open_translator(
     batch: int = 32,
     pipeline: Path | None = None,
 ) -> Translator:
-    """Return what a finished run of the translation task learned.
+    """Return the translator of a finished run.
 
     Args:
         folder: The run's folder, such as `runs/translation-demo/plain/seed-0`.
         beams: Beams of the search; None for those the run was tested with.
-        length_penalty: Likewise.
-        batch: As in `Decoding`.
-        pipeline: Where the spaCy pipeline lies that parsed the sources of a run with roles; None for the place where it
-            lay then. Where none parsed it does not count.
+        length_penalty: p in the score log P / length^p; None likewise.
+        batch: Maximum number of lines decoded together.
+        pipeline: The spaCy pipeline that parsed the sources of a run with roles; None for the path used in training.
 
     Raises:
         DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
@@ -120,11 +98,9 @@ def open_translator(
     """
     record = read_finished(folder, TASK)
     scale, arm = read_scale(folder, record, TranslationScale), read_arm(folder, record)
-    decoding = Decoding(
-        scale.beams if beams is None else beams,
-        scale.length_penalty if length_penalty is None else length_penalty,
-        batch,
-    )
+    require_integer("batch", batch, low=1)
+    given = {"beams": beams, "length_penalty": length_penalty}
+    scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
     for name in (run_folder.WEIGHTS, TOKENIZER):
         require_kept_file(folder, name)
     subwords = read_subwords(folder / TOKENIZER)
@@ -134,7 +110,7 @@ def open_translator(
         masks = read_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
     model = build_model(scale, subwords.vocabulary_size)
     restore_run(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
-    return Translator(model, subwords, decoding, masks)
+    return Translator(model, subwords, scale, batch, masks)
 
 
 def translate_lines(
@@ -146,34 +122,32 @@ def translate_lines(
     warn: Callable[[str], None] = lambda _sentence: None,
     done: Callable[[int], None] = lambda _lines: None,
 ) -> None:
-    """Write one line for each line, in their order: its translation, or nothing where it holds nothing.
-
-    Lines are translated window by window; inside a window those of like length go together.
+    """Write the translation of each line in order, as one line; that of a blank line is empty.
 
     Args:
-        translator: What translates.
-        lines: The lines; blanks around them do not count.
-        output: As `line_streams.answer_lines` takes it.
-        window: Likewise.
-        warn: Told, in a sentence, of each line too long to be translated whole.
-        done: As `line_streams.answer_lines` takes it.
+        translator: The translator.
+        lines: The lines; surrounding white space is ignored.
+        output: As for `line_streams.answer_lines`, like `window` and `done`.
+        window: Number of lines translated together.
+        warn: Called with a sentence about each line that is truncated.
+        done: Called after each window with the number of lines written.
 
     Raises:
         SettingError: `window` is below 1.
         DataError: A line cannot be read.
     """
 
-    def translations(held: list[TextLine]) -> list[str]:
+    def translate(held: list[TextLine]) -> list[str]:
         sources = translator.encode([line.text.strip() for line in held])
         for line, source in zip(held, sources, strict=True):
             if line.cut or len(source) > translator.longest:
-                warn(_too_long(line, len(source), translator.longest))
+                warn(_describe_cut(line, len(source), translator.longest))
         return translator.translate([source[: translator.longest] for source in sources])
 
-    answer_lines(lines, translations, output, window=window, done=done)
+    answer_lines(lines, translate, output, window=window, done=done)
 
 
-def _too_long(line: TextLine, subwords: int, longest: int) -> str:
+def _describe_cut(line: TextLine, subwords: int, longest: int) -> str:
     size = f"over {LONGEST_LINE:,} bytes" if line.cut else f"{subwords:,} subwords"
     kept = min(subwords, longest)
     return f"line {line.number} has {size}; its first {kept:,} subwords are translated: give one sentence a line."
