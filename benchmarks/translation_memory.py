@@ -47,15 +47,15 @@ def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, read an epoch, and print time and memory."""
     from headwise.lab.data.batching import TokenBatches
     from headwise.lab.tasks.translation.cleaning import Cleaning
+    from headwise.lab.tasks.translation.custom_corpus import make_folder_corpus
     from headwise.lab.tasks.translation.data import collate, load_translation
-    from headwise.lab.tasks.translation.own_corpus import own_folder
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
 
     imported, began = peak(), time.perf_counter()
     data = load_translation(
-        own_folder(folder, "aa", "bb"),
+        make_folder_corpus(folder, "aa", "bb"),
         folder,
         cache=folder / "cache",
         vocabulary_size=vocabulary_size,

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.errors import SettingError
 from headwise.lab.experiment.scale import Recipe
 from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sampled
+from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sample
 from headwise.lab.training.optimizer import build_optimizer
 from headwise.repulsion.rules import SVGD, update
 
@@ -99,7 +99,7 @@ def test_the_losses_are_those_of_the_equations_token_by_token(model):
 def test_replacements_follow_the_generators_probabilities():
     logits = torch.randn(23, generator=torch.Generator().manual_seed(4))
     wanted = torch.softmax(logits, dim=-1)
-    shares = torch.bincount(_sampled(logits.expand(4000, -1), seed=11), minlength=23) / 4000
+    shares = torch.bincount(_sample(logits.expand(4000, -1), seed=11), minlength=23) / 4000
     assert torch.allclose(shares, wanted, atol=4 * (0.25 / 4000) ** 0.5)
 
 
@@ -109,11 +109,11 @@ def test_a_token_of_probability_zero_is_not_sampled(monkeypatch):
     for number, wanted in ((0.0, 1), (1.0, 2)):
         # 1.0 stands for what rounding makes of the largest number below it
         monkeypatch.setattr(torch, "rand", lambda *size, number=number, **_: torch.full(size, number))
-        assert _sampled(logits, seed=None).tolist() == [wanted] * 2
+        assert _sample(logits, seed=None).tolist() == [wanted] * 2
 
 
 def test_of_logits_that_are_no_numbers_some_token_is_sampled():
-    assert all(0 <= token < 23 for token in _sampled(torch.full((2, 23), math.nan), seed=3).tolist())
+    assert all(0 <= token < 23 for token in _sample(torch.full((2, 23), math.nan), seed=3).tolist())
 
 
 def test_no_gradient_of_the_discriminator_reaches_the_generator_but_through_the_embeddings(model):

@@ -189,7 +189,7 @@ def _plan(lengths: ArrayLike, tokens: int, examples: int | None) -> tuple[NDArra
         )
     if examples is not None:
         require_integer("examples", examples, low=1)
-    # of two sides one is the longer: their difference says how long the other is, and which it is
+    # the difference of two sides tells which is longer and by how much
     difference = sides[:, 0] - sides[:, -1]
     bucket = (difference - difference.min()) // BUCKET
     sort_key = longer * (int(bucket.max()) + 1) + bucket

@@ -110,9 +110,7 @@ def _transfer(download: Download, place: Path, progress: bool) -> None:
     if present < download.size:
         present = _receive(download, partial, present, progress)
     if present < download.size:
-        raise DataError(
-            f"{download.url} stopped after {present:,} of {download.size:,} bytes; run again to go on from there."
-        )
+        raise DataError(f"{download.url} stopped after {present:,} of {download.size:,} bytes; run again to resume.")
     try:
         _require_checksum(partial, download, f"what {download.url} gives has changed or was damaged.")
     except DataError:

@@ -113,7 +113,7 @@ def read_texts(path: Path) -> list[str]:
     Without a header, texts are in the column with more different values. Empty texts are left out.
 
     Raises:
-        DataError: A line has another number of fields, the columns cannot be told, or there is no text.
+        DataError: A line has another number of fields, the columns are ambiguous, or there is no text.
     """
     file = _File(path, list(read_rows(path)), fewest=1)
     counts = [len(set(column)) for column in zip(*(fields for _, fields in file.body), strict=True)]

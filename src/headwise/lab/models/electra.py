@@ -134,7 +134,7 @@ class ElectraPretraining(nn.Module):
         self.generator.generator_lm_head.weight = shared.word_embeddings.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                # each arm draws its parameters module by module; torch's own draw of an embedding is 50 times as wide
+                # each arm draws its parameters module by module; torch's default for an embedding is 50 times as wide
                 module.reset_parameters = functools.partial(draw_normal, module, sizes.deviation)
         if sizes.sinusoids:
             positions = shared.position_embeddings
@@ -165,14 +165,14 @@ class ElectraPretraining(nn.Module):
             (one a prediction), "logits" [B, T] (above 0: replaced), "replaced" (whether it was, bool [B, T]) and
             "filled" (whether the generator's likeliest token is the right one, bool [B, K]).
         """
-        generated = self._generated(input_ids, positions, token_type_ids)
+        generated = self._generate_logits(input_ids, positions, token_type_ids)
         generator_losses = F.cross_entropy(generated.flatten(0, 1), labels.flatten(), reduction="none")
-        sampled = _sampled(generated.detach(), sampling_seed)
+        sampled = _sample(generated.detach(), sampling_seed)
         original = input_ids.scatter(1, positions, labels)
         corrupted = input_ids.scatter(1, positions, sampled)
         replaced = corrupted != original
         states = self.discriminator.electra(corrupted, token_type_ids=token_type_ids)[0]
-        logits = _full(self.discriminator.discriminator_predictions(states))
+        logits = _to_float(self.discriminator.discriminator_predictions(states))
         losses = F.binary_cross_entropy_with_logits(logits, replaced.to(logits.dtype), reduction="none")
         generator_loss, discriminator_loss = generator_losses.mean(), losses.mean()
         sizes = self.sizes
@@ -191,11 +191,11 @@ class ElectraPretraining(nn.Module):
         """Return the optimizer's groups: biases and norms are not decayed (Clark et al. 2020, released code)."""
         return [{**group, "lr": rate} for group in decayed_apart(self.named_parameters(), weight_decay)]
 
-    def _generated(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
+    def _generate_logits(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Return the generator's logits at the masked positions, [B, K, V]: no other position needs them."""
         states = self.generator.electra(input_ids, token_type_ids=token_type_ids)[0]
         chosen = states.gather(1, positions[:, :, None].expand(-1, -1, states.shape[-1]))
-        return _full(self.generator.generator_lm_head(self.generator.generator_predictions(chosen)))
+        return _to_float(self.generator.generator_lm_head(self.generator.generator_predictions(chosen)))
 
 
 def decayed_apart(parameters: Any, weight_decay: float) -> list[dict[str, Any]]:
@@ -235,12 +235,12 @@ def clear_bias(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _full(logits: Tensor) -> Tensor:
+def _to_float(logits: Tensor) -> Tensor:
     """Return logits in single precision at least: losses and draws are not made in half."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _sampled(logits: Tensor, seed: int | None) -> Tensor:
+def _sample(logits: Tensor, seed: int | None) -> Tensor:
     """Return one token for each row of logits, drawn from its softmax: where one uniform number falls in its sums.
 
     One number a row is drawn, where a number a token would take longer than the rest of a small step. With a seed it
@@ -254,7 +254,7 @@ def _sampled(logits: Tensor, seed: int | None) -> Tensor:
     # from the right, so that no token of probability 0 is drawn; rounding may lift the product to the total
     drawn = torch.searchsorted(sums, uniform * total, right=True)
     drawn = torch.minimum(drawn, torch.searchsorted(sums, total)).squeeze(-1)
-    # what has diverged is left to the loss to say
+    # a diverged model is left to the loss
     return drawn.clamp(max=logits.shape[-1] - 1)
 
 

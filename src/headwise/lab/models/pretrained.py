@@ -39,20 +39,20 @@ def require_whole(
         # of a shape that differs transformers tells both
         names = sorted(one if isinstance(one, str) else one[0] for one in said[key])
         read = (name for name in names if name.startswith(backbone) and not name.startswith(unread))
-        found = next((name for name in read if UNREAD not in name and not _computed(model, name)), None)
+        found = next((name for name in read if UNREAD not in name and not _is_computed(model, name)), None)
         if found is not None:
             raise DataError(f"{folder} {fault} {found!r}, which its config.json asks for: {remedy}")
-    wrong = next((name for name, parameter in model.named_parameters() if not _finite(parameter)), None)
+    wrong = next((name for name, parameter in model.named_parameters() if not _is_finite(parameter)), None)
     if wrong is not None:
         raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model with finite ones.")
 
 
-def _computed(model: Any, name: str) -> bool:
+def _is_computed(model: Any, name: str) -> bool:
     """Whether a parameter follows from its place: Marian keeps no sinusoidal positions, and makes them itself."""
     return "Sinusoidal" in type(model.get_submodule(name.rpartition(".")[0])).__name__
 
 
-def _finite(parameter: Tensor) -> bool:
+def _is_finite(parameter: Tensor) -> bool:
     # isfinite does not support one-byte floats
     return bool((parameter.float() if parameter.dtype.itemsize == 1 else parameter).isfinite().all())
 

@@ -132,7 +132,7 @@ def test_mentions_are_ids_behind_the_vocabulary_and_are_read_as_types(tmp_path):
     assert [word - size for word in one["text"] if word >= size] == [0, 1, 2]
     assert one["text"][-1] == END
     # the number of the run, next to the last, is in few texts and may have no id
-    assert coder.words(one["text"])[:-2] == list(data.dev.graphs[0].text[:-2])
+    assert coder.decode(one["text"])[:-2] == list(data.dev.graphs[0].text[:-2])
     batch = collate([one])
     assert batch["inputs"][0, 0] == START
     assert coder.vocabulary[batch["inputs"][0, 3]] == "<method>"

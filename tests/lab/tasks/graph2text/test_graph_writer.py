@@ -132,7 +132,7 @@ def test_another_entity_changes_the_nodes_within_as_many_steps_as_blocks_and_no_
         reached[owner] = steps[owner, :, place]
         assert ((after != before).any(dim=-1) == reached).all()
         kept += int((~reached[owner] & (nodes[owner] != 0)).sum())
-    # all entities meet at the root, so that after three steps every node of a graph has heard of every other
+    # all entities meet at the root, so that after three steps every node of a graph has embed_words of every other
     assert (kept > 0) == (layers < 3)
 
 
@@ -152,7 +152,7 @@ def test_a_word_is_said_or_an_entity_copied_as_the_equations_have_it():
     expected = torch.cat([say * words.softmax(0), (1 - say) * entities.softmax(0)])
     assert torch.allclose(model.log_probabilities(memory, state)[0].exp(), expected, atol=1e-12)
     # what was copied is read as its type
-    read_as = model.heard(memory, torch.tensor([WORDS + 1]))[0]
+    read_as = model.embed_words(memory, torch.tensor([WORDS + 1]))[0]
     assert torch.equal(read_as, model.embedding(torch.tensor(one["types"][1])))
 
 
@@ -181,7 +181,7 @@ def test_the_loss_is_the_product_of_the_steps_a_search_takes():
         memory = read(model, batch)
         state, total, word = model.start(memory), 0.0, START
         for following in one["text"]:
-            state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+            state = model.step(memory, state, model.embed_words(memory, torch.tensor([word])))
             total -= float(model.log_probabilities(memory, state)[0, following].detach())
             word = following
         assert total == pytest.approx(float(model(**batch)["losses"][0].detach()), rel=1e-10)
@@ -266,7 +266,7 @@ def test_the_released_model_trains_and_writes():
     model = writer(RELEASED, dropout=0.1).train()
     model(**collate(GRAPHS))["loss"].backward()
     assert model.encoder.blocks[0].attention.out_proj.weight.grad is None
-    assert len(write_texts(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, unwritten=())) == 3
+    assert len(write_texts(model.eval(), GRAPHS, beams=2, longest=4, length_penalty=1.0, excluded=())) == 3
 
 
 def exhaustive(
@@ -279,7 +279,7 @@ def exhaustive(
 
     def follow(state, word: int, text: list[int], total: float) -> None:
         nonlocal best
-        state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+        state = model.step(memory, state, model.embed_words(memory, torch.tensor([word])))
         scores = model.log_probabilities(memory, state)[0].tolist()
         best = max(best, ((total + scores[END]) / (len(text) + 1) ** penalty, [*text, END]))
         if len(text) + 1 < longest:
@@ -298,7 +298,7 @@ def exhaustive(
 def test_a_wide_beam_finds_what_trying_every_text_finds(penalty):
     model = writer()
     batch = collate(GRAPHS[1:])
-    options = {"longest": 3, "length_penalty": penalty, "unwritten": (0, 1, 2, 4, 5)}
+    options = {"longest": 3, "length_penalty": penalty, "excluded": (0, 1, 2, 4, 5)}
     found = search(model, batch, beams=80, **options)
     for one, text in zip(GRAPHS[1:], found, strict=True):
         assert text == exhaustive(model, one, 3, penalty)[1]
@@ -311,7 +311,7 @@ def test_words_in_a_row_are_not_written_twice_where_that_is_the_rule():
     model.bias.bias[9] += 6.0
     model.switch.bias += 8.0
     model.bias.bias[END] -= 3.0
-    options = {"beams": 250, "longest": 4, "length_penalty": 1.0, "unwritten": (0, 1, 2, 4, 5)}
+    options = {"beams": 250, "longest": 4, "length_penalty": 1.0, "excluded": (0, 1, 2, 4, 5)}
     (free,), (ruled,) = (search(model, collate([one]), **options, no_repeat=order) for order in (0, 2))
     assert free[:3] == [9, 9, 9]
     assert ruled == exhaustive(model, one, 4, 1.0, no_repeat=2)[1]
@@ -322,12 +322,12 @@ def test_words_in_a_row_are_not_written_twice_where_that_is_the_rule():
 @torch.no_grad()
 def test_one_beam_takes_the_likeliest_word_each_time():
     model = writer()
-    found = write_texts(model, GRAPHS, beams=1, longest=6, length_penalty=1.0, unwritten=(0, 1, 2, 4, 5))
+    found = write_texts(model, GRAPHS, beams=1, longest=6, length_penalty=1.0, excluded=(0, 1, 2, 4, 5))
     for one, text in zip(GRAPHS, found, strict=True):
         memory = read(model, collate([one]))
         state, word, greedy = model.start(memory), START, []
         while word != END:
-            state = model.step(memory, state, model.heard(memory, torch.tensor([word])))
+            state = model.step(memory, state, model.embed_words(memory, torch.tensor([word])))
             scores = model.log_probabilities(memory, state)[0]
             scores[[0, 1, 2, 4, 5]] = -torch.inf
             word = END if len(greedy) == 5 else int(scores.argmax())
@@ -338,7 +338,7 @@ def test_one_beam_takes_the_likeliest_word_each_time():
 @torch.no_grad()
 def test_a_text_does_not_depend_on_the_graphs_beside_it():
     model = writer()
-    options = {"beams": 3, "longest": 7, "length_penalty": 1.0, "unwritten": (0, 1, 2, 4, 5)}
+    options = {"beams": 3, "longest": 7, "length_penalty": 1.0, "excluded": (0, 1, 2, 4, 5)}
     together = search(model, collate(GRAPHS), **options)
     assert together == [search(model, collate([one]), **options)[0] for one in GRAPHS]
 

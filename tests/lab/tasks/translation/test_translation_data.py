@@ -20,8 +20,8 @@ from headwise.lab.tasks.translation import data as translation_data
 from headwise.lab.tasks.translation import prepare
 from headwise.lab.tasks.translation.cleaning import Cleaning
 from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part
+from headwise.lab.tasks.translation.custom_corpus import make_custom_corpus, make_folder_corpus
 from headwise.lab.tasks.translation.data import collate, load_translation, open_prepared
-from headwise.lab.tasks.translation.own_corpus import own_corpus, own_folder
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -39,7 +39,9 @@ def copy(folder, tmp_path):
 
 
 def load(folder, cache, **changes):
-    return load_translation(own_folder(folder, "de", "en"), folder, cache=cache, **{"vocabulary_size": 300} | changes)
+    return load_translation(
+        make_folder_corpus(folder, "de", "en"), folder, cache=cache, **{"vocabulary_size": 300} | changes
+    )
 
 
 def read(path):
@@ -127,7 +129,7 @@ def test_two_files_alone_are_cut_by_their_source_lines(tmp_path):
     # every source line stands twice, each time with another translation
     write(tmp_path / "my.de", source + source)
     write(tmp_path / "my.en", target + target[::-1])
-    corpus = own_corpus(Part("my.de", "my.en"), "de", "en")
+    corpus = make_custom_corpus(Part("my.de", "my.en"), "de", "en")
     data = load_translation(corpus, tmp_path, cache=tmp_path / "cache", vocabulary_size=300)
     splits = {split: decode_sources(data, split) for split in data.splits}
     assert sorted(pair for pairs in splits.values() for pair in pairs) == sorted(
@@ -142,7 +144,7 @@ def test_two_files_alone_are_cut_by_their_source_lines(tmp_path):
 
 def test_a_given_test_set_leaves_only_dev_to_be_cut(tmp_path):
     write_corpus(tmp_path, train=2_000)
-    corpus = own_corpus(Part("train.de", "train.en"), "de", "en", test=Part("test.de", "test.en"))
+    corpus = make_custom_corpus(Part("train.de", "train.en"), "de", "en", test=Part("test.de", "test.en"))
     data = load_translation(corpus, tmp_path, cache=tmp_path / "cache", vocabulary_size=300)
     assert len(data.test) == 30
     assert len(data.train) + len(data.dev) == 2_000
@@ -153,7 +155,10 @@ def test_a_large_corpus_gives_at_most_two_thousand_pairs_to_a_cut_split(tmp_path
     monkeypatch.setattr(prepare, "CUT_PAIRS", 40)
     write_corpus(tmp_path, train=2_000)
     data = load_translation(
-        own_corpus(Part("train.de", "train.en"), "de", "en"), tmp_path, cache=tmp_path / "cache", vocabulary_size=300
+        make_custom_corpus(Part("train.de", "train.en"), "de", "en"),
+        tmp_path,
+        cache=tmp_path / "cache",
+        vocabulary_size=300,
     )
     assert 20 < len(data.dev) < 65
     assert 20 < len(data.test) < 65
@@ -286,9 +291,9 @@ def test_the_fingerprint_changes_with_what_the_data_follows_from(copy, tmp_path)
         load(copy, cache, vocabulary_size=310).fingerprint,
         load(copy, cache, cleaning=Cleaning(longest=30)).fingerprint,
         load(copy, cache, cleaning=Cleaning(once=True)).fingerprint,
-        load_translation(own_folder(copy, "en", "de"), copy, cache=cache, vocabulary_size=300).fingerprint,
+        load_translation(make_folder_corpus(copy, "en", "de"), copy, cache=cache, vocabulary_size=300).fingerprint,
     ]
-    french = replace(own_folder(copy, "de", "en"), source_language="fr")
+    french = replace(make_folder_corpus(copy, "de", "en"), source_language="fr")
     changed.append(load_translation(french, copy, cache=cache, vocabulary_size=300).fingerprint)
     write(copy / "test.de", ["anders", *read(copy / "test.de")[1:]])
     changed.append(load(copy, cache).fingerprint)

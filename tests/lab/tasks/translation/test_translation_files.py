@@ -20,8 +20,8 @@ from headwise.lab.tasks.translation.corpora import (
     fetch_corpus,
     find_files,
 )
+from headwise.lab.tasks.translation.custom_corpus import make_custom_corpus, make_folder_corpus
 from headwise.lab.tasks.translation.files import Line, read_pairs, read_side
-from headwise.lab.tasks.translation.own_corpus import own_corpus, own_folder
 from headwise.lab.tasks.translation.recipes import CWMT, MULTI30K
 from lab.tasks.translation.translation_text import write, write_corpus
 
@@ -235,7 +235,7 @@ def test_a_missing_folder_is_refused(tmp_path):
 
 def test_an_own_folder_is_described_by_what_is_there(tmp_path):
     folder = write_corpus(tmp_path / "own")
-    whole = own_folder(folder, "de", "en")
+    whole = make_folder_corpus(folder, "de", "en")
     assert (whole.source_language, whole.target_language) == ("de", "en")
     assert whole.layouts[0] == Layout(
         "own", (Part("train.de", "train.en"),), (Part("dev.de", "dev.en"),), (Part("test.de", "test.en"),)
@@ -243,24 +243,24 @@ def test_an_own_folder_is_described_by_what_is_there(tmp_path):
     for side in ("de", "en"):
         (folder / f"dev.{side}").rename(folder / f"valid.{side}")
         (folder / f"test.{side}").unlink()
-    assert own_folder(folder, "en", "de").layouts[0] == Layout(
+    assert make_folder_corpus(folder, "en", "de").layouts[0] == Layout(
         "own", (Part("train.en", "train.de"),), (Part("valid.en", "valid.de"),)
     )
     write(folder / "test.en", ["x"])
     with pytest.raises(DataError, match=r"has test\.en but no test\.de"):
-        own_folder(folder, "de", "en")
+        make_folder_corpus(folder, "de", "en")
     write_corpus(folder)
     with pytest.raises(DataError, match=r"both dev\.de and valid\.de"):
-        own_folder(folder, "de", "en")
+        make_folder_corpus(folder, "de", "en")
     with pytest.raises(DataError, match=r"lacks train\.fr and train\.it"):
-        own_folder(folder, "fr", "it")
+        make_folder_corpus(folder, "fr", "it")
     with pytest.raises(SettingError, match="both 'de'"):
-        own_folder(folder, "de", "de")
+        make_folder_corpus(folder, "de", "de")
 
 
 def test_own_files_may_lie_anywhere(tmp_path):
     for name in ("x/my.de", "y/my.en.gz"):
         write(tmp_path / name, ["text"])
-    corpus = own_corpus(Part(str(tmp_path / "x" / "my.de"), str(tmp_path / "y" / "my.en")), "de", "en")
+    corpus = make_custom_corpus(Part(str(tmp_path / "x" / "my.de"), str(tmp_path / "y" / "my.en")), "de", "en")
     _, files = find_files(corpus, tmp_path)
     assert files == {"train": ((tmp_path / "x/my.de", tmp_path / "y/my.en.gz"),)}

@@ -17,7 +17,7 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.translation import task as translation_module
-from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks, parser
+from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.attach import attach_arm
@@ -64,9 +64,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(pipeline: Path | None, cache: Path) -> Callable:
-        return parser(None, cache) if pipeline is None else lambda texts: [parsed(text.split()) for text in texts]
+        return make_parser(None, cache) if pipeline is None else lambda texts: [parsed(text.split()) for text in texts]
 
-    monkeypatch.setattr(translation_module, "parser", made)
+    monkeypatch.setattr(translation_module, "make_parser", made)
 
 
 def subwords() -> Subwords:

@@ -93,7 +93,7 @@ class GlueTask(Task):
         return model.network
 
     def batches(self, data: GlueData, scale: GlueScale, seed: int) -> LengthBatches:
-        """Return batches of examples of like length."""
+        """Return batches of examples of similar length."""
         return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
 
     def collate(self, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class GlueTask(Task):
         return _make_answers(data, np.full(len(data.test), float(answer)), {})
 
     def export(self, model: Any, data: GlueData, scale: GlueScale, folder: Path) -> None:
-        """Write the answers to GLUE's test files for its server, and, where the scale says so, the model."""
+        """Write the answers to GLUE's test files for its server, and the model if `keep_model` is set."""
         if scale.keep_model:
             _save_model(model, data, folder)
         for name, examples, split in data.read_unlabeled():
@@ -170,7 +170,7 @@ def _decide(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _make_answers(data: GlueData, answers: NDArray[np.float64], measures: Mapping[str, float]) -> Answers:
-    # scores are told apart to a hundredth of a thousandth
+    # scores are distinguished to five decimals
     predicted = answers if data.found.labels else np.round(1e5 * answers)
     statistics = np.stack([np.full(len(answers), float(data.found.score)), answers, data.test.labels], axis=1)
     return Answers(statistics, predicted.astype(np.int64), measures)

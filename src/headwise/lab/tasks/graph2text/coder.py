@@ -29,12 +29,12 @@ class EncodedGraph(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class GraphCoder:
-    """What words, types and relations have an id.
+    """The vocabulary: ids of words, types and relations.
 
     Attributes:
         vocabulary: The word of each id: padding, an unknown word, start and end, the types in angle brackets, words.
-        types: How many types there are.
-        relations: The relations that training has.
+        types: Number of types.
+        relations: The relations of training.
     """
 
     vocabulary: tuple[str, ...]
@@ -52,8 +52,8 @@ class GraphCoder:
         return frozenset(word[1:-1] for word in self.vocabulary[len(SPECIAL) : len(SPECIAL) + self.types])
 
     @property
-    def unwritten(self) -> tuple[int, ...]:
-        """Ids that are never written: padding, unknown, start and types."""
+    def excluded(self) -> tuple[int, ...]:
+        """Ids that are never generated: padding, unknown, start and types."""
         types = range(len(SPECIAL), len(SPECIAL) + self.types)
         return (PADDING, UNKNOWN, START, *types)
 
@@ -63,15 +63,15 @@ class GraphCoder:
         return RELATIONS + 2 * len(self.relations)
 
     def encode(self, graph: Graph, *, longest: int | None = None) -> EncodedGraph:
-        """Return a graph as ids; a text longer than `longest` is cut and then has no end."""
+        """Return a graph as ids; a text longer than `longest` is truncated and has no end."""
         size = len(self.vocabulary)
-        text = [size + word if isinstance(word, int) else self._word(word) for word in graph.text]
+        text = [size + word if isinstance(word, int) else self._find_id(word) for word in graph.text]
         text = [*text, END] if longest is None or len(text) <= longest else text[: longest + 1]
         known = {name: index for index, name in enumerate(self.relations)}
         return EncodedGraph(
-            title=[self._word(word) for word in graph.title] or [UNKNOWN],
-            entities=[[self._word(word) for word in entity] for entity in graph.entities],
-            types=[self._word(_typed(kind)) for kind in graph.types],
+            title=[self._find_id(word) for word in graph.title] or [UNKNOWN],
+            entities=[[self._find_id(word) for word in entity] for entity in graph.entities],
+            types=[self._find_id(_format_type(kind)) for kind in graph.types],
             triples=[
                 (head, RELATIONS + 2 * known[relation] if relation in known else STRANGE, tail)
                 for head, relation, tail in graph.triples
@@ -80,12 +80,12 @@ class GraphCoder:
             words=size,
         )
 
-    def words(self, ids: Sequence[int]) -> list[str | int]:
-        """Return ids of a text as words, with the numbers of entities where they are mentioned."""
+    def decode(self, ids: Sequence[int]) -> list[str | int]:
+        """Return the words of a text's ids, with the number of the entity at each mention."""
         size = len(self.vocabulary)
         return [self.vocabulary[index] if index < size else index - size for index in ids if index != END]
 
-    def _word(self, word: str) -> int:
+    def _find_id(self, word: str) -> int:
         return self.ids.get(word, UNKNOWN)
 
 
@@ -96,11 +96,11 @@ def learn_coder(train: Sequence[Graph], min_count: int) -> GraphCoder:
         counts.update(graph.title)
         counts.update(word for entity in graph.entities for word in entity)
         counts.update(word for word in graph.text if isinstance(word, str))
-    types = sorted({_typed(kind) for graph in train for kind in graph.types})
+    types = sorted({_format_type(kind) for graph in train for kind in graph.types})
     words = sorted(word for word, count in counts.items() if count >= min_count and word not in (*SPECIAL, *types))
     relations = sorted({relation for graph in train for _, relation, _ in graph.triples})
     return GraphCoder((*SPECIAL, *types, *words), len(types), tuple(relations))
 
 
-def _typed(kind: str) -> str:
+def _format_type(kind: str) -> str:
     return f"<{kind}>"

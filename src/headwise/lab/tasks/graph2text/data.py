@@ -145,8 +145,8 @@ def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
         "title" [B, L], words padded with 0; "entities" [E, W], the words of all entities of the batch; "nodes" [B, N],
         0 where there is none, the kind of a node that is no entity, and -1 - e for row e of "entities"; "neighbours"
         [B, N, N], True where the node of the row may attend that of the column; "types" [B, most entities], the word of
-        each entity's type, 0 where there is none; "inputs" and "labels" [B, T], what the decoder reads and what it
-        should say next, 0 and -100 at pads.
+        each entity's type, 0 where there is none; "inputs" and "labels" [B, T], the decoder's inputs and
+        targets, 0 and -100 at pads.
 
     Raises:
         DataError: There are no examples.

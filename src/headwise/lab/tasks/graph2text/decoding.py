@@ -50,7 +50,7 @@ def search(
     beams: int,
     longest: int,
     length_penalty: float,
-    unwritten: Sequence[int] = (),
+    excluded: Sequence[int] = (),
     no_repeat: int = 0,
 ) -> list[list[int]]:
     """Return the best text that a beam search finds for each graph of a batch: the greatest log P / length^p.
@@ -64,7 +64,7 @@ def search(
         beams: Number of beams.
         longest: Maximum number of words of a text.
         length_penalty: p; 1 is the mean log probability of a word.
-        unwritten: Ids that are never written.
+        excluded: Ids that are never generated.
         no_repeat: Length of word sequences that may not occur twice in a text, at least 2; 0 for no limit.
     """
     memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
@@ -79,16 +79,16 @@ def search(
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(count)]
     first = torch.arange(count, device=device)[:, None] * beams
     for length in range(1, longest + 1):
-        state = model.step(memory, state, model.heard(memory, words))
+        state = model.step(memory, state, model.embed_words(memory, words))
         following = model.log_probabilities(memory, state)
-        following[:, list(unwritten)] = -torch.inf
+        following[:, list(excluded)] = -torch.inf
         if no_repeat and length > no_repeat:
             _ban_repeats(following, texts.flatten(0, 1), no_repeat)
         if length == longest:
             following[:, :END] = following[:, END + 1 :] = -torch.inf
         size = following.shape[1]
         total = scores[:, :, None] + following.view(count, beams, size)
-        # of twice as many as beams at least as many as beams go on
+        # of 2 x beams candidates at most `beams` end, so that at least `beams` continue
         best, places = total.flatten(1).topk(min(2 * beams, beams * size), dim=1)
         _keep_ended(ended, texts, best, places, size, beams, length**length_penalty)
         if length == longest or all(len(one) >= beams for one in ended):

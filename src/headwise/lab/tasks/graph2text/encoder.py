@@ -14,18 +14,18 @@ from headwise.lab.models.encoder import SizedAttention
 
 @dataclass(frozen=True)
 class Departures:
-    """What the released code of GraphWriter does otherwise than its paper says, or than attention is meant.
+    """Where the released code of GraphWriter departs from its paper, or from standard attention.
 
     Attributes:
         scaled_by_width: Scores are divided by sqrt(d) and not by sqrt(d / H).
-        dropout_at_test: Attention weights of the blocks are dropped, in evaluation too, and not what the heads put out.
-        detached: A node learns nothing through its neighbours, keys and values being cut from the graph of gradients;
-            so is the decoder's first cell.
+        dropout_at_test: The blocks drop attention weights, in evaluation too, instead of the outputs of the heads.
+        detached: Keys and values are detached, so no gradient passes through a node's neighbors; so is the decoder's
+            first cell.
         one_norm: A block has one layer normalization, used twice.
-        no_output: The heads of a block are put side by side without an output projection.
-        late_context: In training the decoder's first step has no context; when writing it has.
-        bare_copies: An entity is chosen for copying by the vector of its words, before the blocks have seen it.
-        loose_masks: The decoder's attentions see one pad of each graph and title, where there is one.
+        no_output: The heads of a block are concatenated without an output projection.
+        late_context: The decoder's first step has no context in training, but has one in decoding.
+        bare_copies: An entity is chosen for copying by the vector of its words, before the blocks.
+        loose_masks: The decoder's attentions see one pad of each graph and title, if there is one.
     """
 
     scaled_by_width: bool = False
@@ -46,21 +46,21 @@ class GraphBlock(nn.Module):
     """Returns the new states of the nodes of all graphs.
 
     t = LN(v + MHA(v, neighbours of v)), out = LN'(t + FFN(t)), with FFN(t) = W_2 PReLU(W_1 t + b_1) + b_2 of 4 d hidden
-    units, each with a slope of its own. The attention has no biases. The states of real nodes lie one after another,
-    so that nothing but the attention itself is computed of padding.
+    units, each with its own slope. The attention has no biases. The states of real nodes are concatenated,
+    so that only the attention itself computes padding.
 
     Args:
         width: Width d.
         heads: Attention heads H; must divide `width`.
-        dropout: Dropout of what the attention and the FFN put out, in [0, 1).
-        departures: What is done as in the released code.
+        dropout: Dropout of the outputs of attention and FFN, in [0, 1).
+        departures: Departures from the paper, as in the released code.
     """
 
     def __init__(self, width: int, heads: int, *, dropout: float, departures: Departures = CORRECT) -> None:
         super().__init__()
         self.departures = departures
         self.attention = SizedAttention(width, heads)
-        # weights that are dropped cost a draw each, pads included, and the fused kernel: what heads put out is dropped
+        # dropping weights costs a draw for each, pads included, and the fused kernel: outputs are dropped instead
         self.attention.dropout = dropout if departures.dropout_at_test else 0.0
         self.dropout = nn.Dropout(0.0 if departures.dropout_at_test else dropout)
         if departures.no_output:
@@ -76,7 +76,7 @@ class GraphBlock(nn.Module):
 
     def forward(self, states: Tensor, places: Places) -> Tensor:
         """Return the new states [T, d] of all nodes of the batch, graph by graph."""
-        query = keys = places.shared(states)
+        query = keys = places.to_rows(states)
         if self.departures.detached:
             keys = query.detach()
         if self.departures.scaled_by_width:
@@ -85,7 +85,7 @@ class GraphBlock(nn.Module):
         attended, _ = self.attention(
             query, keys, keys, key_padding_mask=places.padding, attn_mask=places.strangers, need_weights=False
         )
-        states = self.attention_norm(states + self.dropout(places.packed(attended)))
+        states = self.attention_norm(states + self.dropout(places.from_rows(attended)))
         return self.feed_forward_norm(states + self.feed_forward(states))
 
     def train(self, mode: bool = True) -> GraphBlock:
@@ -132,7 +132,7 @@ class GraphEncoder(nn.Module):
             entities: Vectors of all entities of the batch, [E, d].
             nodes: int64 [B, N]: 0 where there is none, the kind of a node that is no entity, -1 - e for entity e. The
                 first of each graph is its root.
-            neighbours: True where the node of the row may attend that of the column, bool [B, N, N].
+            neighbours: True where the node of the row may attend to that of the column, bool [B, N, N].
 
         Raises:
             ShapeError: `neighbours` does not fit `nodes`.
@@ -148,31 +148,31 @@ class GraphEncoder(nn.Module):
         states = table[torch.where(real < 0, len(self.kinds.weight) - 1 - real, real)]
         for block in self.blocks:
             states = block(states, places)
-        return places.padded(states)
+        return places.to_graphs(states)
 
 
 class Places:
-    """Where the nodes of a batch stand, one after another and graph by graph, and who may attend whom.
+    """Positions of the nodes of a batch, concatenated graph by graph, and which node may attend to which.
 
-    Graphs differ much in size. In the attention several small ones share a row as long as the largest graph, so that
-    little is computed of padding: R rows of W places, with R at most B and W the nodes of the largest.
+    Graphs differ much in size. In the attention several small ones share a row as long as the largest graph, to save
+    padding: R rows of W places, with R at most B and W the nodes of the largest.
 
     Args:
-        nodes: As `GraphEncoder.forward` takes them, [B, N].
+        nodes: As for `GraphEncoder.forward`, [B, N].
         neighbours: Likewise, [B, N, N].
         heads: Attention heads H.
 
     Attributes:
         flat: The place of each real node in [B N], [T].
-        padding: True where no node stands, [R, W].
-        strangers: True where the node of the row may not attend that of the column, [R H, W, W]. What is no node
-            attends the first of its row, so that no row of weights is empty.
+        padding: True where there is no node, [R, W].
+        strangers: True where the node of the row may not attend to that of the column, [R H, W, W]. Padding attends to
+            the first of its row, so that no row of weights is empty.
 
     Example:
         >>> nodes = torch.tensor([[1, 4, 5, 4], [1, 4, 0, 0], [1, 5, 0, 0]])
         >>> real = nodes != 0
         >>> places = Places(nodes, real[:, :, None] & real[:, None], heads=2)
-        >>> places.padding.shape, places.shared(torch.ones(8, 3)).shape
+        >>> places.padding.shape, places.to_rows(torch.ones(8, 3)).shape
         (torch.Size([2, 4]), torch.Size([2, 4, 3]))
     """
 
@@ -195,21 +195,21 @@ class Places:
         allowed[:, :, 0] |= self.padding
         self.strangers = (~allowed).repeat_interleave(heads, dim=0)
 
-    def padded(self, states: Tensor) -> Tensor:
+    def to_graphs(self, states: Tensor) -> Tensor:
         """Return states [T, d] as [B, N, d], zero where there is no node."""
         return _spread(states, self.rows)
 
-    def shared(self, states: Tensor) -> Tensor:
-        """Return states [T, d] as [R, W, d], zero where no node stands."""
+    def to_rows(self, states: Tensor) -> Tensor:
+        """Return states [T, d] as [R, W, d], zero where there is no node."""
         return _spread(states, self.shared_rows)
 
-    def packed(self, states: Tensor) -> Tensor:
+    def from_rows(self, states: Tensor) -> Tensor:
         """Return states [R, W, d] as [T, d]."""
         return states.flatten(0, 1)[self.seats]
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the row of each graph and where it begins there: the largest first, each in the first row with room.
+    """Return the row of each graph and its start there: the largest first, each in the first row with room.
 
     Args:
         sizes: Nodes of each graph; a row has room for the largest.
@@ -230,7 +230,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _rows(seats: Tensor, shape: torch.Size) -> Tensor:
-    """Return which state stands at each place: the last, behind all states, where none does."""
+    """Return the index of the state at each place; after the last state where there is none."""
     rows = seats.new_full((shape.numel(),), len(seats))
     rows[seats] = torch.arange(len(seats), device=seats.device)
     return rows.view(shape)
@@ -241,7 +241,7 @@ def _spread(states: Tensor, rows: Tensor) -> Tensor:
 
 
 class NodeKinds(nn.Embedding):
-    """Vectors of the nodes that are no entity, drawn as Glorot's; that of padding is zero."""
+    """Vectors of the nodes that are no entity, with Glorot initialization; that of padding is zero."""
 
     def __init__(self, kinds: int, width: int) -> None:
         super().__init__(kinds, width, padding_idx=0)
@@ -253,7 +253,7 @@ class NodeKinds(nn.Embedding):
 
 
 class SideBySide(nn.modules.linear.NonDynamicallyQuantizableLinear):
-    """An output projection that is the identity and never learns: heads side by side."""
+    """An output projection that is a fixed identity: the heads are concatenated."""
 
     def reset_parameters(self) -> None:
         """Make it the identity."""

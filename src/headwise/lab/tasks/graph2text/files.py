@@ -100,7 +100,7 @@ def read_graphs(place: Path) -> GraphSet:
     paths = {split: found[0] for split in ("train", "dev", "test") if (found := _find_forms(place, f"{split}.tsv"))}
     if "train" not in paths or "test" not in paths:
         raise DataError(
-            f"{place} holds neither AGENDA ({RELATIONS}, {AGENDA['test']}, ...) nor train.tsv and test.tsv of your own."
+            f"{place} holds neither AGENDA ({RELATIONS}, {AGENDA['test']}, ...) nor your own train.tsv and test.tsv."
         )
     return GraphSet(
         "graphs and texts", {split: read_triples(path) for split, path in paths.items()}, tuple(paths.values())

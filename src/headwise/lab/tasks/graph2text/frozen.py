@@ -31,7 +31,7 @@ def open_graphs(folder: Path, record: Mapping[str, Any]) -> Frozen:
         name_run(folder),
         encoder,
         find_heads(encoder),
-        lambda graphs: _encoded(writer, graphs),
+        lambda graphs: _encode(writer, graphs),
         lambda batch: encoder(**batch.inputs),
         None,
         list_files(folder),
@@ -51,7 +51,7 @@ def name_nodes(graph: Graph) -> tuple[str, ...]:
     return (ROOT, *(" ".join(entity) for entity in graph.entities), *relations)
 
 
-def _encoded(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
+def _encode(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
     device = next(writer.model.parameters()).device
     for number, graph in enumerate(graphs):
         made = {name: one.to(device) for name, one in collate([writer.coder.encode(graph)]).items()}

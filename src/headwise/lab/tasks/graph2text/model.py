@@ -22,14 +22,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Memory:
-    """What the decoder reads of a batch; every tensor begins with [B].
+    """The encoded batch that the decoder reads; every tensor begins with [B].
 
     Attributes:
         graph: Keys and values of the nodes, [B, H, N, e] each.
         nodes: True at a node, [B, N].
         title: Keys and values of the title's words, [B, H, L, e] each.
         words: True at a word, [B, L].
-        copies: What entities are chosen by, [B, E, d].
+        copies: Vectors by which entities are chosen for copying, [B, E, d].
         entities: True at an entity, [B, E].
         types: The word of each entity's type, [B, E].
         root: State of the graph's root, [B, d].
@@ -45,7 +45,7 @@ class Memory:
     root: Tensor
 
     def rows(self, rows: Tensor) -> Memory:
-        """Return these rows of the batch, each as often as it is named."""
+        """Return these rows of the batch; a row may be repeated."""
         return Memory(
             (self.graph[0][rows], self.graph[1][rows]),
             self.nodes[rows],
@@ -56,7 +56,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """The decoder's state: hidden and cell of the LSTM and what it last read of graph and title, [B, d] each."""
+    """The decoder's state: hidden and cell of the LSTM, and its graph and title contexts, [B, d] each."""
 
     hidden: Tensor
     cell: Tensor
@@ -65,7 +65,7 @@ class State:
 
     @property
     def features(self) -> Tensor:
-        """What the next word is said from, [B, 3 d]."""
+        """Input of the output layers, [B, 3 d]."""
         return torch.cat([self.hidden, self.graph, self.title], dim=-1)
 
     def rows(self, rows: Tensor) -> State:
@@ -74,7 +74,7 @@ class State:
 
 
 class ContextAttention(nn.Module):
-    """Attention of one state on many, whose keys and values are projected once; without biases.
+    """Attention of one state to many, whose keys and values are projected once; without biases.
 
     Args:
         width: Width d.
@@ -94,29 +94,29 @@ class ContextAttention(nn.Module):
         return keys, values
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
-        """Return what a state [B, d] reads of keys and values, [B, d]; `real` is True where there is one, [B, K]."""
+        """Return the output [B, d] of a state [B, d]; `real` is True at real keys, [B, K]."""
         queries = self.q_proj(query).unflatten(-1, (self.num_heads, -1)).unsqueeze(2)
         heads = F.scaled_dot_product_attention(queries, keys, values, real[:, None, None])
         return self.out_proj(heads.flatten(1))
 
 
 class GraphWriter(nn.Module):
-    """Returns how likely a text is, given its title and graph, or what it may go on with.
+    """Returns the likelihood of a text given its title and graph, or the probabilities of its next word.
 
     The LSTM reads [word, graph context, title context]; both contexts are multi-head attentions whose query is its
     hidden state h, with h added. From out = [h, contexts] comes s = sigmoid(w out): with probability s a word of the
-    vocabulary is said, softmax(E tanh(W out)) with E the embeddings, else an entity is copied, softmax over entities j
-    of (W_c out) . v_j with v_j its node's state. `model.encoder.blocks.*.attention` are the graph's attentions.
+    vocabulary is written, softmax(E tanh(W out)) with E the embeddings, else an entity is copied, softmax over entities
+    j of (W_c out) . v_j with v_j its node's state. `model.encoder.blocks.*.attention` are the graph's attentions.
 
     Args:
-        vocabulary_size: Number of word ids V; 0 is padding. V + j says entity j of the graph.
+        vocabulary_size: Number of word ids V; 0 is padding. V + j is entity j of the graph.
         kinds: As in `GraphEncoder`.
         width: Width d, even.
         layers: Blocks of the graph encoder.
         heads: Attention heads H of the blocks and of the decoder's attentions.
-        dropout: Dropout of words, in the blocks and before words are said, in [0, 1).
-        departures: What is done as in the released code.
-        blind: Whether all nodes are zero when they are read: the model then knows nothing of the graph but its size.
+        dropout: Dropout of words, in the blocks and before the output layers, in [0, 1).
+        departures: Departures from the paper, as in the released code.
+        blind: Whether all nodes are zeroed: the model then sees only the size of the graph.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class GraphWriter(nn.Module):
     ) -> dict[str, Tensor]:
         """Return {"loss": mean of -log p over all words, "losses": their sum of each text, [B]}.
 
-        Arguments are those of `tasks.graph_data.collate`.
+        Arguments are those of `data.collate`.
 
         Raises:
             ShapeError: Batch sizes differ.
@@ -180,7 +180,7 @@ class GraphWriter(nn.Module):
         return {"loss": losses.sum() / (labels != IGNORED).sum(), "losses": losses}
 
     def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbours: Tensor, types: Tensor) -> Memory:
-        """Return what the decoder reads of titles and graphs."""
+        """Return the encoded titles and graphs."""
         title_states, _ = self.titles(title, self._vectors)
         phrases = self.entity_vectors(entities)
         states = self.encoder(phrases, nodes, neighbours)
@@ -203,27 +203,27 @@ class GraphWriter(nn.Module):
         )
 
     def entity_vectors(self, entities: Tensor) -> Tensor:
-        """Return the vectors of entities' words, [E, d], which the graph encoder begins with."""
+        """Return the initial vectors of entities, [E, d], from their words."""
         return self.phrases(entities, self._vectors)[1]
 
     def start(self, memory: Memory) -> State:
-        """Return the state before the first word: the root's, and what it attends to."""
+        """Return the state before the first word: that of the root, with its contexts."""
         cell = memory.root.detach() if self.departures.detached else memory.root
-        return self._attended(memory, memory.root, cell)
+        return self._attend(memory, memory.root, cell)
 
     def step(self, memory: Memory, state: State, vectors: Tensor) -> State:
         """Return the state after reading a word, whose vectors are [B, d]."""
         read = torch.cat([vectors, state.graph, state.title], dim=-1)
-        return self._attended(memory, *self.cell(read, (state.hidden, state.cell)))
+        return self._attend(memory, *self.cell(read, (state.hidden, state.cell)))
 
-    def heard(self, memory: Memory, words: Tensor) -> Tensor:
-        """Return the vectors [B, d] of words said, [B]: of an entity, that of its type."""
+    def embed_words(self, memory: Memory, words: Tensor) -> Tensor:
+        """Return the vectors [B, d] of written words, [B]: of an entity, that of its type."""
         size = self.embedding.num_embeddings
         types = memory.types.gather(1, (words - size).clamp_min(0).unsqueeze(1)).squeeze(1)
         return self.embedding(torch.where(words < size, words, types))
 
     def log_probabilities(self, memory: Memory, state: State) -> Tensor:
-        """Return log p of what is said next, [B, V + E]; -inf for an entity that is not there."""
+        """Return log p of the next word, [B, V + E]; -inf for an absent entity."""
         features = state.features
         word, copy = self._switch(features)
         copies = self._copies(memory, features.unsqueeze(1)).squeeze(1)
@@ -232,7 +232,7 @@ class GraphWriter(nn.Module):
     def _vectors(self, words: Tensor) -> Tensor:
         return self.dropout(self.embedding(words))
 
-    def _attended(self, memory: Memory, hidden: Tensor, cell: Tensor) -> State:
+    def _attend(self, memory: Memory, hidden: Tensor, cell: Tensor) -> State:
         graph = self.graph_attention(hidden, *memory.graph, memory.nodes)
         title = self.title_attention(hidden, *memory.title, memory.words)
         return State(hidden, cell, hidden + graph, hidden + title)
@@ -247,7 +247,7 @@ class GraphWriter(nn.Module):
         copies = self._copies(memory, features).log_softmax(-1)
         entity = copies.gather(2, (labels - size).clamp_min(0).unsqueeze(2)).squeeze(2)
         found = torch.where(copying, copy + entity, 0.0)
-        # words are many: only where one is said are all of them weighed
+        # the vocabulary is large: its softmax is computed only where a word is the label
         said = -F.cross_entropy(self._words(features[saying]), labels[saying], reduction="none")
         return -(found.sum(dim=1) + torch.zeros_like(found).masked_scatter(saying, said + word[saying]).sum(dim=1))
 
@@ -269,18 +269,18 @@ class GraphWriter(nn.Module):
 
 
 class PhraseEncoder(nn.Module):
-    """A bidirectional LSTM of two layers, d/2 units in each direction; padding is not read."""
+    """A bidirectional LSTM of two layers with d/2 units per direction; padding is not read."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.recurrent = nn.LSTM(width, width // 2, num_layers=2, batch_first=True, bidirectional=True, dropout=dropout)
 
     def forward(self, words: Tensor, vectors: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the states of the words [B, L, d] and the last of both directions side by side, [B, d].
+        """Return the states of the words [B, L, d] and the concatenated last states of both directions, [B, d].
 
         Args:
-            words: Ids of words, [B, L], 0 behind the last.
-            vectors: Returns the vectors [T, d] of ids [T]; asked for words alone, never for padding.
+            words: Ids of words, [B, L], padded with 0.
+            vectors: Returns the vectors [T, d] of ids [T]; called for words only, never for padding.
         """
         lengths = (words != 0).sum(dim=1).cpu()
         packed = nn.utils.rnn.pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)

@@ -58,7 +58,7 @@ class Ratings:
         return estimate(np.array(scores, dtype=np.float64), seed=derive_key("ratings", criterion))
 
     def agreement(self, criterion: str) -> float | None:
-        """Return how often two raters of an item say the same; None where no item has two."""
+        """Return how often two raters of an item agree; None if no item has two."""
         pairs = [
             self.values[one, item][criterion] == self.values[other, item][criterion]
             for one, other in combinations(self.raters, 2)

@@ -31,12 +31,12 @@ def scores(texts: Sequence[str], references: Sequence[str], entities: Sequence[S
 
     BLEU-n is sacreBLEU's with orders 1 to n. METEOR is that of NLTK with equal words and equal stems: the stage of
     synonyms needs WordNet's files, which no package brings, and is left out. ROUGE is F1 of Google's rouge-score,
-    without stemming, and beside it stands its recall; METEOR and ROUGE are means over texts, and so are "coverage" and
+    without stemming, with its recall; METEOR and ROUGE are means over texts, and so are "coverage" and
     "repeated", of `coverage` and `repeated_clauses`.
 
     Args:
-        texts: The texts, words with blanks between.
-        references: One a text.
+        texts: The texts, words separated by blanks.
+        references: One per text.
         entities: The entities of each text's graph.
 
     Raises:
@@ -77,9 +77,9 @@ def coverage(text: str, entities: Sequence[str]) -> float:
 
 
 def repeated_clauses(text: str) -> float:
-    """Return the share of a text's clauses that stand earlier in it word for word; 0 without clauses.
+    """Return the share of a text's clauses that repeat an earlier one word for word; 0 without clauses.
 
-    A clause is what stands between two of `. , ; : ? !`, of at least four words.
+    A clause is the text between two of `. , ; : ? !`, of at least four words.
 
     >>> repeated_clauses("we use a model . we use a model , yes .")
     0.5
@@ -124,5 +124,5 @@ class Blanks:
 
 
 def _bleu(order: int) -> sacrebleu.BLEU:
-    # the texts are tokenised already, which sacreBLEU would remark on
+    # the texts are tokenized already, which sacreBLEU would warn of
     return sacrebleu.BLEU(max_ngram_order=order, force=True)

@@ -169,10 +169,10 @@ def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, bea
         beams=scale.beams if beams is None else beams,
         longest=scale.longest,
         length_penalty=scale.length_penalty,
-        unwritten=coder.unwritten,
+        excluded=coder.excluded,
         no_repeat=scale.no_repeat,
     )
-    return [spell_out(coder.words(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
+    return [spell_out(coder.decode(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
 
 
 def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:

@@ -37,17 +37,17 @@ class WordPieces(TextEncoder):
 
     @property
     def start(self) -> int:
-        """Id of what begins a text."""
+        """Id of the start of a text."""
         return self._id(START)
 
     @property
     def end(self) -> int:
-        """Id of what ends a text or a segment."""
+        """Id of the end of a text or segment."""
         return self._id(END)
 
     @property
     def mask(self) -> int:
-        """Id of what stands for a masked token."""
+        """Id of the mask token."""
         return self._id(MASK)
 
     @property
@@ -89,7 +89,7 @@ def learn_word_pieces(
         progress: Whether to show a bar on stderr where that is a terminal.
 
     Raises:
-        SettingError: The vocabulary has no room for a letter beside the special tokens.
+        SettingError: The vocabulary has no room for a letter besides the special tokens.
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
     tokenizer = _make_empty(models.WordPiece(unk_token=UNKNOWN))

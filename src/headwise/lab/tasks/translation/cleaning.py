@@ -11,15 +11,15 @@ from headwise.lab.data.arrays import stable_key
 
 @dataclass(frozen=True)
 class Cleaning:
-    """The rules a training pair has to meet; a pair of which a side is blank is always dropped.
+    """Rules for training pairs; a pair with a blank side is always dropped.
 
-    Lengths are counted in subwords, which serves languages without blanks as well. (The scripts behind the published
-    numbers count words for IWSLT14 and subwords for WMT.)
+    Lengths are in subwords, which suits languages without blanks too. (The scripts behind the published numbers count
+    words for IWSLT14 and subwords for WMT.)
 
     Attributes:
-        longest: Most subwords a side may have.
-        ratio: Most times longer one side may be than the other; None for any.
-        once: Whether a pair that came before is dropped.
+        longest: Maximum number of subwords of a side.
+        ratio: Maximum ratio of the longer to the shorter side; None for any.
+        once: Whether repeated pairs are dropped.
 
     Raises:
         SettingError: `longest` is below 1 or `ratio` below 1.

@@ -40,14 +40,14 @@ Parts = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way the files of a corpus lie in a folder.
+    """One arrangement of the files of a corpus in a folder.
 
     Attributes:
-        name: What the record of a run calls it.
+        name: Its name in the record of a run.
         train: Files of the training split, in order.
         dev: Files of the dev split; none cuts it from training.
         test: Files of the test split; none cuts it from training.
-        further: Further test sets by name, prepared where their files are there.
+        further: Further test sets by name, prepared if their files are present.
         dev_every: Where dev is cut: every n-th training pair goes to it; 0 draws pairs by a keyed hash instead.
     """
 
@@ -67,10 +67,10 @@ class Corpus:
         name: Its name.
         source_language: Language translated from, as in the file names.
         target_language: Language translated into.
-        layouts: Where its files may lie; the first that is complete is taken.
-        cleaning: What its training pairs have to meet.
+        layouts: Possible layouts; the first complete one is used.
+        cleaning: Rules for its training pairs.
         downloads: Recipes of its files.
-        by_hand: What to do about files that have no recipe.
+        by_hand: Advice on files without a recipe.
     """
 
     name: str
@@ -97,7 +97,7 @@ def find_files(corpus: Corpus, folder: Path) -> tuple[Layout, Files]:
         found: Files = {}
         missing: list[str] = []
         for split, parts in _splits(layout):
-            paths = [(present(folder, part.source), present(folder, part.target)) for part in parts]
+            paths = [(find_present(folder, part.source), find_present(folder, part.target)) for part in parts]
             absent = [
                 name
                 for part, pair in zip(parts, paths, strict=True)
@@ -138,7 +138,7 @@ def _splits(layout: Layout) -> Iterator[tuple[str, Parts]]:
             yield name, parts
 
 
-def present(folder: Path, name: str) -> Path | None:
+def find_present(folder: Path, name: str) -> Path | None:
     """Return the one form of a file that is there: as named or without the folder in front, plain or gzipped.
 
     Raises:

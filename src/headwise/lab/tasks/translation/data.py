@@ -20,7 +20,7 @@ from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.tasks.translation.cleaning import Cleaning
 from headwise.lab.tasks.translation.corpora import Corpus, find_files
-from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, make_fingerprint, prepare
+from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, compute_fingerprint, prepare
 
 IGNORED = -100
 
@@ -73,7 +73,7 @@ class TranslationData:
     """The task's data.
 
     Attributes:
-        folder: The prepared folder it lies in; to take elsewhere, copy that folder.
+        folder: The prepared folder; it may be copied elsewhere.
         splits: "train", "dev", "test" and any further test sets.
         tokenizer: Text to ids and back.
         record: What was done: files, settings, counts of what was read, kept and dropped.
@@ -101,7 +101,7 @@ class TranslationData:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of everything the data follows from."""
+        """16 hexadecimal digits of everything the data depends on."""
         return self.record["fingerprint"]
 
     @property
@@ -149,19 +149,19 @@ def load_translation(
     cleaning: Cleaning | None = None,
     progress: bool = False,
 ) -> TranslationData:
-    """Return the data of a corpus, prepared now or, where nothing it follows from has changed, before.
+    """Return the data of a corpus, prepared now, or earlier if nothing it depends on has changed.
 
     Dev and test are kept whole and are never cleaned; subwords are learned from the training split alone.
 
     Args:
-        corpus: One of `CORPORA`, or `own_corpus` or `own_folder`.
+        corpus: One of `CORPORA`, or `make_custom_corpus` or `make_folder_corpus`.
         folder: Folder with its files.
-        cache: Folder for the prepared data, under a name that changes with their origin. Several processes may ask
-            for the same data: each that finds none prepares it, and the first one's is kept.
+        cache: Folder for the prepared data, under a name that changes with their origin. Several processes may prepare
+            the same data; the first to finish is kept.
         vocabulary_size: Size of the joint vocabulary of subwords to learn.
         tokenizer: A `tokenizer.json` to use instead.
-        cleaning: What training pairs have to meet; None takes the corpus's own rules.
-        progress: Whether to show bars on stderr where that is a terminal.
+        cleaning: Rules for training pairs; None for those of the corpus.
+        progress: Whether to show bars on stderr if that is a terminal.
 
     Raises:
         DataError: A file is missing or malformed, the cache cannot be written, or a split comes out empty.
@@ -170,13 +170,13 @@ def load_translation(
     require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, cleaning or corpus.cleaning)
     layout, files = find_files(corpus, folder)
-    fingerprint = make_fingerprint(corpus, layout, files, preparation)
+    fingerprint = compute_fingerprint(corpus, layout, files, preparation)
     place = cache / f"translation-{fingerprint}"
     if place.exists():
         try:
             return open_prepared(place)
         except DataError:
-            # what is damaged is made anew, as every cache here
+            # a damaged cache is rebuilt
             shutil.rmtree(place)
     prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
     return open_prepared(place)
@@ -200,7 +200,7 @@ def prepare_translation(
     require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, corpus.cleaning)
     layout, files = find_files(corpus, folder)
-    fingerprint = make_fingerprint(corpus, layout, files, preparation)
+    fingerprint = compute_fingerprint(corpus, layout, files, preparation)
     if not place.exists():
         prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
     elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:

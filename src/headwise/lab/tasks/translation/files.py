@@ -16,7 +16,7 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import numbered_lines
 
 SEGMENT = re.compile(r"<seg\b[^>]*\bid=\"([^\"]*)\"[^>]*>(.*)</seg>", re.IGNORECASE)
-# what stands in an IWSLT training file beside the talk itself; title and description are text in both languages
+# lines of an IWSLT training file that are not part of a talk; title and description are text in both languages
 NOT_SPOKEN = re.compile(r"</?(?:url|talkid|keywords|speaker|reviewer|translator|doc)\b", re.IGNORECASE)
 TITLE = re.compile(r"</?(?:title|description)>", re.IGNORECASE)
 ENTITY = re.compile(r"&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")

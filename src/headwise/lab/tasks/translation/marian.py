@@ -51,7 +51,7 @@ class Marian(MarianMTModel):
         super().__init__(config)
         self.label_smoothing = sizes.label_smoothing
         for module in self.modules():
-            # every arm's parameters are drawn module by module; torch's own draw of an embedding would be 50 times this
+            # every arm's parameters are drawn module by module; torch's default for an embedding is 50 times as wide
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.reset_parameters = functools.partial(_draw, module)
 

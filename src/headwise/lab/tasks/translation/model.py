@@ -147,7 +147,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         memory: Tensor = encoded[0]
         if attention_mask is None:
             attention_mask = torch.ones(memory.shape[:2], device=memory.device) if input_ids is None else input_ids != 0
-        padding = _padding(attention_mask)
+        padding = _mask_padding(attention_mask)
         states = self.decoder(decoder_input_ids, memory, padding, past_key_values if use_cache else None)
         logits = F.linear(states, self.embedding.weight)
         loss = None
@@ -182,8 +182,8 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_unused: Any) -> BaseModelOutput:
         """Return the states [B, S, d] of source ids [B, S]."""
-        padding = _padding(input_ids != PADDING if attention_mask is None else attention_mask)
-        states = self.dropout(_placed(self.embedding(input_ids), 0))
+        padding = _mask_padding(input_ids != PADDING if attention_mask is None else attention_mask)
+        states = self.dropout(_add_positions(self.embedding(input_ids), 0))
         for layer in self.layers:
             states = layer(states, padding)
         return BaseModelOutput(last_hidden_state=self.norm(states))
@@ -202,10 +202,10 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, memory: Tensor, padding: Tensor, cache: EncoderDecoderCache | None) -> Tensor:
         """Return the states [B, T, d] of target ids [B, T], given the source's states and padding."""
         past = 0 if cache is None else int(cache.get_seq_length())
-        states = self.dropout(_placed(self.embedding(ids), past))
-        own_padding = _padding(ids != PADDING)
+        states = self.dropout(_add_positions(self.embedding(ids), past))
+        target_padding = _mask_padding(ids != PADDING)
         for index, layer in enumerate(self.layers):
-            states = layer(states, own_padding, memory, padding, None if cache is None else (cache, index))
+            states = layer(states, target_padding, memory, padding, None if cache is None else (cache, index))
         return self.norm(states)
 
 
@@ -276,11 +276,11 @@ class EncoderLayer(Sublayers):
     def forward(self, states: Tensor, padding: Tensor) -> Tensor:
         """Return the new states [B, S, d]; `padding` is True at pads, bool [B, S]."""
 
-        def attended(x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
             return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
-        states = _sublayer(self, self.attention_norm, states, attended)
-        return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
+        states = _apply_sublayer(self, self.attention_norm, states, attend)
+        return _apply_sublayer(self, self.feed_forward_norm, states, self.feed_forward)
 
 
 class DecoderLayer(Sublayers):
@@ -294,7 +294,7 @@ class DecoderLayer(Sublayers):
     def forward(
         self,
         states: Tensor,
-        own_padding: Tensor,
+        target_padding: Tensor,
         memory: Tensor,
         padding: Tensor,
         cached: tuple[EncoderDecoderCache, int] | None = None,
@@ -303,27 +303,27 @@ class DecoderLayer(Sublayers):
 
         Args:
             states: [B, T, d]; with a cache only those of the tokens after the ones it holds.
-            own_padding: True at pads of the target, bool [B, T]; with a cache there are none.
+            target_padding: True at pads of the target, bool [B, T]; with a cache there are none.
             memory: States of the source, [B, S, d].
             padding: True at pads of the source, bool [B, S].
             cached: The cache of projected keys and values, and this layer's place in it.
         """
 
-        def attended(x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
             if cached is not None:
-                return _stepped(self.attention, x, *cached)
+                return _attend_next(self.attention, x, *cached)
             future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-            return self.attention(x, x, x, key_padding_mask=own_padding, attn_mask=future, need_weights=False)[0]
+            return self.attention(x, x, x, key_padding_mask=target_padding, attn_mask=future, need_weights=False)[0]
 
-        def crossed(x: Tensor) -> Tensor:
+        def attend_source(x: Tensor) -> Tensor:
             if cached is not None:
-                keys, values = _once(self.cross_attention, memory, *cached)
+                keys, values = _project_memory(self.cross_attention, memory, *cached)
                 return self.cross_attention.attend(x, keys, values, ~padding[:, None, None])
             return self.cross_attention(x, memory, memory, key_padding_mask=padding, need_weights=False)[0]
 
-        states = _sublayer(self, self.attention_norm, states, attended)
-        states = _sublayer(self, self.cross_attention_norm, states, crossed)
-        return _sublayer(self, self.feed_forward_norm, states, self.feed_forward)
+        states = _apply_sublayer(self, self.attention_norm, states, attend)
+        states = _apply_sublayer(self, self.cross_attention_norm, states, attend_source)
+        return _apply_sublayer(self, self.feed_forward_norm, states, self.feed_forward)
 
 
 def shift_right(labels: Tensor) -> Tensor:
@@ -336,13 +336,13 @@ def shift_right(labels: Tensor) -> Tensor:
     return shifted.masked_fill(shifted == IGNORED, PADDING)
 
 
-def _sublayer(layer: Sublayers, norm: nn.Module, states: Tensor, function: Any) -> Tensor:
+def _apply_sublayer(layer: Sublayers, norm: nn.Module, states: Tensor, function: Any) -> Tensor:
     if layer.norm_first:
         return states + layer.dropout(function(norm(states)))
     return norm(states + layer.dropout(function(states)))
 
 
-def _stepped(attention: CachedAttention, states: Tensor, cache: EncoderDecoderCache, index: int) -> Tensor:
+def _attend_next(attention: CachedAttention, states: Tensor, cache: EncoderDecoderCache, index: int) -> Tensor:
     """Return the causal self-attention of the next tokens, whose keys and values join the cache."""
     past = int(cache.self_attention_cache.get_seq_length(index))
     keys, values = cache.self_attention_cache.update(*attention.project(states), index)
@@ -350,7 +350,9 @@ def _stepped(attention: CachedAttention, states: Tensor, cache: EncoderDecoderCa
     return attention.attend(states, keys, values, positions <= past + positions[: states.shape[1], None])
 
 
-def _once(attention: CachedAttention, memory: Tensor, cache: EncoderDecoderCache, index: int) -> tuple[Tensor, Tensor]:
+def _project_memory(
+    attention: CachedAttention, memory: Tensor, cache: EncoderDecoderCache, index: int
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the source, projected at the first step and kept for the others."""
     if cache.is_updated.get(index):
         layer: Any = cache.cross_attention_cache.layers[index]
@@ -360,12 +362,12 @@ def _once(attention: CachedAttention, memory: Tensor, cache: EncoderDecoderCache
     return keys, values
 
 
-def _placed(embedded: Tensor, past: int) -> Tensor:
+def _add_positions(embedded: Tensor, past: int) -> Tensor:
     length = past + embedded.shape[1]
     return embedded + sinusoids(length, embedded.shape[2], like=embedded, longest=10_000.0)[past:]
 
 
-def _padding(attention_mask: Tensor) -> Tensor:
+def _mask_padding(attention_mask: Tensor) -> Tensor:
     padding = ~attention_mask.bool()
     # a row of pads alone keeps its first position: a softmax over nothing is NaN
     return torch.cat([torch.zeros_like(padding[:, :1]), padding[:, 1:]], dim=1)

@@ -39,9 +39,9 @@ class Preparation:
     Attributes:
         vocabulary_size: Size of the joint vocabulary to learn.
         tokenizer: A `tokenizer.json` to use instead; None learns.
-        cleaning: What training pairs have to meet.
-        learned_from: Most training pairs the subwords are learned from, evenly spaced: memory and time of learning
-            grow with the number of different words.
+        cleaning: Rules for training pairs.
+        learned_from: Maximum number of training pairs to learn subwords from, evenly spaced: memory and time grow with
+            the number of different words.
     """
 
     vocabulary_size: int = 10_000
@@ -50,8 +50,8 @@ class Preparation:
     learned_from: int = 1_000_000
 
 
-def make_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:
-    """Return 16 hexadecimal digits of everything a prepared folder follows from.
+def compute_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:
+    """Return 16 hexadecimal digits of everything a prepared folder depends on.
 
     Raises:
         DataError: A file cannot be read.
@@ -76,7 +76,7 @@ def prepare(
     *,
     progress: bool = False,
 ) -> None:
-    """Write the prepared folder `place`; it appears when it is whole.
+    """Write the prepared folder `place`, which appears when it is complete.
 
     Raises:
         DataError: The text is bad, a split comes out empty, or the folder cannot be written.
@@ -92,7 +92,7 @@ def prepare(
         record |= {"layout": layout.name, "files": _names(files)}
         write_json(partial / RECORD, record)
         partial.chmod(0o755)
-        # whoever was first has written the same
+        # another process may have written the same
         if not place.exists():
             partial.rename(place)
     except OSError as error:
@@ -119,10 +119,10 @@ class _Text:
             yield from self._all(split, title)
             return
         for number, pair in enumerate(self._all("train", title), start=1):
-            if self._split_of(number, pair) == split:
+            if self._choose_split(number, pair) == split:
                 yield pair
 
-    def _split_of(self, number: int, pair: TextPair) -> str:
+    def _choose_split(self, number: int, pair: TextPair) -> str:
         if "dev" in self.cut and self.dev_every:
             return "dev" if number % self.dev_every == 0 else "train"
         # by the source line alone: a line that occurs twice stays on one side of the cut

@@ -1,6 +1,6 @@
 """Where the files of the published corpora are fetched from: pinned addresses, checksums and sizes.
 
-The checksums of the WMT files are those TensorFlow Datasets has published beside their addresses; those of Multi30k
+The checksums of the WMT files are those TensorFlow Datasets has published with their addresses; those of Multi30k
 are of the files at the named commit. A file whose checksum nobody published has no recipe.
 """
 

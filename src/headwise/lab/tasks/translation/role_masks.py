@@ -21,7 +21,7 @@ from headwise.roles.idf import IDF, idf
 from headwise.roles.word_table import WordTable
 
 Parse = Callable[[Sequence[str]], list[WordTable]]
-# Stands in the digest of data between that of the corpus and that of the pipeline.
+# Separates the digests of corpus and pipeline in the fingerprint of the data.
 PARSED_BY = "+"
 UNREADABLE = "\ufffd"
 
@@ -40,7 +40,7 @@ class Sources:
         self._tables: dict[int, WordTable] = {}
 
     def numbers(self, sources: Iterable[Sequence[int]]) -> list[int]:
-        """Return the number of each source, and take in those that are new; all of them are parsed at once."""
+        """Return the number of each source; new sources are added and parsed together."""
         found, new = [], []
         for source in sources:
             ids = tuple(source)
@@ -49,7 +49,7 @@ class Sources:
             if number not in self._ids:
                 self._ids[number] = ids
                 new.append(number)
-        # what is cut inside a character ends in a sign for it, which would be a word of its own
+        # a source cut inside a character ends in a replacement character, which would be a separate word
         texts = [self.subwords.decode(self._ids[number]).rstrip(UNREADABLE) for number in new]
         self._tables.update(zip(new, self.parse(texts), strict=True))
         return found
@@ -59,7 +59,7 @@ class Sources:
         return self._tables[number]
 
     def pieces(self, number: int) -> Pieces:
-        """Return the tokens of a source; one that was cut may end inside a word, whose last subwords are then others.
+        """Return the tokens of a source; a truncated one may end inside a word, whose last subwords then differ.
 
         Raises:
             DataError: Its ids do not come back from their text, so their characters are not known.
@@ -99,7 +99,7 @@ class SourceMasks:
         donors: The words of a source with another parse, by its number.
         num_heads: Heads of a layer of the encoder.
         seed: Seed of the run.
-        pipeline: What parses the sources, to be remembered; None for no parses.
+        pipeline: The pipeline that parses the sources, which is recorded; None for no parses.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class SourceMasks:
         )
 
     def __call__(self, batch: Mapping[str, Any]) -> HeadMask:
-        """Return the mask of "input_ids" [B, S], of which "attention_mask" [B, S] says which are real."""
+        """Return the mask of "input_ids" [B, S]; "attention_mask" [B, S] is 1 at real tokens."""
         ids, real = batch["input_ids"], batch["attention_mask"].bool()
         rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
         return self.masks({"tokens": ids.masked_fill(~real, 0), "numbers": torch.tensor(self.sources.numbers(rows))})
 
     def keep(self, folder: Path) -> None:
-        """Write what `read_masks` reads into a run's folder."""
+        """Write the files that `read_masks` reads into a run's folder."""
         self.masks.keep(folder)
 
     def forget(self) -> None:
-        """Drop the sources and their masks; they are made again, the same, when they come again."""
+        """Drop the sources and their masks, which are the same when they are made again."""
         self.sources.forget()
         self.masks.forget()
 
@@ -144,15 +144,15 @@ class SourceMasks:
 def learn_masks(
     guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int, pipeline: Path | None = None
 ) -> SourceMasks:
-    """Return what makes masks where the rarity of words, and other parses, are those of training sources.
+    """Return the masks with the rarity of words, and the donors of other parses, of the training sources.
 
     Args:
         guided: The roles and what replaces them.
-        sources: The sources, which take in those of training.
+        sources: The sources, to which those of training are added.
         train: Ids of the training sources.
         num_heads: Heads of a layer of the encoder.
         seed: Seed of the run.
-        pipeline: What parses the sources; None for no parses.
+        pipeline: The pipeline that parses the sources; None for no parses.
     """
     pool = sources.numbers(train[index] for index in range(len(train)))
     lengths = {number: len(sources.table(number)) for number in pool}
@@ -164,32 +164,32 @@ def learn_masks(
 def read_masks(
     folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int
 ) -> SourceMasks:
-    """Return what makes the masks of sources in no data, from what a finished run keeps.
+    """Return the masks of new sources, from the files of a finished run.
 
     Args:
         folder: The run's folder.
         guided: Its roles.
         subwords: Its subwords.
-        pipeline: As `read_roles` takes it.
+        pipeline: As for `read_roles`.
         num_heads: Heads of a layer of its encoder.
         seed: Its seed.
 
     Raises:
-        DataError: As `read_roles` says.
+        DataError: As for `read_roles`.
     """
     rarity, found = read_roles(folder, guided, pipeline)
-    sources = Sources(subwords, parser(found, None))
+    sources = Sources(subwords, make_parser(found, None))
     # only a role from another sentence's parse asks for that
     donors = sources.table
     return SourceMasks(guided, sources, rarity, donors, num_heads=num_heads, seed=seed, pipeline=found)
 
 
-def parser(pipeline: Path | None, cache: Path | None) -> Parse:
-    """Return what makes word tables of texts: a pipeline, or without one no parses.
+def make_parser(pipeline: Path | None, cache: Path | None) -> Parse:
+    """Return a function from texts to word tables: parsed by a pipeline, or split into words without one.
 
     Args:
         pipeline: The pipeline.
-        cache: Folder where parses are kept; None keeps none, on disk or in memory.
+        cache: Folder of the cached parses; None caches none, on disk or in memory.
     """
     if pipeline is None:
         return lambda texts: [WordTable.split(text) for text in texts]
@@ -200,9 +200,9 @@ def parser(pipeline: Path | None, cache: Path | None) -> Parse:
     if cache is not None:
         return parse
 
-    def passing(texts: Sequence[str]) -> list[WordTable]:
+    def parse_once(texts: Sequence[str]) -> list[WordTable]:
         tables = parse(texts)
         parse.forget()
         return tables
 
-    return passing
+    return parse_once

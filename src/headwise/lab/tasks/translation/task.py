@@ -23,6 +23,7 @@ from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Bleu, Measure, count_ngrams
 from headwise.lab.experiment.task import Answers, MaskMaker, Task
 from headwise.lab.tasks.translation.corpora import find_files
+from headwise.lab.tasks.translation.custom_corpus import FORMS, find_corpus
 from headwise.lab.tasks.translation.data import (
     TranslationData,
     TranslationExample,
@@ -35,9 +36,8 @@ from headwise.lab.tasks.translation.data import (
 from headwise.lab.tasks.translation.decoding import compute_pair_losses, decode_sources, negative_log_likelihood
 from headwise.lab.tasks.translation.marian import Marian
 from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
-from headwise.lab.tasks.translation.own_corpus import FORMS, find_corpus
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
-from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, parser
+from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
 
 PROBED, PROBED_TOKENS = 256, 4_096
@@ -114,9 +114,9 @@ class TranslationTask(Task):
         return {TOKENIZER: data.whole.tokenizer.to_json()}
 
     def role_masks(self, guided: Guided, data: ScaledTranslation, scale: TranslationScale, seed: int) -> MaskMaker:
-        """Return what makes the masks of a batch of sources; the words' rarity is that of the training sources."""
+        """Return the role masks of sources; the words' rarity is that of the training sources."""
         require_parses(guided, scale.pipeline is not None)
-        parse = parser(scale.pipeline, data.whole.folder / PARSES)
+        parse = make_parser(scale.pipeline, data.whole.folder / PARSES)
         sources = Sources(data.whole.tokenizer, parse)
         return learn_masks(
             guided, sources, data.train.sources, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline

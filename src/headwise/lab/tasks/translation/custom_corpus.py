@@ -1,15 +1,15 @@
-"""Corpora from your own files, and what `--data` may name: a known corpus, your folder, or two files."""
+"""Custom corpora, and what `--data` may name: a known corpus, a custom folder, or two files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part, find_files, present
+from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part, find_files, find_present
 
 DEV_NAMES = "dev", "valid", "val"
 FORMS = (
-    f"a folder with the files of {', '.join(CORPORA)}; FOLDER:en-de for train.en and train.de of your own; "
+    f"a folder with the files of {', '.join(CORPORA)}; FOLDER:en-de for your own train.en and train.de; "
     "or two files, my.en,my.de"
 )
 
@@ -20,7 +20,7 @@ def find_corpus(place: Path) -> tuple[Corpus, Path]:
     Args:
         place: A folder with the files of a known corpus; `FOLDER:en-de` for your own `train.en` and `train.de`, and
             likewise dev (or valid or val) and test; or two files aligned by line, `my.en,my.de`, source first. A split
-            that is not there is cut from training; see `own_corpus`.
+            that is not there is cut from training; see `make_custom_corpus`.
 
     Raises:
         DataError: There is no such place, or it holds no corpus that is known.
@@ -38,14 +38,14 @@ def find_corpus(place: Path) -> tuple[Corpus, Path]:
     text = str(place)
     folder, _, direction = text.rpartition(":")
     if folder and Path(folder).is_dir():
-        return own_folder(Path(folder), *_sides(Path(folder), direction)), Path(folder)
+        return make_folder_corpus(Path(folder), *_sides(Path(folder), direction)), Path(folder)
     if "," in text:
         return _two_files([Path(part.strip()) for part in text.split(",")])
     raise DataError(f"{folder or place} {_state(Path(folder or place))}; expected {FORMS}.")
 
 
-def own_corpus(train: Part, source_language: str, target_language: str, **splits: Part) -> Corpus:
-    """Return a corpus of your own files; a dev or test split that is not given is cut from training.
+def make_custom_corpus(train: Part, source_language: str, target_language: str, **splits: Part) -> Corpus:
+    """Return a corpus of custom files; a dev or test split that is not given is cut from training.
 
     A cut split has at most 2,000 pairs and at most a twentieth of training. Pairs are drawn by a keyed hash of the
     source line, so that no source line of a cut split is in training.
@@ -57,7 +57,7 @@ def own_corpus(train: Part, source_language: str, target_language: str, **splits
         **splits: `dev=` and `test=`, and further test sets by any other name.
 
     Example:
-        >>> own_corpus(Part("my.de", "my.en"), "de", "en", test=Part("t.de", "t.en")).layouts[0].test
+        >>> make_custom_corpus(Part("my.de", "my.en"), "de", "en", test=Part("t.de", "t.en")).layouts[0].test
         (Part(source='t.de', target='t.en'),)
     """
     given = {name: (part,) for name, part in splits.items()}
@@ -66,8 +66,8 @@ def own_corpus(train: Part, source_language: str, target_language: str, **splits
     return Corpus("own", source_language, target_language, (layout,))
 
 
-def own_folder(folder: Path, source_language: str, target_language: str) -> Corpus:
-    """Return a corpus of your own folder: `train.de`, `train.en` and likewise dev (or valid or val) and test.
+def make_folder_corpus(folder: Path, source_language: str, target_language: str) -> Corpus:
+    """Return a corpus of a custom folder: `train.de`, `train.en` and likewise dev (or valid or val) and test.
 
     Raises:
         SettingError: Both languages are the same.
@@ -78,7 +78,7 @@ def own_folder(folder: Path, source_language: str, target_language: str) -> Corp
         raise SettingError(f"source and target language are both {source_language!r}; expected two.")
 
     def part(name: str) -> Part | None:
-        there = [side for side in sides if present(folder, f"{name}.{side}")]
+        there = [side for side in sides if find_present(folder, f"{name}.{side}")]
         if len(there) == 1:
             raise DataError(f"{folder} has {name}.{there[0]} but no {name}.{(set(sides) - set(there)).pop()}.")
         return Part(f"{name}.{sides[0]}", f"{name}.{sides[1]}") if there else None
@@ -91,7 +91,7 @@ def own_folder(folder: Path, source_language: str, target_language: str) -> Corp
         both = " and ".join(f"{name}.{sides[0]}" for name in devs)
         raise DataError(f"{folder} has both {both}; expected one of them.")
     found = {"dev": next(iter(devs.values()), None), "test": test}
-    return own_corpus(train, *sides, **{name: kept for name, kept in found.items() if kept})
+    return make_custom_corpus(train, *sides, **{name: kept for name, kept in found.items() if kept})
 
 
 def _known_corpus(folder: Path) -> Corpus:
@@ -107,7 +107,7 @@ def _known_corpus(folder: Path) -> Corpus:
     if len(sides) > 1:
         one, other = sides[:2]
         raise DataError(
-            f"{folder} has {' and '.join(f'train.{side}' for side in sides)} of your own; say which is translated into "
+            f"{folder} has {' and '.join(f'train.{side}' for side in sides)}; say which is translated into "
             f"which: {folder}:{one}-{other} or {folder}:{other}-{one}."
         )
     raise DataError(f"{folder} holds no corpus that is known; expected {FORMS}. {faults[0]}")
@@ -120,18 +120,18 @@ def _two_files(files: list[Path]) -> tuple[Corpus, Path]:
             "source,target, such as my.en,my.de."
         )
     for path in files:
-        if present(path.parent, str(path.absolute())) is None:
+        if find_present(path.parent, str(path.absolute())) is None:
             raise DataError(f"{path} {_state(path)}; expected a text file, plain or with .gz, one sentence a line.")
     names = [path.name.removesuffix(".gz") for path in files]
     endings = [name.rpartition(".")[2] for name in names]
-    # a.txt and b.txt are told apart by what stands in front
+    # a.txt and b.txt differ in what comes before the ending
     languages = endings if endings[0] != endings[1] else names
     part = Part(*(str(path.absolute()) for path in files))
-    return own_corpus(part, *languages), files[0].parent
+    return make_custom_corpus(part, *languages), files[0].parent
 
 
 def _sides(folder: Path, direction: str) -> tuple[str, str]:
-    """Return source and target of `en-de`; a hyphen may also stand inside a language, as in `pt-BR-en`."""
+    """Return source and target of `en-de`; a language may contain a hyphen, as in `pt-BR-en`."""
     parts = direction.split("-")
     cuts = [("-".join(parts[:cut]), "-".join(parts[cut:])) for cut in range(1, len(parts))]
     known = _languages(folder)
