@@ -136,14 +136,8 @@ def add_own_part(target: Tensor, every: Tensor) -> None:
 def gather_features(tensor: Tensor, axis: int, size: int, parameter: Tensor | None, along: int) -> Tensor:
     """Return the features of all heads where tensor parallel left this process some of them, differentiably.
 
-    Every process then computes the same from them, so the gradient of its own part is its slice of the gradient.
-
-    Args:
-        tensor: Features of a forward; a DTensor, all of them, or this process's part of them.
-        axis: The axis of `tensor` along which heads are.
-        size: Its size for all heads.
-        parameter: The weight that computes or reads the features.
-        along: The axis of `parameter` along which heads are.
+    Every process then computes the same from them, so the gradient of its own part is its slice of the gradient. Heads
+    are along `axis` of the features, `size` for all heads, and along `along` of the parameter that computes them.
     """
     if is_sharded(tensor):
         return gather_full(tensor)

@@ -17,7 +17,7 @@ from headwise.heads.capture import require_joined
 from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint
-from headwise.nn.hooks import Handle, Hook, read_first_argument, replace_first_argument
+from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument
 
 
 class Ablation(Handle):
@@ -30,12 +30,12 @@ class Ablation(Handle):
         super().__init__()
         self.heads, self.indices = heads, indices
         self._reached: set[str] = set()
-        # every site is reached before the first is changed: a refusal leaves the model as it was
+        # all output projections are found before the first is hooked: an error leaves the model as it was
         for site, output_projection in [(site, site.expose()) for site in heads.sites]:
             projection = output_projection.module
-            # first of all: what reads the input of W_O then reads what W_O gets, whoever was attached before
-            self._before(projection, self._make_zeroing(site), prepend=True)
-            self._before(site.module, _make_check(site, output_projection, projection))
+            # before all other hooks, so that these read the input that W_O gets
+            self._hook_before(projection, self._make_zeroing(site), prepend=True)
+            self._hook_before(site.module, _make_check(site, output_projection, projection))
 
     @property
     def called(self) -> bool:
@@ -56,10 +56,6 @@ class Ablation(Handle):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_reached": set()}
-
-    def _before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
-        handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
-        self._removers.append(handle.remove)
 
     def _make_zeroing(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
         def zero(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -86,7 +82,7 @@ def _make_check(
         if output_projection.module is not projection:
             raise NotFired(
                 f"{site.label}: its output projection is now a "
-                f"{type(output_projection.module).__name__}, put there after ablate(), and would get the removed "
+                f"{type(output_projection.module).__name__}, set after ablate(), and would get the removed "
                 "heads unchanged; call remove() on the ablation and ablate again."
             )
 
@@ -143,6 +139,7 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
     return Ablation(heads, indices)
 
 
+@torch.no_grad()
 def importance(heads: Heads, score: Callable[[], float]) -> Importance:
     """Return how much the score drops when each head is removed alone.
 
@@ -163,11 +160,6 @@ def importance(heads: Heads, score: Callable[[], float]) -> Importance:
         torch.Size([2])
     """
     require_heads(heads)
-    with torch.no_grad():
-        return _importance(heads, score)
-
-
-def _importance(heads: Heads, score: Callable[[], float]) -> Importance:
     baseline = float(score())
     drops: dict[str, Tensor] = {}
     for site in heads.sites:

@@ -52,7 +52,7 @@ class HeadBias(Handle):
         if silent:
             raise NotFired(
                 f"the bias was added in none of the calls of {len(silent)} of {len(self.heads)} sites: "
-                f"{', '.join(silent[:6])}. Run a forward pass inside the block; if you did, the call went around the "
+                f"{', '.join(silent[:6])}. Run a forward pass inside the block; if you did, the call bypassed the "
                 "module, or the function gave None for it (select the sites it is for)."
             )
 

@@ -164,15 +164,10 @@ class OpenCapture:
 
 
 def split_heads(joined: Tensor, site: Site) -> Tensor:
-    """Return the concatenated heads [..., H * e] that W_O of a site gets as [..., H, e].
-
-    Raises:
-        ShapeError: The last axis is not H * e.
-    """
+    """Return the concatenated heads [..., H * e] that W_O of a site gets as [..., H, e]; refuse another last axis."""
     require_joined(joined, site)
-    return site.gather_heads(joined, -1, site.num_heads * site.head_size).unflatten(
-        -1, (site.num_heads, site.head_size)
-    )
+    sizes = site.num_heads, site.head_size
+    return site.gather_heads(joined, -1, sizes[0] * sizes[1]).unflatten(-1, sizes)
 
 
 def require_joined(joined: Tensor, site: Site) -> None:

@@ -64,8 +64,8 @@ def find_heads(
 ) -> Heads:
     """Return the attention heads of a model.
 
-    Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is guessed and
-    nothing is found by halves: if no row fits, or if some modules fit and others that project queries, keys and values
+    Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is
+    guessed: if no row fits, or if some modules fit and others that project queries, keys and values
     do not, those are listed in the error. A module shared between layers is one site. For a model wrapped in
     DistributedDataParallel, the heads and names are those of the wrapped model.
 

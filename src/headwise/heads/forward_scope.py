@@ -46,23 +46,13 @@ class ForwardCounter:
 
     Args:
         heads: The sites.
-        failed: Called after a forward that ended in an error, or returned None.
+        failed: Called after a forward that raised, or returned None.
 
     Attributes:
-        number: Forwards begun so far.
+        number: Forwards started so far.
         inside: Whether one is running; False while a part of the model is called alone.
         generating: Whether the last one was given a cache, as `generate()` gives it.
         causal: For each site's module whose last call was given is_causal, its value.
-
-    Example:
-        >>> import headwise as hw
-        >>> import torch
-        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2,
-        ...                               enable_nested_tensor=False)
-        >>> forwards = ForwardCounter(hw.find_heads(model))
-        >>> _ = model(torch.randn(1, 4, 8)), model.layers[0](torch.randn(1, 4, 8))
-        >>> forwards.number
-        1
     """
 
     def __init__(self, heads: Heads, failed: Callable[[], object] = lambda: None) -> None:
@@ -73,12 +63,12 @@ class ForwardCounter:
         entered, left = Hook(model, self._on_call), Hook(model, self._on_return)
         self._stops: list[Callable[[], None]] = [
             model.register_forward_pre_hook(entered, with_kwargs=True, prepend=True).remove,
-            # a forward that ends in an error has ended too
+            # also after a forward that raised
             model.register_forward_hook(left, always_call=True).remove,
         ]
         for site in heads.sites:
-            told = Hook(site.module, self._on_site_call)
-            self._stops.append(site.module.register_forward_pre_hook(told, with_kwargs=True).remove)
+            hook = Hook(site.module, self._on_site_call)
+            self._stops.append(site.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def remove(self) -> None:
         """Stop counting."""
@@ -98,7 +88,7 @@ class ForwardCounter:
     def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
         if not is_recomputing():
             self.inside = False
-            # what torch hands to such a hook after an error
+            # torch passes None to this hook after an error
             if output is None:
                 self._failed()
 

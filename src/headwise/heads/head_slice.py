@@ -182,12 +182,7 @@ class OutputProjection:
 
 
 def check_head_slice(head_slice: HeadSlice) -> None:
-    """Raise `LayoutError` unless the head slice is inside its parameter and its heads do not overlap.
-
-    Raises:
-        LayoutError: The parameter is absent or no floating-point matrix without an obstacle, or the rows do not
-            fit.
-    """
+    """Raise `LayoutError` unless the head slice is inside a floating-point matrix and its heads do not overlap."""
     if head_slice.obstacle is None:
         tensor = head_slice.owner._parameters.get(head_slice.attribute)
         if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != 2:

@@ -199,11 +199,11 @@ class Heads:
             if not isinstance(index, int) or isinstance(index, bool):
                 raise SettingError(f"layer is {index!r}; expected an integer.")
         last = {site.stack: max(s.layer for s in self.sites if s.stack == site.stack) for site in self.sites}
-        wanted = tuple(
-            site
-            for site in self.sites
-            if any(site.layer == (i if i >= 0 else last[site.stack] + 1 + i) for i in indices)
-        )
+
+        def is_layer(site: Site, index: int) -> bool:
+            return site.layer == (index if index >= 0 else last[site.stack] + 1 + index)
+
+        wanted = tuple(site for site in self.sites if any(is_layer(site, index) for index in indices))
         places = sorted({(site.stack, site.kind) for site in wanted})
         if len(places) > 1:
             listed = ", ".join(f"{kind!r} in {stack or 'the model'}" for stack, kind in places)
@@ -211,7 +211,7 @@ class Heads:
                 f"layer {', '.join(map(str, indices))} exists in several places ({listed}); "
                 "select one first with .kind(...) or .where(...)."
             )
-        missing = [i for i in indices if not any(s.layer == (i if i >= 0 else last[s.stack] + 1 + i) for s in wanted)]
+        missing = [index for index in indices if not any(is_layer(site, index) for site in wanted)]
         if missing:
             have = sorted({site.layer for site in self.sites})
             raise LayoutError(f"no attention in layer {missing[0]}; there is attention in layers {have}.")
@@ -255,27 +255,16 @@ class Heads:
         return replace(self, sites=sites)
 
     def __str__(self) -> str:
-        header = ("site", "kind", "layer", "heads", "size", "layout", "output")
-        rows = [
-            (
-                site.name or "(model)",
-                site.kind,
-                str(site.layer),
-                str(site.num_heads)
-                if site.num_heads == site.key_value_heads
-                else f"{site.num_heads}/{site.key_value_heads}",
-                str(site.head_size),
-                site.layout,
-                "-"
-                if site.output_projection is None
-                else f"{site.output_projection.attribute}: {type(site.output_projection.module).__name__}",
-            )
-            for site in self.sites
-        ]
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
-        ]
+        rows = [("site", "kind", "layer", "heads", "size", "layout", "output")]
+        for site in self.sites:
+            heads = str(site.num_heads)
+            heads += "" if site.num_heads == site.key_value_heads else f"/{site.key_value_heads}"
+            output = site.output_projection
+            shown = "-" if output is None else f"{output.attribute}: {type(output.module).__name__}"
+            name, layer, size = site.name or "(model)", str(site.layer), str(site.head_size)
+            rows.append((name, site.kind, layer, heads, size, site.layout, shown))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = sum(site.num_heads for site in self.sites)
         lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
         obstacles = {
@@ -293,11 +282,6 @@ def require_heads(given: object) -> None:
     Raises:
         SettingError: It is something else.
         LayoutError: The model was changed since, at one of the sites.
-
-    Example:
-        >>> import headwise as hw
-        >>> from torch import nn
-        >>> require_heads(hw.find_heads(nn.MultiheadAttention(8, 2)))
     """
     if not isinstance(given, Heads):
         raise SettingError(f"heads is {_describe(given)}; expected heads of a model: hw.find_heads(model).")

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached
 from headwise.heads.heads import Site
-from headwise.heads.huggingface_config import UNDERNEATH, lend
+from headwise.heads.huggingface_config import UNDERNEATH, override_implementation
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.hooks import Hook
@@ -76,7 +76,7 @@ class InterfaceScores:
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it; flash and flex are refused."""
         module = self.module
-        release = lend(module)
+        release = override_implementation(module)
         if not isinstance(module.__dict__.get(LISTENERS), Listeners):
             module.__dict__[LISTENERS] = Listeners()
         listeners: Listeners = module.__dict__[LISTENERS]
@@ -99,7 +99,7 @@ def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if named not in UNDERNEATH:
         raise NotFired(
             f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps or "
-            "a penalty was attached to its scores, where these are out of reach; call "
+            "a penalty was attached to its scores, where these cannot be reached; call "
             "model.set_attn_implementation('sdpa'), or remove() what is attached."
         )
     listeners: Listeners = module.__dict__[LISTENERS]
@@ -168,7 +168,7 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
 
     def keep_view(frame: Any) -> None:
         # the recomputation must find our implementation although the listener may be gone by then
-        weakref.finalize(frame, lend(module)).atexit = False
+        weakref.finalize(frame, override_implementation(module)).atexit = False
 
     return resolve_request(module, listeners.observers, listeners.biases, call, keep_view)
 
@@ -181,7 +181,7 @@ def _build_mask(
         given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
         raise LayoutError(f"{type(module).__name__} was given a mask {given}; expected (batch, heads, queries, keys).")
     if settings.get("cache") is not None:
-        raise LayoutError(f"{type(module).__name__} runs on a paged cache, where scores of heads are out of reach.")
+        raise LayoutError(f"{type(module).__name__} runs on a paged cache, where scores of heads cannot be reached.")
     causal = settings.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     causal = bool(causal) and mask is None and query.shape[2] > 1
@@ -211,7 +211,7 @@ def _attend_explicitly(
 ) -> tuple[Tensor, Tensor]:
     """Attend with the weights in sight: O = dropout(softmax(scale Q K^T + everything added)) V."""
     if settings.get("s_aux") is not None:
-        raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases are out of reach.")
+        raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases cannot be reached.")
     mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -240,5 +240,5 @@ def _notify(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> N
 AttentionInterface.register("headwise", _attend_over_sdpa)
 AttentionInterface.register("headwise_eager", _attend_over_eager)
 for _ours, _under in UNDERNEATH.items():
-    # a module that makes its own mask asks for it by the name in its configuration; unknown, it would get none
+    # a module that makes its own mask looks it up by the name in its configuration
     AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_under])

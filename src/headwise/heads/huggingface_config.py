@@ -1,4 +1,4 @@
-"""A view of a model's configuration that names our attention implementation, lent to one module.
+"""A view of a model's configuration that names our attention implementation, given to one module.
 
 The configuration itself never changes, so copies, saved files and models built from it are unaffected. Changes to it,
 including the attention implementation, show in the view at once.
@@ -59,35 +59,35 @@ def _make_view(config: object) -> Any:
 
 
 @dataclass
-class _Loan:
-    """The view of its configuration that a module has, for how many, and the configuration."""
+class _Override:
+    """A module's configuration, the view that replaces it, and how many listeners need it."""
 
     config: Any
     view: Any
     holders: int = 0
 
 
-_loans: weakref.WeakKeyDictionary[nn.Module, _Loan] = weakref.WeakKeyDictionary()
+_overrides: weakref.WeakKeyDictionary[nn.Module, _Override] = weakref.WeakKeyDictionary()
 
 
-def lend(module: nn.Module) -> Callable[[], None]:
+def override_implementation(module: nn.Module) -> Callable[[], None]:
     """Give a module a configuration that names our implementation, and return what ends that.
 
     Raises:
         LayoutError: The module runs an implementation other than sdpa and eager.
     """
-    loan = _loans.get(module)
-    if loan is None:
+    override = _overrides.get(module)
+    if override is None:
         config = getattr(module, "config", None)
         named = getattr(config, "_attn_implementation", None)
         if not isinstance(config, PreTrainedConfig) or (named or "eager") not in OURS:
             raise LayoutError(
-                f"{type(module).__name__} runs the attention implementation {named!r}, where single heads' weights "
-                "and biases are out of reach; call model.set_attn_implementation('sdpa') first."
+                f"{type(module).__name__} runs the attention implementation {named!r}, where weights and "
+                "biases of single heads cannot be reached; call model.set_attn_implementation('sdpa') first."
             )
-        loan = _loans[module] = _Loan(config, _make_view(config))
-        module.config = loan.view
-    loan.holders += 1
+        override = _overrides[module] = _Override(config, _make_view(config))
+        module.config = override.view
+    override.holders += 1
     ended = False
 
     def release() -> None:
@@ -95,10 +95,10 @@ def lend(module: nn.Module) -> Callable[[], None]:
         if ended:
             return
         ended = True
-        loan.holders -= 1
-        if loan.holders == 0:
-            del _loans[module]
-            if module.config is loan.view:
-                module.config = loan.config
+        override.holders -= 1
+        if override.holders == 0:
+            del _overrides[module]
+            if module.config is override.view:
+                module.config = override.config
 
     return release

@@ -36,11 +36,12 @@ UNREAD_CALLS = 64
 class Taps(Handle):
     """Reads chosen attentions during forward passes and keeps the captures until they are read.
 
-    While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an
-    encoder called twice gives two captures a site; the next forward drops those of one that an error broke off.
-    Otherwise a forward of the model drops what the one before it left, and a part called without the model (the
-    encoder, while generating) keeps its newest call. A module shared between layers gives one capture a call, in order.
-    Recomputation by activation checkpointing is not captured again. A copy of the model, or a pickle, is not tapped.
+    While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an encoder
+    called twice gives two captures per attention; captures of a forward that raised are dropped by the next one.
+    Otherwise each forward of the model drops the captures of the previous one, and a part called without the model (the
+    encoder, while generating) keeps its newest call. A module shared between layers gives one capture per call, in
+    order. Recomputation by activation checkpointing is not captured again. Copies and pickles of the model are not
+    tapped.
 
     Args:
         heads: The sites to read.
@@ -117,7 +118,7 @@ class Taps(Handle):
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
                 "not tapped (find_heads in the copy), torch.compile bypasses what is attached later (attach before "
-                "the first forward), and what ran without gradients is dropped when the model trains on."
+                "the first forward), and calls without gradients are dropped when training continues."
             )
         names = ("outputs", "values", "weights", "mean_weights")
         return [call.finish(**{name: getattr(self, name) for name in names}) for call in calls]
@@ -141,22 +142,22 @@ class Taps(Handle):
 
     def _attach(self) -> None:
         model = self.heads.model
-        self._before(model, self._on_model_call)
+        self._hook_before(model, self._on_model_call)
         self._keep(model.register_forward_hook(Hook(model, self._on_model_return)))
         crossed = {(site.stack, site.layer) for site in self.heads.sites if site.kind == "cross"}
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self._before(site.module, self._make_queries_hook(site))
+                self._hook_before(site.module, self._make_queries_hook(site))
         for site in self.heads.sites:
             inside = isinstance(site.module, nn.MultiheadAttention)
             projection = site.expose() if self.outputs or inside else None
-            self._before(site.module, self._make_site_hook(site))
+            self._hook_before(site.module, self._make_site_hook(site))
             if self.outputs and projection is not None:
-                self._before(projection.module, self._make_outputs_hook(site))
+                self._hook_before(projection.module, self._make_outputs_hook(site))
             if self.mean_weights and site.divided:
                 raise LayoutError(
                     f"{site.label}: under tensor parallel no process computes the weights of all heads, "
-                    "so their mean is out of reach; read weights=True, or use Position() without recompute."
+                    "so their mean is not available; read weights=True, or use Position() without recompute."
                 )
             if self.weights or self.mean_weights or (self.values and inside):
                 listener = Observer(self._make_observer(site), self.weights, self.mean_weights, self.beside)
@@ -169,9 +170,6 @@ class Taps(Handle):
                     )
                 hook = Hook(site.value_module, self._make_values_hook(site))
                 self._keep(site.value_module.register_forward_hook(hook))
-
-    def _before(self, module: nn.Module, function: Callable[[nn.Module, tuple, dict], None]) -> None:
-        self._keep(module.register_forward_pre_hook(Hook(module, function), with_kwargs=True))
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._removers.append(handle.remove)
@@ -187,7 +185,7 @@ class Taps(Handle):
         if self._is_silent():
             return
         if self._running:
-            # the forward before was broken off: half of it must not enter the next penalty
+            # the previous forward failed: what it captured must not enter the next penalty
             self._calls = [call for call in self._calls if call.forward is not self._forward]
         if not self._accumulates():
             self._calls = [call for call in self._calls if call.forward is None]

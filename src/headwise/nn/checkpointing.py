@@ -82,12 +82,7 @@ def resolve_request(
 ) -> Request:
     """Return the request of a call of `module`: from its listeners, or in a recomputation that of its first forward.
 
-    Args:
-        module: The attention module.
-        observers: Observers attached to it now.
-        biases: Biases attached to it now.
-        call: The call.
-        kept: Called with the checkpoint's frame when the answer is kept for the recomputation.
+    `kept` is called with the checkpoint's frame when the answer is kept for the recomputation.
 
     Raises:
         NotFired: The module is recomputed and it cannot be told with which biases it ran.

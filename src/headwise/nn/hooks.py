@@ -61,6 +61,11 @@ class Handle:
         for remove in removers:
             remove()
 
+    def _hook_before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
+        """Call (module, args, kwargs) -> anything before each call of a module, until `remove()`."""
+        handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
+        self._removers.append(handle.remove)
+
     def __enter__(self) -> Self:
         return self
 
@@ -92,15 +97,11 @@ def require_original(module: nn.Module) -> None:
 
 
 def read_first_argument(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the first tensor a module was called with, by position or by name.
+    """Return the first tensor a module was called with, by position or by name; `ShapeError` if it is something else.
 
-    Raises:
-        ShapeError: It was called with something else.
-
-    Example:
-        >>> import torch
-        >>> read_first_argument(nn.Linear(2, 2), (), {"input": torch.tensor([1.0, 2.0])})
-        tensor([1., 2.])
+    >>> import torch
+    >>> read_first_argument(nn.Linear(2, 2), (), {"input": torch.tensor([1.0, 2.0])})
+    tensor([1., 2.])
     """
     given = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(given, Tensor):

@@ -142,7 +142,7 @@ class TorchScores:
         """Attach an observer or a bias to the module, and return what detaches it."""
         module = self.module
         if not hasattr(module, "observers"):
-            raise LayoutError(f"{type(module).__name__} computes its scores out of reach; adopt() it first.")
+            raise LayoutError(f"{type(module).__name__} computes its scores internally; adopt() it first.")
         add_listener(module, listener)
         return partial(discard_listener, module, listener)
 

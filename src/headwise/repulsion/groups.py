@@ -1,6 +1,6 @@
 """Particle groups: the heads that repel one another, what a step did to them, and whether they can be told apart.
 
-The checks read values of parameters, so they wait for the device; none is made in a step.
+The checks read values of parameters and so wait for the device: no step makes any.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class NormalizedRBF:
     """k(x, y) = exp(-|u - v|^2 / h) on directions u = x/|x|, v = y/|y|; ours, not in the papers.
 
     R_i = -sum_j grad_{theta_i} k(u_i, u_j) = -(2/h) sum_j k_ij (u_j - cos_ij u_i) / |theta_i|. It is orthogonal to
-    theta_i: it turns a head and never lengthens it. Under `RBF` the distances can be had by inflating norms, and are:
-    norms double while directions become more alike. To stay on the sphere of the head the derivative is taken in
+    theta_i: it turns a head and never lengthens it. Under `RBF` heads also separate by growing: their norms double
+    while their directions become more alike. To stay on the sphere of the head the derivative is taken in
     theta_i, where the SVGD of the other kernels takes it in theta_j; for a function of x - y the two agree.
 
     Args:

@@ -42,13 +42,8 @@ def apply_rule(
     """Replace the gradient of every group in place by that of the rule; None when none has a gradient.
 
     Where parameters are sharded all processes call it. Groups whose columns are divided over one mesh share one message
-    of sums; those that do not divide evenly are computed whole by every process.
-
-    Args:
-        rule: The particle rule.
-        groups: Groups of any sizes; those without a gradient are skipped and named.
-        strength: Multiplies the repulsion.
-        scale: What the gradients are multiplied by (a GradScaler's scale), or None.
+    of sums; those that do not divide evenly are computed whole by every process. Groups without a gradient are skipped
+    and named. `strength` multiplies the repulsion, and `scale` is what the gradients are multiplied by (GradScaler).
     """
     divided: dict[tuple[Any, ...], list[ParticleGroup]] = defaultdict(list)
     shares: dict[int, Share] = {}
