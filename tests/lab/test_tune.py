@@ -14,7 +14,7 @@ from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure
 from headwise.lab.experiment.method import Repel
 from headwise.lab.jobs import pool
-from headwise.lab.tune import RANGES, Choice, LogUniform, Tuning, Uniform, draw_arm, tune
+from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, tune
 from lab.tasks.logic.logic_toy import TOY
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -64,7 +64,7 @@ def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one(name):
             values.append(value)
         assert len(set(values)) > 3
         where = RANGES[setting]
-        if isinstance(where, LogUniform | Uniform):
+        if isinstance(where, Uniform):
             assert where.low * 0.99 <= min(values) <= max(values) <= where.high * 1.01
         else:
             assert isinstance(where, Choice)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from typing_extensions import override
 
 from headwise.errors import HeadwiseError, SettingError, require_integer
 from headwise.lab.compare import CACHE, require_fits
@@ -28,18 +29,6 @@ TUNED = "tuned.json"
 
 
 @dataclass(frozen=True)
-class LogUniform:
-    """Numbers whose logarithm is uniform between those of `low` and `high`."""
-
-    low: float
-    high: float
-
-    def draw(self, source: random.Random) -> str:
-        """Return a number, to three digits."""
-        return f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.3g}"
-
-
-@dataclass(frozen=True)
 class Uniform:
     """Numbers uniform between `low` and `high`."""
 
@@ -49,6 +38,15 @@ class Uniform:
     def draw(self, source: random.Random) -> str:
         """Return a number, to three digits."""
         return f"{source.uniform(self.low, self.high):.3g}"
+
+
+class LogUniform(Uniform):
+    """Numbers whose logarithm is uniform between those of `low` and `high`."""
+
+    @override
+    def draw(self, source: random.Random) -> str:
+        """Return a number, to three digits."""
+        return f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.3g}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Choice:
 
 
 # The settings that are tuned where an arm has them. Step sizes are not: under Adam they hardly matter.
-RANGES: dict[str, LogUniform | Uniform | Choice] = {
+RANGES: dict[str, Uniform | Choice] = {
     "alpha": LogUniform(1e-3, 1e2),
     "ratio": LogUniform(1e-2, 1.0),
     "weight": LogUniform(1e-2, 1e1),
@@ -185,7 +183,7 @@ def draw_arm(tuning: Tuning, index: int) -> Arm:
     return parse_arm("+".join(parts))
 
 
-def _draw(where: LogUniform | Uniform | Choice, seed: int, index: int, name: str) -> str:
+def _draw(where: Uniform | Choice, seed: int, index: int, name: str) -> str:
     return where.draw(random.Random(derive_key(seed, "tune", index, name)))
 
 

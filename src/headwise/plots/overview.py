@@ -1,4 +1,4 @@
-"""One figure of all that a report holds: a panel a measure, a dot a head, a line through the means of the layers."""
+"""One figure of a report: one panel per measure, one dot per head, and a line through the means of the layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
     """Return one figure of a report: how similar the heads are, where they attend, what each contributes.
 
     One panel for each measure in the report: linear CKA of each head's outputs with those of the other heads (mean over
-    pairs), Jensen-Shannon divergence from their attention and entropy of its own, both in nats, drop of the score
+    pairs), Jensen-Shannon divergence from their attention and entropy of attention, both in nats, drop of the score
     without the head, and share of attention on each role's pairs, with the share of an equally sparse random mask
     dotted. One dot per head; the line connects the layer means.
 
@@ -61,9 +61,8 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
     """
     reports = [(report, NOW, labels[1])]
     if before is not None:
-        reports.insert(0, (before, BEFORE, labels[0]))
-    if before is not None:
         Comparison(before, report)
+        reports.insert(0, (before, BEFORE, labels[0]))
     kinds = [panel for panel in _make_panels(report) if any(panel.values(layer) for layer in report.layers)]
     if not kinds:
         raise SettingError(

@@ -93,14 +93,7 @@ def drawing(width: float, height: float) -> Iterator[Figure]:
 def drawing_panels(
     number: int, columns: int, *, panel: tuple[float, float], margin: tuple[float, float]
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its axes, row by row, with at most `columns` in a row.
-
-    Args:
-        number: Number of panels.
-        columns: Largest number of panels in a row.
-        panel: Width and height of a panel in inches.
-        margin: Width and height added to the figure for labels.
-    """
+    """Yield a figure and its axes, row by row, with at most `columns` in a row; panel and margin are in inches."""
     columns = min(columns, number)
     rows = math.ceil(number / columns)
     with drawing(margin[0] + panel[0] * columns, margin[1] + panel[1] * rows) as figure:

@@ -36,7 +36,7 @@ class Report:
     Attributes:
         model: Class of the model.
         batches: Number of batches.
-        tokens: Number of valid queries; the largest format_number over modules.
+        tokens: Number of valid queries; the largest number over modules.
         layers: One entry per attention module.
         score: Name of the score; "" without a score.
         items: Number of scored items.
@@ -132,7 +132,7 @@ def require_same_shape(before: Sequence[tuple[str, int]], after: Sequence[tuple[
     """Raise `SettingError` unless two models have the same attention modules and numbers of heads.
 
     Args:
-        before: Name and format_number of heads of each module of the reference.
+        before: Name and number of heads of each module of the reference.
         after: The same of the other model.
     """
     if list(before) != list(after):

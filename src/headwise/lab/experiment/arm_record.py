@@ -41,7 +41,7 @@ KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mappi
     DropHeads: {"rate": "drophead"},
     OtherModel: {"model": "model"},
 }
-# The classes a record may name besides the settings of aggregators, which `restore` knows.
+# The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
     *(SVGD, SPOS, SGLD, FunctionSVGD, CosinePenalty, CosineRepulsion, Relative),
     *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),

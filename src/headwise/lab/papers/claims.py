@@ -172,10 +172,6 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
     with fewer than five seeds there is no verdict (runs that began with one earlier run, in which the method acted,
     count as one), and without a test the words are "measured, not tested", where there is anything to measure.
-
-    Args:
-        claims: The claims of one table or figure.
-        parts: The runs, by part; a reproduction of one part has it under "".
     """
     measured = [[_measure(contrast, parts) for contrast in claim.contrasts] for claim in claims]
     family = [

@@ -36,13 +36,7 @@ def exists(data: Path) -> bool:
 
 
 def find_corpus_name(fingerprint: str, data: Path | None, cache: Path) -> str:
-    """Return the name of the corpus with this fingerprint, "" where the task has no corpora.
-
-    Args:
-        fingerprint: Of the data.
-        data: The data's folder, which may be prepared data itself.
-        cache: Folder that prepared data is kept in.
-    """
+    """Return the name of the corpus with this fingerprint, "" where the task has no corpora."""
     # the digest of a parser follows a plus
     prepared = fingerprint.partition("+")[0]
     places = [] if data is None else [data / RECORD]
@@ -190,11 +184,6 @@ def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
 
 def read_initial_runs(place: Path, data: Path | None, cache: Path) -> InitialRuns:
     """Return what a comparison is.
-
-    Args:
-        place: Its folder.
-        data: Folder of its data, where that is known.
-        cache: Folder that prepared data is kept in.
 
     Raises:
         DataError: The folder holds no comparison.

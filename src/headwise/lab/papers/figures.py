@@ -54,14 +54,7 @@ def draw_curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[s
 
 
 def draw_head_map(analysis: str, folder: Path, evidence: Evidence, table: Table) -> Picture | None:
-    """Return a t-SNE map of the heads' vectors of every arm under the first seed; None with fewer than three vectors.
-
-    Args:
-        analysis: Name of the analysis that kept the vectors.
-        folder: Folder of the comparison.
-        evidence: Its runs.
-        table: Its table, whose arms keep their colors.
-    """
+    """Return a t-SNE map of the head vectors that an analysis kept, for the first seed; None with fewer than three."""
     seed = min(evidence.results.seeds)
     vectors = {}
     for row in table.arms:

@@ -40,14 +40,6 @@ def build_grouped_grid(
     A score in parentheses is not told to be better than the larger of the majority baseline and 1 / labels, in a
     one-sided test adjusted over all scores of the grid. The paper's means are over the same parts as ours.
 
-    Args:
-        title: Of the grid.
-        published: The paper's numbers.
-        groups: Names of groups, and of the parts in each.
-        tables: The table of each part that was run.
-        evidence: Its runs.
-        canonical: Returns an arm's name at the scale from a part and the arm as the reproduction writes it.
-
     Raises:
         DataError: The labels of a run are not known.
     """

@@ -101,10 +101,10 @@ def make_plans(
     """Return the comparisons of a reproduction; nothing is written.
 
     Args:
-        reproduction: What to run; `reproduction_data.with_data` leaves out what there is no data for.
+        reproduction: What to run; `with_data` leaves out what there is no data for.
         scale: One of its scales.
-        seeds: Runs an arm.
-        data: Folder of the data, or of a folder for each corpus; where there are several of them, the latter.
+        seeds: Number of runs per arm.
+        data: Folder of the data, or with a folder for each corpus.
         out: Folder that holds the comparisons' folders.
         workers: Number of parallel runs.
         options: Changes of the scale from the command line.
@@ -219,7 +219,7 @@ def report(
         out: Folder that holds the comparisons' folders.
         paper: Folder of the paper's notes, whose record and RESULTS.md are written; None writes none.
         console: Where everything is shown.
-        command: What makes it again.
+        command: The command that reproduces it.
 
     Raises:
         DataError: No run is finished, or a folder is damaged.

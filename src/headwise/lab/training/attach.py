@@ -32,13 +32,6 @@ from headwise.routing.modules import Residual, Routing
 def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
     """Return a new model whose parameters are drawn, and the arm's methods on it.
 
-    Args:
-        task: The task.
-        arm: The arm.
-        data: The task's data.
-        scale: Its scale.
-        seed: Seed of the run.
-
     Raises:
         SettingError: As `build_model`, or the arm does not fit the model.
         DataError: A role needs what the data does not have.
@@ -58,8 +51,6 @@ def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> 
 
 def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
     """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
-
-    Arguments as for `attach_arm`.
 
     Raises:
         SettingError: The task has no such model, or no words that roles could be made from.
@@ -91,7 +82,7 @@ class Methods:
         arm: The arm.
         model: The model; its aggregators are put in place and every parameter is drawn anew.
         part: The part of the model whose heads the arm acts on; None for a model without attention.
-        seed: Seed of the run; each thing that draws has a stream of its own.
+        seed: Seed of the run; each use of it has its own stream.
         compile_routing: Whether the arm's routing is compiled with `torch.compile`.
         masks: Makes the role masks of a batch from the arguments of the model's forward; None where no head is guided.
         rule_layers: Layers that the arm's rule acts on where the arm names none; None for all.

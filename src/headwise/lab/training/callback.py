@@ -36,7 +36,7 @@ class RunCallback(TrainerCallback):
         batches: The batches; told the epoch here, because accelerate's skipping loader does not tell them.
         dropout_seed: Seed of the global generator at the first step; a resumed run restores its state instead.
         evaluate: Called after each epoch; returns what goes into that epoch's record.
-        heartbeat: Asked after each step; True saves a checkpoint and stops.
+        heartbeat: Called after each step; True saves a checkpoint and stops.
         save_seconds: Time between two checkpoints inside an epoch; one is written after each epoch anyway.
         averaged: How many of the last epochs' weights are kept to be averaged; 1 keeps none.
     """

@@ -51,14 +51,10 @@ def find_run(job: Job) -> Path:
 
 
 def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None:
-    """Make the result of a run of its parts', once all of them are finished.
+    """Write the result of a run from those of its parts, of which `folder` is one, once all of them are finished.
 
     Answers are concatenated in the order of the parts. The dev score, the measures of heads and other numbers are means
     over the parts; the training time is their sum.
-
-    Args:
-        settings: Those of one of the parts; nothing is done for a run that has none.
-        folder: That part's folder.
 
     Raises:
         SettingError: The run's folder holds another one.
@@ -72,14 +68,14 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
         return
     run_folder.claim(run, whole.record())
     results = [run_folder.read_json(part / run_folder.RESULT) for part in folders]
-    answers = [_arrays(part / run_folder.PREDICTIONS) for part in folders]
+    answers = [_read_arrays(part / run_folder.PREDICTIONS) for part in folders]
     found, predicted = (np.concatenate([part[name] for part in answers]) for name in ("statistics", "predicted"))
     run_folder.write_answers(run, found, predicted, None)
     metric = METRICS[named_task(settings.task).metric]
     result = {
         **results[0],
         "settings": whole.record(),
-        "score": scores_by_bin(metric, found, _arrays(run.parents[1] / TEST)["bins"]),
+        "score": scores_by_bin(metric, found, _read_arrays(run.parents[1] / TEST)["bins"]),
         "parts": [part["score"]["pooled"] for part in results],
         "train_seconds": sum(part["train_seconds"] for part in results),
         "answers": {name: _mean([part["answers"].get(name) for part in results]) for name in results[0]["answers"]},
@@ -88,7 +84,7 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
     run_folder.write_json(run / run_folder.RESULT, result)
 
 
-def _arrays(path: Path) -> dict[str, NDArray]:
+def _read_arrays(path: Path) -> dict[str, NDArray]:
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 

@@ -17,11 +17,6 @@ class DropHead:
     O_h <- O_h * m_h * H / sum_h m_h with m_h ~ Bernoulli(1 - rate), drawn per example and attention (Zhou et
     al. 2020). Where every head of an example would be dropped, all stay. The draws have their own generator, so that
     dropout and the order of the data are those of every other arm.
-
-    Args:
-        heads: The heads it acts on.
-        rate: Probability of zeroing a head, in [0, 1).
-        seed: Seed of the draws.
     """
 
     def __init__(self, heads: Heads, rate: float, *, seed: int) -> None:

@@ -40,7 +40,7 @@ def meet() -> None:
     if launched() and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        # what is agreed on lies on the CPU, gradients where the model is
+        # what processes agree on is on the CPU, gradients are where the model is
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
 
 
@@ -146,11 +146,6 @@ class OwnBatches(Sampler[list[int]]):
     """Every batch of another sampler, divided: process r of n has examples r, r + n, r + 2 n, ... of it.
 
     A batch of fewer examples than processes is given to each of them whole.
-
-    Args:
-        batches: The batches of one process.
-        rank: Which process this is, r.
-        count: How many there are, n.
 
     Example:
         >>> [list(OwnBatches([[4, 5, 6], [7]], rank, 2)) for rank in (0, 1)]

@@ -57,8 +57,8 @@ class Start:
             DataError: It is not there.
         """
         if not self.task:
-            return next(place for place in _single(self.place) if (place / CONFIG).is_file())
-        # a second fine-tuning goes on from the first of the same seed
+            return next(place for place in _list_places(self.place) if (place / CONFIG).is_file())
+        # a second fine-tuning starts from the first with the same seed
         number = seed if self.task == "glue" else seed % starts
         run = self.place / escape_arm_name(arm) / f"seed-{number}"
         found = run / (MODEL if self.task == "glue" else DISCRIMINATOR)
@@ -117,7 +117,7 @@ def find_start(place: Path | None) -> Start:
         # the runs follow from these to the bit, and more arms may come
         known = {name: record.get(name) for name in ("scale", "sizes", "data")}
         return Start(place, task, digest(f"{task} {known}"))
-    found = next((folder for folder in _single(place) if (folder / CONFIG).is_file()), None)
+    found = next((folder for folder in _list_places(place) if (folder / CONFIG).is_file()), None)
     if found is None:
         raise DataError(f"{place} holds no model; expected {FORMS}.")
     files = sorted(path for path in found.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt", ".txt"))
@@ -134,7 +134,7 @@ class Classifier(nn.Module):
     Args:
         folder: Folder of the model.
         classes: Number of classes; 1 for a number.
-        layer_decay: See above.
+        layer_decay: See the attribute.
 
     Raises:
         DataError: The folder holds no model that transformers, or `headwise.load`, can load.
@@ -142,7 +142,7 @@ class Classifier(nn.Module):
 
     def __init__(self, folder: Path, classes: int, layer_decay: float = 1.0) -> None:
         super().__init__()
-        self.network, fresh = _opened(folder, classes)
+        self.network, fresh = _open_classifier(folder, classes)
         self.classes, self.layer_decay = classes, layer_decay
         deviation = getattr(self.network.config, "initializer_range", DEVIATION)
         backbone = f"network.{self.network.base_model_prefix}."
@@ -194,7 +194,7 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer beside a model.
+    """Return the tokenizer in a model's folder.
 
     Raises:
         DataError: There is none that transformers can load.
@@ -224,7 +224,7 @@ def require_positions(folder: Path, length: int) -> None:
         config: Any = own or AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:200]}") from None
-    # XLNet says -1 for any number
+    # XLNet has -1 for any number
     known = max(0, int(getattr(config, "max_position_embeddings", None) or 0)) or None
     # RoBERTa and its like count positions from behind that of padding
     shifted = int(config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
@@ -235,16 +235,16 @@ def require_positions(folder: Path, length: int) -> None:
         )
 
 
-def _single(place: Path) -> tuple[Path, ...]:
+def _list_places(place: Path) -> tuple[Path, ...]:
     return place / DISCRIMINATOR, place / MODEL, place
 
 
-def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
+def _open_classifier(folder: Path, classes: int) -> tuple[Any, set[str]]:
     """Return a classifier and the modules of its backbone that the folder has no parameters for."""
     try:
         with quietly():
             if (folder / RECORD).is_file():
-                return _with_aggregators(folder, classes), set()
+                return _load_with_aggregators(folder, classes), set()
             network, said = AutoModelForSequenceClassification.from_pretrained(
                 str(folder),
                 num_labels=classes,
@@ -262,7 +262,7 @@ def _opened(folder: Path, classes: int) -> tuple[Any, set[str]]:
     return network, {name.rpartition(".")[0] for name in said["missing_keys"]}
 
 
-def _with_aggregators(folder: Path, classes: int) -> Any:
+def _load_with_aggregators(folder: Path, classes: int) -> Any:
     whole: Any = load(folder)
     config = AutoConfig.for_model(**{**whole.config.to_dict(), "num_labels": classes})
     with torch.random.fork_rng(devices=[]):
@@ -272,4 +272,4 @@ def _with_aggregators(folder: Path, classes: int) -> Any:
 
 
 def _stay() -> None:
-    """Leave a pretrained module as it is."""
+    """Leave a pretrained module unchanged."""

@@ -52,7 +52,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         settings: What the run is made from.
         folder: Its folder; made when missing. A finished run stays as it is, an interrupted one resumes from
             its checkpoint and ends at the same bits.
-        heartbeat: Asked after each step; True saves a checkpoint and returns.
+        heartbeat: Called after each step; True saves a checkpoint and returns.
 
     Raises:
         SettingError: The folder holds a run with other settings.
@@ -65,7 +65,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
     model, methods = attach_arm(task, settings.arm, data, scale, seed=settings.seed)
-    trainer = _trainer(settings, folder, task, model, methods, data, heartbeat)
+    trainer = _build_trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = processes.agreed(run_folder.latest_checkpoint(folder))
     if checkpoint is not None:
         processes.by_first(lambda: verify_checkpoint(checkpoint))
@@ -88,9 +88,7 @@ class HeadTrainer(Trainer):
         model: The model; its forward returns "loss" among others.
         args: The Trainer's arguments; checkpoints are written under `output_dir` and then moved to `folder`.
         folder: The run's folder.
-        split: Training split.
-        batches: Its batches.
-        collate: Makes a batch of examples.
+        split, batches, collate: Training split, its batches, and what makes a batch of examples.
         methods: The arm on the model.
         run: The callback that counts, shows, saves and stops.
         optimizer: The optimizer that the arm's rule is attached to.
@@ -119,10 +117,10 @@ class HeadTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the training split in the batches of the run."""
         if processes.count() == 1:
-            return self.accelerator.prepare(_loader(self.split, self.batches, self.collate))
+            return self.accelerator.prepare(_build_loader(self.split, self.batches, self.collate))
         # accelerate would give whole batches to the processes in turn, a larger batch than that of one process
         own = OwnBatches(self.batches, processes.rank(), processes.count())
-        loader = _loader(self.split, own, self.collate)
+        loader = _build_loader(self.split, own, self.collate)
         return prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
         )
@@ -180,11 +178,11 @@ class HeadTrainer(Trainer):
         self.methods.load_state_dict(state["methods"])
 
 
-def _loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
+def _build_loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
     return DataLoader(split, batch_sampler=batches, collate_fn=collate)
 
 
-def _trainer(
+def _build_trainer(
     settings: RunSettings,
     folder: Path,
     task: Task,
@@ -226,7 +224,7 @@ def _trainer(
         steps,
         batches=batches,
         dropout_seed=derive_key(seed, "dropout"),
-        evaluate=lambda: _on_dev(task, model, methods, data),
+        evaluate=lambda: _evaluate_on_dev(task, model, methods, data),
         heartbeat=heartbeat,
         save_seconds=settings.save_seconds,
         averaged=recipe.averaged,
@@ -244,7 +242,7 @@ def _trainer(
     )
 
 
-def _on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:
+def _evaluate_on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:
     with methods.evaluating(model):
         return {"dev": task.on_dev(model, data)}
 

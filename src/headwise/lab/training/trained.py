@@ -44,10 +44,6 @@ class Trained(NamedTuple):
 def load_trained(settings: RunSettings, folder: Path) -> Trained:
     """Return the model of the finished run in `folder`.
 
-    Args:
-        settings: What the run was made from.
-        folder: Its folder.
-
     Raises:
         DataError: The run is not finished, or its weights are damaged or of another model.
     """
@@ -84,15 +80,6 @@ def restore_run(
 
     The model is then in evaluation mode, on the GPU where there is one.
 
-    Args:
-        folder: The run's folder.
-        arm: The run's arm, or what of it outlives training.
-        model: A new model of the run's sizes; changed in place.
-        task: The run's task.
-        seed: The run's seed.
-        masks: Makes the role masks of a batch; None where no head is guided.
-        compile_routing: Whether the arm's routing is compiled.
-
     Raises:
         DataError: The weights are damaged or of another model.
     """
@@ -115,12 +102,8 @@ def restore_run(
 def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
     """Return what of the arm of a run's settings outlives training, as it was written when the run began.
 
-    Args:
-        folder: The run's folder.
-        record: Its `settings.json`.
-
     Raises:
-        DataError: The record does not say it.
+        DataError: The record does not have it.
     """
     try:
         arm = record["arm"]
@@ -165,10 +148,10 @@ def read_finished(folder: Path, task: str) -> Mapping[str, Any]:
 
 
 def read_scale(folder: Path, record: Mapping[str, Any], kind: type[Scale]) -> Scale:
-    """Return the scale that a run's settings name; what a later version has besides takes its default.
+    """Return the scale that a run's settings name; fields it lacks take their defaults.
 
     Raises:
-        DataError: The settings do not say it.
+        DataError: The settings do not have it.
     """
     known = {field.name for field in fields(kind)}
     try:

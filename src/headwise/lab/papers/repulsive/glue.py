@@ -26,12 +26,7 @@ AFTER = {"RTE after MNLI": "RTE"}
 
 
 def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Grid:
-    """Return arms by sets: mean with its 95 % interval, and the median over fine-tunings; last the averages.
-
-    Args:
-        evidence: The runs of each set.
-        tables: The table of each.
-    """
+    """Return arms by sets: mean with its 95 % interval, and the median over fine-tunings; last the averages."""
     sets = list(evidence)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.rows))
     ways = average_sets(sets)
