@@ -306,7 +306,7 @@ def test_an_encoder_run_without_gradients_in_a_training_step_is_refused_and_read
                 encoded = model.get_encoder()(**inputs)
             model(encoder_outputs=encoded, labels=labels)
             if "self" in kinds:
-                with pytest.raises(hw.NotFired, match=r"2 of 6 .* what ran without gradients is dropped"):
+                with pytest.raises(hw.NotFired, match=r"2 of 6 .* calls without gradients are dropped"):
                     penalty()
             else:
                 assert penalty().requires_grad
