@@ -20,7 +20,7 @@ from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arm
 from headwise.lab.experiment.guided import ROLES, Guided
 from headwise.lab.experiment.method import Aggregate, DropHeads, OtherModel, Penalize, Repel
 from headwise.lab.experiment.run_folder import as_record
-from headwise.lab.training.drophead import DropHead
+from headwise.lab.training.attach import DropHead
 from headwise.nn.multihead import MultiheadAttention
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.mixing import Relative

@@ -128,8 +128,10 @@ _COLLAPSE = (
 )
 
 
-def _map(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, source: str) -> Reproduction:
+def _map(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps) -> Reproduction:
     paper, _, figure = number.rpartition("/")
+    first = paper != "repulsive"
+    source = "An et al. 2020, first version on arXiv" if first else "An et al. 2020"
     return Reproduction(
         id=number,
         title=title,
@@ -139,7 +141,7 @@ def _map(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps, s
         extra=(
             "texts of the test set in the place of the paper's reviews: the first of 20 to 40 words, of four stars "
             "where there is one. The numbers are means over 500 test "
-            f"texts{'' if paper == 'repulsive' else ' of any length'}"
+            f"texts{' of any length' if first else ''}"
         ),
         claims=_COLLAPSE if {"plain", _RMA} <= set(arms) else (_SHOWN,),
         analysis=ATTENTION_MAPS,
@@ -152,7 +154,6 @@ _SHOWN = Claim(
     "Where all heads look (the paper shows it without a claim).",
     shown=(Numbers(ON_ONE, "heads with one favourite word, %", ("plain",), digits=0, scale=100),),
 )
-_EMNLP, _ARXIV = "An et al. 2020", "An et al. 2020, first version on arXiv"
 _BOTH = ("plain", _RMA)
 
 FIGURES_OF_ATTENTION = (
@@ -161,30 +162,26 @@ FIGURES_OF_ATTENTION = (
         "Attention over a review: five heads and all together",
         _BOTH,
         AttentionMaps(_BOTH, heads=5),
-        _EMNLP,
     ),
-    _map("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",)), _EMNLP),
+    _map("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",))),
     _map(
         "repulsive/figure-7",
         "Attention of every head: Frobenius regularisation",
         ("plain", "frobenius"),
         AttentionMaps(("frobenius",)),
-        _EMNLP,
     ),
-    _map("repulsive/figure-8", "Attention of every head: repulsive", _BOTH, AttentionMaps((_RMA,)), _EMNLP),
+    _map("repulsive/figure-8", "Attention of every head: repulsive", _BOTH, AttentionMaps((_RMA,))),
     _map(
         "repulsive-v1/figure-9",
         "Overall attention over three reviews: standard",
         ("plain",),
         AttentionMaps(("plain",), texts=3, heads=0),
-        _ARXIV,
     ),
     _map(
         "repulsive-v1/figure-10",
         "Overall attention over three reviews: repulsive",
         _BOTH,
         AttentionMaps((_RMA,), texts=3, heads=0),
-        _ARXIV,
     ),
 )
 
