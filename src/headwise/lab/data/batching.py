@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from headwise.errors import DataError, SettingError, require_integer
@@ -20,9 +20,6 @@ BUCKET = 4
 
 class ResumableBatches(Sampler[list[int]]):
     """A batch sampler whose order depends on a seed and the epoch alone.
-
-    Args:
-        seed: Seed of the order, together with the epoch.
 
     Raises:
         SettingError: The seed is negative.
@@ -164,6 +161,12 @@ def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     for row, ids in zip(padded, rows, strict=True):
         row[: len(ids)] = ids
     return torch.from_numpy(padded)
+
+
+def to_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a batch on the device of a model."""
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _cut_by_length(

@@ -72,11 +72,6 @@ def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[
     An interrupted transfer resumes. Without a network, put the file into `folder` under its own name: it is checked
     and unpacked just the same. An archive fetched here is removed once it is unpacked.
 
-    Args:
-        download: The file to download.
-        folder: Destination, created if missing.
-        progress: Whether to show a bar on stderr if that is a terminal.
-
     Raises:
         DataError: The file cannot be reached, the transfer stopped, the checksum differs, the archive is damaged or
             lacks a member, or `folder` cannot be written.

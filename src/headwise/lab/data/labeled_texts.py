@@ -89,10 +89,6 @@ def read_labeled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[La
     training file. Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted if it begins and ends
     with a quote and doubles each one inside. Empty texts are kept as "": the published sets have some.
 
-    Args:
-        layout: Which file is the training file.
-        paths: Each file, by the layout's names.
-
     Raises:
         DataError: A line has another number of fields or an empty label, there are fewer than two labels, or no column
             holds labels. The message names the file, the line and the fault.

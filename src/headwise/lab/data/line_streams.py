@@ -26,10 +26,6 @@ class TextLine(NamedTuple):
 def read_lines(stream: IO[bytes], name: str) -> Iterator[TextLine]:
     r"""Yield the lines of a stream as they arrive, ending in LF or CRLF; the last may lack its newline.
 
-    Args:
-        stream: UTF-8 text, with or without a byte order mark.
-        name: Name of the stream in messages.
-
     Raises:
         DataError: A line is not UTF-8; the message names it.
 

@@ -9,14 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 def make_bars(
     *columns: ProgressColumn, console: Console | None = None, shown: bool = True, transient: bool = True
 ) -> Progress:
-    """Return progress bars: the title, a bar, and `columns` (by default the count and the time remaining).
-
-    Args:
-        *columns: What follows the bar.
-        console: Where to show them; None for stderr, if that is a terminal.
-        shown: Whether to show them.
-        transient: Whether they disappear when they are done.
-    """
+    """Return progress bars: the title, a bar, and `columns` (by default the count and the time remaining)."""
     if console is None:
         console = Console(stderr=True)
         shown = shown and console.is_terminal

@@ -43,13 +43,7 @@ def assign_parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
 
 
 def split_by_hash(texts: Sequence[str], *, count: int = TENTHS, fold: int = 0) -> dict[str, NDArray[np.int64]]:
-    """Return the indices of train, dev and test: part `fold` is test, the next one dev, the others train.
-
-    Args:
-        texts: The texts.
-        count: Number of parts.
-        fold: The part that is test.
-    """
+    """Return the indices of train, dev and test: part `fold` is test, the next one dev, the others train."""
     part = assign_parts(texts, count)
     test, dev = part == fold, part == (fold + 1) % count
     return {"train": np.flatnonzero(~test & ~dev), "dev": np.flatnonzero(dev), "test": np.flatnonzero(test)}

@@ -18,11 +18,6 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
     The first of duplicate words counts. Some words of GloVe 840B contain a space: the last `width` fields are the
     vector. A first line of two numbers, as in word2vec files, is skipped.
 
-    Args:
-        path: The file, plain or `.gz`.
-        words: The words to find.
-        width: Size of a vector.
-
     Raises:
         DataError: The file cannot be read or is empty, a line has another width, or a value is not a finite
             number; the message names the line.

@@ -140,11 +140,6 @@ class SentenceClassifier(TextClassifier):
 
     For pairs of texts the classifier reads u, v, |u - v| and u * v (Mou et al. 2016). Subclasses make the vector of the
     tokens.
-
-    Args:
-        words: Vectors of the tokens.
-        num_labels: Number of classes.
-        texts: 1, or 2 for pairs.
     """
 
     # Width of the sentence's vector, as a multiple of the model's.

@@ -142,11 +142,6 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
 def format_submission(found: GlueSet, examples: Sequence[GlueExample], answers: Sequence[float]) -> str:
     r"""Return the submission for a test file: a header, then the index and the answer of each line.
 
-    Args:
-        found: The set.
-        examples: The lines of the test file.
-        answers: The class or score of each.
-
     >>> format_submission(GLUE["RTE"], [GlueExample(("a", "b"), "", "7")], [1.0])
     'index\tprediction\n7\tnot_entailment\n'
     """

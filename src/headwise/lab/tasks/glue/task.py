@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, batch_by_length
+from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
@@ -155,9 +155,8 @@ class GlueTask(Task):
         return found
 
     def _run(self, model: Any, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
-        device = next(model.parameters()).device
-        batch = self.collate(examples)
-        return model(**{name: tensor.to(device) for name, tensor in batch.items() if name != "labels"})
+        batch = {name: tensor for name, tensor in self.collate(examples).items() if name != "labels"}
+        return model(**to_device(batch, model))
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the model of a run that kept it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise.lab.data.batching import batch_by_length
+from headwise.lab.data.batching import batch_by_length, to_device
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise.lab.tasks.graph2text.data import collate
 
@@ -32,11 +32,10 @@ def write_texts(
     **options: Any,
 ) -> list[list[int]]:
     """Return the text of each graph as ids, its end included; `options` are the other arguments of `search`."""
-    device = next(model.parameters()).device
     found: list[list[int]] = [[] for _ in graphs]
     sizes = [len(one["entities"]) + len(one["triples"]) for one in graphs]
     for batch in _make_batches(sizes, max(1, ROWS // beams)) if graphs else ():
-        inputs = {name: one.to(device) for name, one in collate([graphs[index] for index in batch]).items()}
+        inputs = to_device(collate([graphs[index] for index in batch]), model)
         for index, text in zip(batch, search(model, inputs, beams=beams, **options), strict=True):
             found[index] = text
     return found

@@ -93,7 +93,7 @@ def read_graphs(place: Path) -> GraphSet:
                 f"{place} lacks {AGENDA['test']} or both of {AGENDA['train']} and {AGENDA['dev']}, plain or .gz."
             )
         title = "AGENDA" if "train" in paths else "AGENDA without its training file: its validation file is trained on"
-        splits = {split: read_parse_agenda(path, names) for split, path in paths.items()}
+        splits = {split: read_agenda(path, names) for split, path in paths.items()}
         if "train" not in splits:
             splits["train"] = splits.pop("dev")
         return GraphSet(title, splits, (relations, *paths.values()))
@@ -107,7 +107,7 @@ def read_graphs(place: Path) -> GraphSet:
     )
 
 
-def read_parse_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
+def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
     """Return the graphs of a preprocessed file of AGENDA (Koncel-Kedziorski et al. 2019).
 
     Six fields a line: title; entities; their types; triples `head relation tail` by number; the text, in lower case
@@ -126,10 +126,6 @@ def read_parse_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
 def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
     """Return the graphs of a user's own file, each line as `parse_triples` reads it.
 
-    Args:
-        path: The file.
-        needs_text: Whether each line needs a text.
-
     Raises:
         DataError: A line does not fit; the message names it.
     """
@@ -143,12 +139,7 @@ def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True)
     Triples are written `head | relation | tail`, with ` ; ` between them; an entity without a triple is given alone.
     An entity may be followed by its type in angle brackets, as in `beam search <method>`. Mentions are found in the
     text: the words of an entity, the longest first. Everything is lower-cased but the relations' names.
-
-    Args:
-        line: The line, without its end.
-        name: What messages call the file.
-        number: The line's number there.
-        needs_text: Whether it needs a text; without, the third field may be absent.
+    Without `needs_text` the third field may be absent; `name` and `number` locate the line in messages.
 
     Raises:
         DataError: The line does not fit; the message names it.

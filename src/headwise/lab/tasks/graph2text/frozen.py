@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headwise.heads.find import find_heads
+from headwise.lab.data.batching import to_device
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.frozen.runs import list_files, read_attending_arm
@@ -52,9 +53,8 @@ def name_nodes(graph: Graph) -> tuple[str, ...]:
 
 
 def _encode(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
-    device = next(writer.model.parameters()).device
     for number, graph in enumerate(graphs):
-        made = {name: one.to(device) for name, one in collate([writer.coder.encode(graph)]).items()}
+        made = to_device(collate([writer.coder.encode(graph)]), writer.model)
         with torch.no_grad():
             entities = writer.model.entity_vectors(made["entities"])
         inputs = {"entities": entities, "nodes": made["nodes"], "neighbours": made["neighbours"]}

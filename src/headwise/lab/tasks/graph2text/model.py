@@ -74,12 +74,7 @@ class State:
 
 
 class ContextAttention(nn.Module):
-    """Attention of one state to many, whose keys and values are projected once; without biases.
-
-    Args:
-        width: Width d.
-        heads: Attention heads H; must divide `width`.
-    """
+    """Attention of one state to many, whose keys and values are projected once; without biases."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

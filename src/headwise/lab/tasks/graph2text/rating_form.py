@@ -52,11 +52,6 @@ class Item:
 def read_items(one: Path, other: Path, data: Path) -> list[Item]:
     """Return every test graph with the texts of two finished runs of one comparison or of two on the same data.
 
-    Args:
-        one: Folder of a run.
-        other: Folder of another.
-        data: The data they were tested on.
-
     Raises:
         DataError: A run is not finished, or was tested on other graphs than those of `data`.
     """
@@ -99,14 +94,6 @@ def write_rating(
 
     Items, their order and the side of each run are drawn from `seed`, with each run on either side equally often. Only
     the key tells the runs apart, and raters must not have it.
-
-    Args:
-        place: The folder.
-        items: All items.
-        runs_: Folders of the runs.
-        names: Names of the runs.
-        count: Number of items on the form, at most all.
-        seed: Seed of the draws.
 
     Raises:
         DataError: The folder holds the form of other texts, whose ratings would be lost.

@@ -71,10 +71,6 @@ class Ratings:
 def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
     """Return the ratings in files that raters saved; items that a rater left unfinished are left out.
 
-    Args:
-        path: The key.
-        files: One file per rater.
-
     Raises:
         DataError: A file is no ratings file or belongs to another form, two are of one rater, or nothing was rated.
     """

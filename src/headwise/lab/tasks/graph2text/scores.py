@@ -32,12 +32,7 @@ def scores(texts: Sequence[str], references: Sequence[str], entities: Sequence[S
     BLEU-n is sacreBLEU's with orders 1 to n. METEOR is that of NLTK with equal words and equal stems: the stage of
     synonyms needs WordNet's files, which no package brings, and is left out. ROUGE is F1 of Google's rouge-score,
     without stemming, with its recall; METEOR and ROUGE are means over texts, and so are "coverage" and
-    "repeated", of `coverage` and `repeated_clauses`.
-
-    Args:
-        texts: The texts, words separated by blanks.
-        references: One per text.
-        entities: The entities of each text's graph.
+    "repeated", of `coverage` and `repeated_clauses`. Words are separated by blanks.
 
     Raises:
         HeadwiseError: NLTK or rouge-score is not installed.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.batching import TokenBatches, batch_by_tokens
+from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
@@ -154,14 +154,7 @@ class Graph2TextTask(Task):
 
 
 def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
-    """Return the text that a model writes about each graph as one line, with mentions spelled out.
-
-    Args:
-        model: The model, in evaluation mode.
-        graphs: The graphs.
-        scale: Its scale, which has the settings of the search.
-        beams: Beams of the search; None for the scale's.
-    """
+    """Return the text that a model writes about each graph as one line; `beams` replaces those of the scale."""
     coder = graphs.coder
     ids = write_texts(
         model,
@@ -236,12 +229,10 @@ def _make_batches(
     model: GraphWriter, split: Graphs, chosen: NDArray[np.int64] | None = None
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, Tensor]]]:
     """Yield the places and tensors of batches of similar length, of a split or of its `chosen` places."""
-    device = next(model.parameters()).device
     places = np.arange(len(split)) if chosen is None else chosen
     lengths = split.lengths[places]
     for batch in batch_by_tokens(lengths, tokens=max(PROBED_TOKENS, int(lengths.max()))):
-        made = collate([split[int(index)] for index in places[batch]])
-        yield places[batch], {name: one.to(device) for name, one in made.items()}
+        yield places[batch], to_device(collate([split[int(index)] for index in places[batch]]), model)
 
 
 def _score_texts(found: Sequence[str], split: Graphs, measures: Mapping[str, float]) -> Answers:

@@ -79,11 +79,7 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
 
 
 def read_requests(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None]:
-    """Yield the graph of each line, None for a blank one.
-
-    Args:
-        lines: Lines of a title and triples, as `parse_triples` reads them; a text behind them is not used.
-        name: What messages call the stream.
+    """Yield the graph of each line, None for a blank one; `name` is that of the stream in messages.
 
     Raises:
         DataError: A line does not fit, or its graph is too large to be written about; the message names it.
@@ -119,13 +115,7 @@ def write_lines(
 ) -> None:
     """Write the text about each graph in order, as one line; for None an empty line.
 
-    Args:
-        writer: The writer.
-        graphs: From `read_requests`.
-        output: As for `line_streams.answer_lines`, like `window` and `done`.
-        window: Number of graphs written about together.
-        warn: Called with a sentence about each type or relation unknown to the model, once per name.
-        done: Called after each window with the number of lines written.
+    `warn` is called with a sentence about each unknown type or relation, once per name, `done` as in `answer_lines`.
 
     Raises:
         SettingError: `window` is below 1.

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.metrics import Measure
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.task import Answers
@@ -33,12 +34,10 @@ OUTPUTS = ("logits", "replaced", "losses", "generator_losses", "filled")
 
 def score_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
     """Yield the model's outputs on the rows of a split in order, batch by batch."""
-    device = next(model.parameters()).device
     for first in range(0, len(rows), BATCH):
         batch = MaskedRow.batch([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
-        tensors = {name: tensor.to(device) for name, tensor in batch.items()}
         # the same noise for every model: an arm differs by its generator's probabilities
-        yield model(**tensors, sampling_seed=derive_key("replacements", first))
+        yield model(**to_device(batch, model), sampling_seed=derive_key("replacements", first))
 
 
 def score_rows(model: Any, rows: Rows) -> Answers:

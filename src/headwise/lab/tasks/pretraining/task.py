@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import DataError
+from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Auc
@@ -55,9 +56,7 @@ class PretrainingTask(Task):
         if folder is None:
             raise DataError(f"pretraining needs --data: {FORMS}.")
         if (folder / RECORD).exists():
-            data = open_text(folder, scale.masked, scale.dev_rows, scale.test_rows)
-            _require_sizes(data, scale)
-            return data
+            return _open_prepared(folder, scale)
         if cache is None:
             raise DataError("pretraining prepares its data in a cache folder, and none was given.")
         return load_text(
@@ -67,7 +66,7 @@ class PretrainingTask(Task):
     def find(self, folder: Path, scale: PretrainingScale) -> None:
         """Refuse a place without text."""
         if (folder / RECORD).exists():
-            _require_sizes(open_text(folder, scale.masked, scale.dev_rows, scale.test_rows), scale)
+            _open_prepared(folder, scale)
         else:
             find_files(folder)
 
@@ -135,11 +134,10 @@ class PretrainingTask(Task):
 
     def probe(self, model: Any, data: PretrainingData) -> Iterator[None]:
         """Run the model on rows of dev, one batch per item."""
-        device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED).tolist()
         for first in range(0, len(chosen), PROBED_TOGETHER):
             batch = self.collate([data.dev[number] for number in chosen[first : first + PROBED_TOGETHER]])
-            model(**{name: tensor.to(device) for name, tensor in batch.items()}, sampling_seed=first)
+            model(**to_device(batch, model), sampling_seed=first)
             yield
 
     def baseline(self, name: str, data: PretrainingData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
@@ -170,12 +168,14 @@ class PretrainingTask(Task):
         return open_export(folder, DISCRIMINATOR)
 
 
-def _require_sizes(data: PretrainingData, scale: PretrainingScale) -> None:
+def _open_prepared(folder: Path, scale: PretrainingScale) -> PretrainingData:
+    data = open_text(folder, scale.masked, scale.dev_rows, scale.test_rows)
     record = data.record
     if record["length"] != scale.length or (
         record["tokenizer"] == "learned" and record["vocabulary_size"] > scale.vocabulary_size
     ):
         raise DataError(
-            f"{data.folder} was prepared with rows of {record['length']} tokens and {record['vocabulary_size']} word "
+            f"{folder} was prepared with rows of {record['length']} tokens and {record['vocabulary_size']} word "
             f"pieces, and scale {scale.name} has {scale.length} and {scale.vocabulary_size}; prepare it for that scale."
         )
+    return data

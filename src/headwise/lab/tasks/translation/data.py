@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from headwise.errors import DataError, require_choice, require_integer
+from headwise.errors import DataError, require_choice
 from headwise.lab.data.arrays import Ragged, numbered_lines, open_ragged
 from headwise.lab.data.batching import pad
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
@@ -167,7 +167,6 @@ def load_translation(
         DataError: A file is missing or malformed, the cache cannot be written, or a split comes out empty.
         SettingError: A setting is outside its range.
     """
-    require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, cleaning or corpus.cleaning)
     layout, files = find_files(corpus, folder)
     fingerprint = compute_fingerprint(corpus, layout, files, preparation)
@@ -197,7 +196,6 @@ def prepare_translation(
         DataError: As `load_translation`, or `place` holds something else; nothing is overwritten.
         SettingError: A setting is outside its range.
     """
-    require_integer("vocabulary_size", vocabulary_size, low=1)
     preparation = Preparation(vocabulary_size, tokenizer, corpus.cleaning)
     layout, files = find_files(corpus, folder)
     fingerprint = compute_fingerprint(corpus, layout, files, preparation)

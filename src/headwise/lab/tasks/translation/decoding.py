@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from headwise.lab.data.arrays import Ragged
-from headwise.lab.data.batching import batch_by_tokens
+from headwise.lab.data.batching import batch_by_tokens, to_device
 from headwise.lab.data.subwords import END, Subwords
 from headwise.lab.tasks.translation.data import TranslationSplit, collate
 from headwise.lab.tasks.translation.model import IGNORED, PADDING, START
@@ -86,10 +86,6 @@ def negative_log_likelihood(model: Any, split: TranslationSplit) -> float:
     """Return -(1 / T) sum_t log p(y_t | y_<t, x) over the T target tokens of a split, in nats, ends of lines included.
 
     Label smoothing is no part of it.
-
-    Args:
-        model: A model whose forward takes a collated batch and returns logits, in evaluation mode.
-        split: The pairs.
     """
     losses, tokens = compute_pair_losses(model, split).sum(axis=0)
     return float(losses / tokens)
@@ -97,17 +93,10 @@ def negative_log_likelihood(model: Any, split: TranslationSplit) -> float:
 
 @torch.no_grad()
 def compute_pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float64]:
-    """Return for each pair -sum_t log p(y_t | y_<t, x) over its target tokens, and how many they are, [N, 2].
-
-    Args:
-        model: As for `negative_log_likelihood`.
-        split: The pairs.
-    """
-    device = next(model.parameters()).device
+    """Return for each pair -sum_t log p(y_t | y_<t, x) over its target tokens, and how many they are, [N, 2]."""
     found = np.zeros((len(split), 2))
     for batch in batch_by_tokens(split.lengths, tokens=max(int(split.lengths.max()), SCORED_TOKENS)):
-        examples = collate([split[int(index)] for index in batch])
-        tensors = {name: tensor.to(device) for name, tensor in examples.items()}
+        tensors = to_device(collate([split[int(index)] for index in batch]), model)
         labels = tensors["labels"]
         logits = model(**tensors, attention_mask=(tensors["input_ids"] != PADDING).long()).logits
         losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")

@@ -215,11 +215,6 @@ class CachedAttention(MultiheadAttention):
     `attend(query, *project(states))` equals `forward(query, states, states)` in evaluation: the output projection is
     called as a module in both, so aggregators and ablations act in both.
 
-    Args:
-        width: Model width d.
-        num_heads: Number of heads H; must divide `width`.
-        dropout: Probability of dropping an attention weight while training, in [0, 1).
-
     Example:
         >>> attention = CachedAttention(8, 2).eval()
         >>> states = torch.randn(3, 5, 8)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from headwise.errors import DataError
+from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
 from headwise.lab.data.progress import make_bars
 from headwise.lab.data.subwords import END, Subwords, describe_tokenizer, learn_subwords, read_subwords
@@ -48,6 +48,9 @@ class Preparation:
     tokenizer: Path | None = None
     cleaning: Cleaning = field(default_factory=Cleaning)
     learned_from: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        require_integer("vocabulary_size", self.vocabulary_size, low=1)
 
 
 def compute_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparation: Preparation) -> str:

@@ -90,17 +90,7 @@ class Sources:
 
 
 class SourceMasks:
-    """Makes the mask of a batch of sources.
-
-    Args:
-        guided: The roles and what replaces them.
-        sources: The sources.
-        rarity: How rare a word is.
-        donors: The words of a source with another parse, by its number.
-        num_heads: Heads of a layer of the encoder.
-        seed: Seed of the run.
-        pipeline: The pipeline that parses the sources, which is recorded; None for no parses.
-    """
+    """Makes the mask of a batch of sources."""
 
     def __init__(
         self,
@@ -144,16 +134,7 @@ class SourceMasks:
 def learn_masks(
     guided: Guided, sources: Sources, train: Ragged, *, num_heads: int, seed: int, pipeline: Path | None = None
 ) -> SourceMasks:
-    """Return the masks with the rarity of words, and the donors of other parses, of the training sources.
-
-    Args:
-        guided: The roles and what replaces them.
-        sources: The sources, to which those of training are added.
-        train: Ids of the training sources.
-        num_heads: Heads of a layer of the encoder.
-        seed: Seed of the run.
-        pipeline: The pipeline that parses the sources; None for no parses.
-    """
+    """Return the masks with the rarity of words, and the donors of other parses, of the training sources."""
     pool = sources.numbers(train[index] for index in range(len(train)))
     lengths = {number: len(sources.table(number)) for number in pool}
     donors = Donors(sources.table, lengths, pool, derive_key(seed, "shuffled parse"))
@@ -166,14 +147,6 @@ def read_masks(
 ) -> SourceMasks:
     """Return the masks of new sources, from the files of a finished run.
 
-    Args:
-        folder: The run's folder.
-        guided: Its roles.
-        subwords: Its subwords.
-        pipeline: As for `read_roles`.
-        num_heads: Heads of a layer of its encoder.
-        seed: Its seed.
-
     Raises:
         DataError: As for `read_roles`.
     """
@@ -185,12 +158,7 @@ def read_masks(
 
 
 def make_parser(pipeline: Path | None, cache: Path | None) -> Parse:
-    """Return a function from texts to word tables: parsed by a pipeline, or split into words without one.
-
-    Args:
-        pipeline: The pipeline.
-        cache: Folder of the cached parses; None caches none, on disk or in memory.
-    """
+    """Return a function from texts to word tables: parsed by a pipeline and cached in a folder, if they are given."""
     if pipeline is None:
         return lambda texts: [WordTable.split(text) for text in texts]
     # spaCy takes seconds to import, and is needed only where a pipeline is named

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.batching import TokenBatches, batch_by_tokens
+from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise.lab.data.spacy_pipelines import hash_pipeline
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
@@ -74,9 +74,7 @@ class TranslationTask(Task):
         if folder is None:
             raise DataError(f"translation needs --data: {FORMS}.")
         if (folder / RECORD).exists():
-            data = ScaledTranslation(open_prepared(folder), scale)
-            _require_vocabulary(folder, data)
-            return data
+            return _open_scaled(folder, scale)
         if cache is None:
             raise DataError("translation prepares its data in a cache folder, and none was given.")
         corpus, files = find_corpus(folder)
@@ -86,7 +84,7 @@ class TranslationTask(Task):
     def find(self, folder: Path, scale: TranslationScale) -> None:
         """Refuse a place without a corpus."""
         if (folder / RECORD).exists():
-            _require_vocabulary(folder, ScaledTranslation(open_prepared(folder), scale))
+            _open_scaled(folder, scale)
         else:
             find_files(*find_corpus(folder))
 
@@ -165,11 +163,10 @@ class TranslationTask(Task):
 
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, one batch per item."""
-        device = next(model.parameters()).device
         chosen = spread_evenly(len(data.dev), PROBED)
         for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
             examples = [data.dev[int(index)] for index in chosen[batch]]
-            model(**{name: tensor.to(device) for name, tensor in self.collate(examples).items()})
+            model(**to_device(self.collate(examples), model))
             yield
 
     def baseline(self, name: str, data: ScaledTranslation, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
@@ -244,14 +241,16 @@ def translate_split(
     return decode_sources(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
 
 
-def _require_vocabulary(folder: Path, data: ScaledTranslation) -> None:
-    preparation, scale = data.whole.record["preparation"], data.scale
+def _open_scaled(folder: Path, scale: TranslationScale) -> ScaledTranslation:
+    data = ScaledTranslation(open_prepared(folder), scale)
+    preparation = data.whole.record["preparation"]
     size = preparation["vocabulary_size"]
     if preparation["tokenizer"] == "learned" and size != scale.vocabulary_size:
         raise DataError(
             f"{folder} was prepared with {size:,} subwords but scale {scale.name} has {scale.vocabulary_size:,}; "
             "prepare it for that scale."
         )
+    return data
 
 
 def _score(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:

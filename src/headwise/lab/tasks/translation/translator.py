@@ -124,13 +124,7 @@ def translate_lines(
 ) -> None:
     """Write the translation of each line in order, as one line; that of a blank line is empty.
 
-    Args:
-        translator: The translator.
-        lines: The lines; surrounding white space is ignored.
-        output: As for `line_streams.answer_lines`, like `window` and `done`.
-        window: Number of lines translated together.
-        warn: Called with a sentence about each line that is truncated.
-        done: Called after each window with the number of lines written.
+    `warn` is called with a sentence about each line that is truncated, `done` as in `answer_lines`.
 
     Raises:
         SettingError: `window` is below 1.
