@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part
@@ -57,7 +57,7 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     assert (key.parent / FORM).exists()
     assert json.loads(key.read_text())["names"] == ["svgd", "plain"]
     page = (tmp_path / "runs" / "repulsive-figure-9-demo" / "outputs.html").read_text()
-    references = [line for _, line in numbered_lines(plans[0].comparison.out / REFERENCES)]
+    references = [line for _, line in read_numbered_lines(plans[0].comparison.out / REFERENCES)]
     # what others wrote stays out of the records
     assert all((text in page) > (text in json.dumps(records["figure-9"])) for text in references[:2])
     assert len(records["table-4"]["claims"][0]["contrasts"]) == 8

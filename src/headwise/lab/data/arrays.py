@@ -61,7 +61,7 @@ class Ragged:
         return cls(flat.astype(np.uint8) if small else flat, offsets)
 
     def pack(self, name: str) -> dict[str, NDArray]:
-        """Return its arrays under names for `cached_arrays`; `unpack` reads them."""
+        """Return its arrays under names for `cache_arrays`; `unpack` reads them."""
         return {f"{name}.values": self.values, f"{name}.offsets": self.offsets}
 
     @classmethod
@@ -193,7 +193,7 @@ def find_plain_or_gz(folder: Path, name: str) -> Path | None:
     return forms[0] if forms else None
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) of a UTF-8 text file, unpacked when it ends in `.gz`.
 
     Raises:
@@ -236,7 +236,7 @@ def digest(description: str, files: Iterable[Path] = ()) -> str:
     return state.hexdigest()
 
 
-def cached_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, NDArray]]) -> Mapping[str, NDArray]:
+def cache_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, NDArray]]) -> Mapping[str, NDArray]:
     """Return the arrays of `cache/name.npz`, making and storing them first if needed.
 
     The file appears by rename, so an interrupted or concurrent writer never leaves a partial one. Corrupt files are

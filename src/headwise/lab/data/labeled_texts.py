@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
@@ -164,7 +164,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     if suffix == ".csv":
         yield from _read_csv(path)
         return
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         # a byte-order mark, as spreadsheets write it
         fields = (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line).split("\t")
         if fields != [""]:
@@ -174,7 +174,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     lines = (
         (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line) + "\n"
-        for number, line in numbered_lines(path)
+        for number, line in read_numbered_lines(path)
     )
     reader = csv.reader(lines, strict=True)
     first = 1

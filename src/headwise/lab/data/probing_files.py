@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 from headwise.lab.data.labeled_texts import LabeledText, Layout
 
 
@@ -87,7 +87,7 @@ def read_probing(path: Path) -> dict[str, list[LabeledText]]:
             label alone. The message names the file and the line.
     """
     found: dict[str, list[LabeledText]] = {name: [] for name in PARTITIONS}
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         fields = line.split("\t")
         if fields == [""]:
             continue

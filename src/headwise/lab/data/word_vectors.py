@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines, pack_words, unpack_words
+from headwise.lab.data.arrays import pack_words, read_numbered_lines, unpack_words
 
 
 def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
@@ -24,7 +24,7 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
     """
     wanted, found = frozenset(words), {}
     number = 0
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         fields = line.rstrip(" ").split(" ")
         if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
             continue
@@ -53,7 +53,7 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
 
 
 def pack_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray]:
-    """Return the vectors of words as arrays for `cached_arrays`; arguments as for `read_word_vectors`.
+    """Return the vectors of words as arrays for `cache_arrays`; arguments as for `read_word_vectors`.
 
     Raises:
         DataError: The file cannot be read or has none of the words.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import digest, numbered_lines
+from headwise.lab.data.arrays import digest, read_numbered_lines
 from headwise.lab.experiment.run_folder import read_json, write_json
 
 # sacreBLEU's defaults, fixed here so that no environment variable or later version changes them.
@@ -224,7 +224,7 @@ def _group_key(pair: Pair) -> tuple[str, int]:
 
 
 def _read_lines(path: Path, expected: int | None = None) -> list[str]:
-    lines = [line for _, line in numbered_lines(path)]
+    lines = [line for _, line in read_numbered_lines(path)]
     if expected is not None and len(lines) != expected:
         raise DataError(f"{path} has {len(lines)} lines, its references {expected}; {_say_how_to_redo(path)}")
     return lines

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import Ragged, cached_arrays, digest, pack_words, stable_key, unpack_words
+from headwise.lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise.lab.data.spacy_pipelines import list_pipeline_files
 from headwise.lab.data.word_vectors import pack_vectors, unpack_vectors
@@ -136,7 +136,7 @@ def prepare_texts(
     if scale.embeddings is not None:
         described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
     fingerprint = digest(described, [*dict.fromkeys(paths.values()), *extra])
-    stored = cached_arrays(
+    stored = cache_arrays(
         cache, f"classification-{fingerprint}", lambda: _encode(kept, labels, scale, cache, progress=progress)
     )
     return _decode(stored, layout, labels, sum(map(len, read.values())) - len(stored["classes"]), fingerprint)

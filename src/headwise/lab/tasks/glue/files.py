@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import find_plain_or_gz, numbered_lines
+from headwise.lab.data.arrays import find_plain_or_gz, read_numbered_lines
 from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
@@ -151,7 +151,7 @@ def format_submission(found: GlueSet, examples: Sequence[GlueExample], answers: 
 
 
 def _read_rows(found: GlueSet, path: Path, *, labeled: bool) -> Iterator[tuple[int, dict[str, str]]]:
-    lines = numbered_lines(path)
+    lines = read_numbered_lines(path)
     header: Sequence[str] = found.bare if labeled and found.bare else ()
     if not header:
         number, first = next(lines, (0, ""))

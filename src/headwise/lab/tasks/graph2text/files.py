@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 
 RELATIONS = "relations.vocab"
 AGENDA: Mapping[str, str] = {
@@ -86,7 +86,7 @@ def read_graphs(place: Path) -> GraphSet:
         raise DataError(f"{place} does not exist; expected AGENDA's folder, or a file of triples: {FORM}.")
     relations = next(iter(_find_forms(place, RELATIONS)), None)
     if relations is not None:
-        names = [line for _, line in numbered_lines(relations) if line.strip()]
+        names = [line for _, line in read_numbered_lines(relations) if line.strip()]
         paths = {split: found[0] for split, name in AGENDA.items() if (found := _find_forms(place, name))}
         if "test" not in paths or len(paths) < 2:
             raise DataError(
@@ -250,7 +250,7 @@ def _split_fields(line: str, allowed: Sequence[int], expected: str, name: str, n
 def _read_rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line that is not blank."""
     empty = True
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         text = line.removeprefix("\ufeff") if number == 1 else line
         if text.strip():
             empty = False

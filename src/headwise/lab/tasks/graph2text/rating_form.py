@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError, require_integer
-from headwise.lab.data.arrays import digest, numbered_lines
+from headwise.lab.data.arrays import digest, read_numbered_lines
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.runs import REFERENCES
@@ -58,7 +58,7 @@ def read_items(one: Path, other: Path, data: Path) -> list[Item]:
     pair = [_read_texts(folder) for folder in (one, other)]
     graphs = test_graphs(data)[: len(pair[0])]
     for folder, texts in zip((one, other), pair, strict=True):
-        references = [line for _, line in numbered_lines(_find_references(folder))]
+        references = [line for _, line in read_numbered_lines(_find_references(folder))]
         if len(texts) != len(graphs) or references != [graph.reference for graph in graphs]:
             raise DataError(
                 f"{folder} was tested on other graphs than the first {len(graphs):,} of {data}'s test split."
@@ -153,7 +153,7 @@ def _make_item(number: int, graph: Graph, one: str, other: str) -> Item:
 def _read_texts(folder: Path) -> list[str]:
     if not run_folder.is_finished(folder) or not (folder / run_folder.TEXT).exists():
         raise DataError(f"{folder} holds no finished run of graph2text; expected OUT/ARM/seed-N of a comparison.")
-    return [line for _, line in numbered_lines(folder / run_folder.TEXT)]
+    return [line for _, line in read_numbered_lines(folder / run_folder.TEXT)]
 
 
 def _find_references(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import Ragged, cached_arrays, digest, require_files, stable_key
+from headwise.lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
 from headwise.lab.data.batching import pad
 from headwise.lab.tasks.logic.files import read_pairs
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
@@ -131,7 +131,7 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
         files = find_files(folder, scale)
         fingerprint = digest(f"{ENCODING} files {kept}", files.values())
         pairs = _read(files, scale, most)
-    stored = cached_arrays(cache, f"logic-{fingerprint}", lambda: _encode(pairs, scale))
+    stored = cache_arrays(cache, f"logic-{fingerprint}", lambda: _encode(pairs, scale))
     return _decode(stored, fingerprint)
 
 

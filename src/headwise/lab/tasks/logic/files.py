@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair, bracket_fault
 
 
@@ -21,7 +21,7 @@ def read_pairs(path: Path, operators: int) -> Iterator[Pair]:
         DataError: A line lacks a field, names an unknown relation, has an empty side or unbalanced brackets; or the
             file cannot be read. The message names the file, the line and the fault.
     """
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         fields = line.split("\t")
         if len(fields) != 3:
             raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.heads.find import find_heads
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 from headwise.lab.data.encoded import Row
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.task import Task
@@ -30,7 +30,7 @@ def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
 
     def formulas(path: Path) -> list[str]:
         found = []
-        for number, line in numbered_lines(path):
+        for number, line in read_numbered_lines(path):
             tokens = line.split()
             strange = next((token for token in tokens if token not in ids), None)
             fault = f"{strange!r} is none of the run's tokens" if strange is not None else bracket_fault(tokens)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "
@@ -74,7 +74,7 @@ def read_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _read_objects(path: Path) -> Iterator[Iterator[str]]:
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         if not line.strip():
             continue
         try:

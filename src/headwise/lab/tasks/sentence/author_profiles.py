@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"
@@ -77,7 +77,7 @@ def read_profiles(folder: Path) -> Profiles:
 
 def _ages(path: Path) -> dict[str, str]:
     ages: dict[str, str] = {}
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         if not line.strip():
             continue
         fields = [field.strip() for field in line.split(BETWEEN)]

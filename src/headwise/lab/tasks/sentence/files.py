@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled, read_rows
 from headwise.lab.tasks.sentence.author_profiles import find_truth, read_profiles
 
@@ -173,7 +173,7 @@ def _find_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
 
 def _read_reviews(path: Path) -> list[Example]:
     found = []
-    for number, line in islice(numbered_lines(path), YELP_LINES):
+    for number, line in islice(read_numbered_lines(path), YELP_LINES):
         try:
             review = json.loads(line)
             stars, text = int(float(review["stars"])), review["text"].split()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError, HeadwiseError
-from headwise.lab.data.arrays import Ragged, cached_arrays, digest, pack_words, stable_key, unpack_words
+from headwise.lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.word_vectors import pack_vectors, unpack_vectors
 from headwise.lab.tasks.sentence.files import Example, read_set
 from headwise.lab.tasks.sentence.scales import SentenceScale
@@ -82,7 +82,7 @@ def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progres
     extra = [] if scale.embeddings is None else [scale.embeddings]
     described += f" vectors {scale.width}" if extra else ""
     fingerprint = digest(described, [*found.paths, *extra])
-    stored = cached_arrays(cache, f"sentence-{fingerprint}", lambda: _encode(splits, labels, scale, progress=progress))
+    stored = cache_arrays(cache, f"sentence-{fingerprint}", lambda: _encode(splits, labels, scale, progress=progress))
     return _decode(stored, found.description, tuple(splits), labels, fingerprint)
 
 

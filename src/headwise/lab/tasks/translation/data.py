@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError, require_choice
-from headwise.lab.data.arrays import Ragged, numbered_lines, open_ragged
+from headwise.lab.data.arrays import Ragged, open_ragged, read_numbered_lines
 from headwise.lab.data.batching import pad
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
@@ -136,7 +136,7 @@ class TranslationData:
 
     def _lines(self, split: str, side: str) -> list[str]:
         require_choice("split", split, [name for name in self.splits if name != "train"])
-        return [line for _, line in numbered_lines(self.folder / f"{split}.{side}.txt")]
+        return [line for _, line in read_numbered_lines(self.folder / f"{split}.{side}.txt")]
 
 
 def load_translation(

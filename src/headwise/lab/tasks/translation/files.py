@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import numbered_lines
+from headwise.lab.data.arrays import read_numbered_lines
 
 SEGMENT = re.compile(r"<seg\b[^>]*\bid=\"([^\"]*)\"[^>]*>(.*)</seg>", re.IGNORECASE)
 # lines of an IWSLT training file that are not part of a talk; title and description are text in both languages
@@ -79,20 +79,20 @@ def read_side(path: Path) -> Iterator[Line]:
 
 
 def _plain(path: Path) -> Iterator[Line]:
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         # some editors begin a UTF-8 file with a mark that is no text
         yield Line(number, (line.removeprefix("\ufeff") if number == 1 else line).strip())
 
 
 def _talks(path: Path) -> Iterator[Line]:
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         text = line.strip()
         if NOT_SPOKEN.match(text) is None:
             yield Line(number, TITLE.sub("", text).strip())
 
 
 def _segments(path: Path) -> Iterator[Line]:
-    for number, line in numbered_lines(path):
+    for number, line in read_numbered_lines(path):
         # not an XML parser: official files hold bare ampersands and documents without a root
         found = SEGMENT.search(line)
         if found is not None:
