@@ -200,7 +200,7 @@ def computes_part(owner: nn.Module, attribute: str, along: int) -> bool:
 
 
 def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
-    """Return what makes a parameter no matrix any more, a clause that follows its name; None where nothing does.
+    """Return why a parameter is no longer a matrix, a clause that follows its name; None where it is one.
 
     >>> find_flattening(nn.Linear(2, 2), None) is None
     True

@@ -68,7 +68,7 @@ def test_heads_found_before_a_projection_was_wrapped_are_refused(function):
     [
         (lambda m: wrap(m, "v_proj", wrapper=Linear8bit), r"^v_proj\.weight .* a Linear8bit has taken its place"),
         (lambda m: setattr(m, "k_proj", nn.Linear(12, 20)), r"^k_proj\.weight .* a Linear has taken its place"),
-        (lambda m: delattr(m, "k_proj"), r"^k_proj\.weight is not where the model calls it any more\. Wrap"),
+        (lambda m: delattr(m, "k_proj"), r"^k_proj\.weight is not where the model calls it anymore\. Wrap"),
         (
             lambda m: nn.utils.parametrizations.weight_norm(m.v_proj),
             r"^v_proj\.weight is no longer a parameter of ParametrizedLinear.*call find_heads again",
@@ -88,7 +88,7 @@ def test_heads_found_in_a_lora_layer_are_refused_once_it_is_merged():
     model = wrap(SeparateAttention(), "q_proj")
     heads = hw.find_heads(model)
     model.q_proj = model.q_proj.base_layer
-    with pytest.raises(hw.LayoutError, match=r"^q_proj\.base_layer\.weight is not where the model calls it any more"):
+    with pytest.raises(hw.LayoutError, match=r"^q_proj\.base_layer\.weight is not where the model calls it anymore"):
         hw.Disagreement(heads, hw.Output())
 
 

@@ -247,7 +247,7 @@ def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_aga
         }[what]
         if when == "found":
             pruned(model)
-            with pytest.raises(hw.LayoutError, match="is not where the model calls it any more"):
+            with pytest.raises(hw.LayoutError, match="is not where the model calls it anymore"):
                 attach(heads)
             continue
         handle = attach(heads)

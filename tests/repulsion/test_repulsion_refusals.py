@@ -205,7 +205,7 @@ def test_verify_tells_of_a_wrapper_whose_base_still_trains():
     optimizer.zero_grad()
     loss_of(model, 0).backward()
     optimizer.step()
-    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is not where the model calls it any more"):
+    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
         handle.verify()
 
 

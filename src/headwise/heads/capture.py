@@ -87,7 +87,7 @@ def read_padding(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
 
 
 class ForwardToken:
-    """One forward of the model itself, known by identity: torch.compile would compile anew for each number."""
+    """One forward of the model itself; compared by identity, as torch.compile would recompile for each number."""
 
 
 @dataclass
@@ -164,14 +164,14 @@ class OpenCapture:
 
 
 def split_heads(joined: Tensor, site: Site) -> Tensor:
-    """Return the concatenated heads [..., H * e] that W_O of a site gets as [..., H, e]; refuse another last axis."""
+    """Return the input of W_O, the concatenated heads [..., H * e], as [..., H, e]; refuse another last axis."""
     require_joined(joined, site)
     sizes = site.num_heads, site.head_size
     return site.gather_heads(joined, -1, sizes[0] * sizes[1]).unflatten(-1, sizes)
 
 
 def require_joined(joined: Tensor, site: Site) -> None:
-    """Raise `ShapeError` unless this is what W_O of a site gets: [..., H * e], or its part under tensor parallel."""
+    """Raise `ShapeError` unless this is an input of W_O: [..., H * e], or its part under tensor parallel."""
     width = site.num_heads * site.head_size
     if joined.dim() == 0 or site.count_all(joined.shape[-1], width) != width:
         raise ShapeError(

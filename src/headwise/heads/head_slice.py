@@ -193,12 +193,8 @@ def check_head_slice(head_slice: HeadSlice) -> None:
             )
     starts = [head_slice.start + i * head_slice.stride for i in range(head_slice.heads)]
     overlap = any(b - a < head_slice.head_size for a, b in pairwise(starts))
-    if (
-        head_slice.heads < 1
-        or head_slice.head_size < 1
-        or overlap
-        or starts[-1] + head_slice.head_size > head_slice.along
-    ):
+    empty = head_slice.heads < 1 or head_slice.head_size < 1
+    if empty or overlap or starts[-1] + head_slice.head_size > head_slice.along:
         raise LayoutError(
             f"{head_slice.name}: {head_slice.heads} heads of {head_slice.head_size} "
             f"{'rows' if head_slice.axis == 0 else 'columns'} from {head_slice.start} every {head_slice.stride} do "

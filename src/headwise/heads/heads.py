@@ -302,7 +302,7 @@ def _require_current(site: Site) -> None:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)
             there = None if place is None else _find_module(site, place)
             raise LayoutError(
-                f"{head_slice.name} is not where the model calls it any more"
+                f"{head_slice.name} is not where the model calls it anymore"
                 f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
                 "prune, replace or quantize layers first, then call find_heads."
             )

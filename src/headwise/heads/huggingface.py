@@ -138,12 +138,10 @@ def _attend_over_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     answer = _resolve_request(module, query, key)
-    if not answer.biases and not answer.weights and not answer.mean_weights:
-        stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
-        return stock(module, query, key, value, attention_mask, **settings)
-    attended = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
-    if not answer.beside or not answer.weights or answer.biases:
-        return attended
+    if answer.biases or answer.weights or answer.mean_weights:
+        attended = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
+        if not answer.beside or not answer.weights or answer.biases:
+            return attended
     stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     return stock(module, query, key, value, attention_mask, **settings)
 
@@ -187,7 +185,7 @@ def _build_mask(
     causal = bool(causal) and mask is None and query.shape[2] > 1
     own: Tensor | None = settings.get("position_bias")
     if not answer.biases and (own is not None or mask is None or mask.is_floating_point()) and not causal:
-        # as the stock functions have it, rows that are masked throughout included
+        # as in the stock functions, also for rows that are masked throughout
         if own is None or mask is None:
             return (mask if own is None else own), None
         least = torch.finfo(query.dtype).min
@@ -209,7 +207,7 @@ def _attend_explicitly(
     softcap: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the weights in sight: O = dropout(softmax(scale Q K^T + everything added)) V."""
+    """Attend with explicit weights: O = dropout(softmax(scale Q K^T + everything added)) V."""
     if settings.get("s_aux") is not None:
         raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases cannot be reached.")
     mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)

@@ -140,7 +140,7 @@ class Replay:
 
     def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit]) -> None:
         if head_slice.projection not in self.draws:
-            # on a grid, so that a norm over all heads is the same to the bit after a shift, in float32 too
+            # on a grid, so that a norm over all heads is exactly the same after a shift, also in float32
             drawn = draw_noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
             self.draws[head_slice.projection] = (drawn * 4.0).round() / 4.0
         features.copy_(self.draws[head_slice.projection])

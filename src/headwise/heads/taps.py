@@ -49,7 +49,7 @@ class Taps(Handle):
         values: Whether to read V_g.
         weights: Whether to read attention weights; they are computed explicitly, as torch does with need_weights, and
             only while this is attached. A model of transformers may run sdpa or eager then.
-        beside: Whether weights are computed separately, so that the attention's own numbers stay identical to the bit,
+        beside: Whether weights are computed separately, so that the output of the attention stays bitwise identical,
             at the cost of one more attention. Otherwise the module attends with the weights that are read.
         mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
             over the sdpa of transformers it is computed one head at a time, in addition to fused attention, and the

@@ -82,8 +82,9 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
-    for head_slice in (head_slice for site in heads.sites for head_slice in site.slices):
-        check_head_slice(head_slice)
+    for site in heads.sites:
+        for head_slice in site.slices:
+            check_head_slice(head_slice)
     sites = [site for site in copies if site.output_projection is not None]
     skipped = tuple(site.name or "(model)" for site in copies if site.output_projection is None)
     if not sites:

@@ -149,7 +149,7 @@ class HeadMask:
     def for_huggingface(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a 4-D `attention_mask` for models of transformers with sdpa or eager attention, [B, H, n, n].
 
-        Additive, with the least number of `dtype` for "may not", as transformers itself has it. It replaces the model's
+        Additive, with the least number of `dtype` for "may not", as in transformers. It replaces the model's
         own masks: set `causal` for a decoder. A query without any key attends to everything, and what comes out is
         padding. `hw.guide` needs none of this, and works where a model makes its own 4-D masks.
         """
@@ -243,8 +243,8 @@ class HeadMask:
     def randomized(self, seeds: Sequence[int]) -> HeadMask:
         """Return random masks of equal sparsity, the control of a role (ours).
 
-        Each query keeps the number of keys its role gives it, drawn from the keys a regular head sees. What a sentence
-        gets depends on its seed and its own tokens, not on the batch or its padding.
+        Each query keeps the number of keys its role gives it, drawn from the keys a regular head sees. The draw for a
+        sentence depends on its seed and its own tokens, not on the batch or its padding.
 
         Args:
             seeds: One integer per sentence.

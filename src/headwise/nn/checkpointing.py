@@ -85,7 +85,7 @@ def resolve_request(
     `kept` is called with the checkpoint's frame when the answer is kept for the recomputation.
 
     Raises:
-        NotFired: The module is recomputed and it cannot be told with which biases it ran.
+        NotFired: The module is recomputed and the biases of its first run are unknown.
     """
     again = is_recomputing()
     if again:

@@ -14,7 +14,7 @@ from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import resolve_request
 from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
-# People write padding as -inf, the smallest number of the dtype, -1e9 or -1e4; scores of tokens are far from these.
+# Padding is written as -inf, the smallest number of the dtype, -1e9 or -1e4, all far below the scores of tokens.
 VERY_NEGATIVE = -5e3
 
 

@@ -178,8 +178,8 @@ def sum_masks(
 def clear_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return an additive mask without rows of -inf alone, and where they were, [.., .., Q or 1, 1].
 
-    A query that may attend to nothing has O_h = 0 and weights 0, as torch's scaled dot product attention has it for
-    boolean masks on every backend; what is returned is finite there, so that no backend makes NaN of it.
+    A query that may attend to nothing has O_h = 0 and weights 0, as in torch's scaled dot product attention with
+    boolean masks. Its row is finite here, so that no backend computes NaN.
     """
     empty = (mask == -math.inf).all(-1, keepdim=True)
     return mask.masked_fill(empty, 0.0), empty
