@@ -112,7 +112,7 @@ def training_step(arm: Any, data: Any) -> Work:
 
     def step() -> None:
         optimizer.zero_grad()
-        methods.penalized(model(**batch)["loss"]).backward()
+        methods.add_penalty(model(**batch)["loss"]).backward()
         methods.apply_repulsion()
         optimizer.step()
 

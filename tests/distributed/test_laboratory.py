@@ -120,7 +120,7 @@ def test_a_refusal_is_the_same_in_every_process(two: Processes, cache: Path, tmp
 def assert_refused(given: RunSettings, folder: Path) -> None:
     with pytest.raises(SettingError, match="has seed 3 but 4 is asked for"):
         train_run(given, folder)
-    assert processes.agreed(processes.rank()) == 0
+    assert processes.agree(processes.rank()) == 0
 
 
 def test_what_the_first_process_does_alone_waits_for_no_other(two: Processes):

@@ -136,15 +136,7 @@ def draw_ablations(
     style: Mapping[str, Style],
     axis: str,
 ) -> None:
-    """Draw one panel for each pair of names: the first filled, the second as an outline.
-
-    Args:
-        figure: An empty figure.
-        costs: Maps a name to one sequence per model with the costs of its heads.
-        panels: The names in each panel; None for no outline.
-        style: Style of each name.
-        axis: Axis label with the unit.
-    """
+    """Draw one panel for each pair of names on an empty figure: the first filled, the second as an outline."""
     pooled = {name: [value for model in models for value in model] for name, models in costs.items()}
     edges = _find_edges([value for values in pooled.values() for value in values])
     rows = math.ceil(len(panels) / 2)
@@ -218,7 +210,7 @@ def head_embedding(
         raise SettingError(f"{len(points)} vectors and {len(seeds)} seeds were given; expected three and one, or more.")
     look = style or assign_styles(list(vectors), reference=reference)
     with drawing(2.6 * len(seeds) + 2.4, 3.4) as figure:
-        *maps, beside = figure.subplots(1, len(seeds) + 1, squeeze=False)[0]
+        *maps, bars = figure.subplots(1, len(seeds) + 1, squeeze=False)[0]
         for axes, seed in zip(maps, seeds, strict=True):
             placed = _embed(points, seed)
             start = 0
@@ -231,11 +223,11 @@ def head_embedding(
             axes.set_yticks([])
             axes.set_title(f"t-SNE, seed {seed}", fontsize=10, loc="left")
         for place, (name, found) in enumerate(vectors.items()):
-            beside.bar(place, float(output_cosine(found.double())), width=0.7, color=look[name].color, alpha=0.6)
-            beside.scatter([], [], s=42, color=look[name].color, marker=look[name].marker, label=name)
-        beside.axhline(0, color=GRAY, linewidth=0.8)
-        beside.set_xticks([])
-        beside.set_title("mean cosine of two heads", fontsize=10, loc="left")
+            bars.bar(place, float(output_cosine(found.double())), width=0.7, color=look[name].color, alpha=0.6)
+            bars.scatter([], [], s=42, color=look[name].color, marker=look[name].marker, label=name)
+        bars.axhline(0, color=GRAY, linewidth=0.8)
+        bars.set_xticks([])
+        bars.set_title("mean cosine of two heads", fontsize=10, loc="left")
         figure.legend(loc="outside lower left", ncols=4, frameon=False)
     return figure
 

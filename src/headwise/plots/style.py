@@ -152,17 +152,7 @@ def use_integer_ticks(axes: Axes) -> None:
 def draw_counts(
     axes: Axes, values: Sequence[float], edges: Sequence[float], models: int, style: Style, *, filled: bool, label: str
 ) -> None:
-    """Draw a histogram of values per model, as a mean over models; values beyond the edges count in the end bars.
-
-    Args:
-        axes: Axes to draw on.
-        values: Values of all models.
-        edges: Edges of the bars, ascending.
-        models: Number of models.
-        style: Gives the color and the line style.
-        filled: Whether bars are filled; otherwise only their outline is drawn.
-        label: Legend label.
-    """
+    """Draw a histogram of values per model, as a mean over models; values beyond the edges count in the end bars."""
     inside = [min(max(value, edges[0]), edges[-1]) for value in values]
     look = {"histtype": "stepfilled", "alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.6}
     weights = [1 / models] * len(values)

@@ -127,9 +127,9 @@ class _Removal:
     def try_replay(self, output: Any) -> tuple[dict[str, list[Tensor]] | None, str]:
         """Return the costs with replay and "", or None and the reason why forward passes cannot be replayed.
 
-        A layer may pass state to later layers besides what it returns. The state left by a forward pass without a head
-        would then affect later replays. So replays are compared with the full forward pass before and after, starting
-        with the last module: replaying an earlier one would restore the state.
+        A layer may pass state to later layers in addition to its output. The state left by a forward pass without a
+        head would then affect later replays. So replays are compared with the full forward pass before and after,
+        starting with the last module: replaying an earlier one would restore the state.
         """
         order = sorted(self.heads.sites, key=self.recording.reached, reverse=True)
         with self.recording.before(order[0]) as spared:

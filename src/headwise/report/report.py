@@ -129,12 +129,7 @@ class Comparison:
 
 
 def require_same_shape(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> None:
-    """Raise `SettingError` unless two models have the same attention modules and numbers of heads.
-
-    Args:
-        before: Name and number of heads of each module of the reference.
-        after: The same of the other model.
-    """
+    """Raise `SettingError` unless two models have the same attention modules, given as (name, number of heads)."""
     if list(before) != list(after):
         odd = next((pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]), None)
         found = f"{odd[0]} and {odd[1]}" if odd else f"{len(before)} and {len(after)} modules"

@@ -108,7 +108,7 @@ def test_where_guessing_does_better_than_the_majority_it_is_the_floor():
 
 def test_a_run_that_does_not_say_its_labels_is_named():
     Path("vocabulary.json").write_text("{}")
-    with pytest.raises(DataError, match=r"vocabulary\.json does not say the run's labels"):
+    with pytest.raises(DataError, match=r"vocabulary\.json does not hold the run's labels"):
         grid(One=table(majority=0.5, plain=0.8, em=0.7))
 
 

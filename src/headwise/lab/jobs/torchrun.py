@@ -37,7 +37,7 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
             if isinstance(job.settings, RunSettings):
-                processes.agreed(job)
+                processes.agree(job)
                 do_job(job.settings, job.folder, heartbeat)
             else:
                 with processes.alone():
@@ -54,7 +54,7 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
 def follow() -> None:
     """Join each training that the first process starts, until there are no more."""
     processes.meet()
-    while (job := processes.agreed(None)) is not None:
+    while (job := processes.agree(None)) is not None:
         # the first process reports refusals
         with suppress(HeadwiseError):
             do_job(job.settings, job.folder, lambda: False)
@@ -79,5 +79,5 @@ def leading() -> Iterator[None]:
 
 
 def _release() -> None:
-    processes.agreed(None)
+    processes.agree(None)
     processes.end()

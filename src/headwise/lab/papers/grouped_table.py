@@ -109,4 +109,4 @@ def _count_labels(folder: Path) -> int:
     try:
         return len(kept["labels"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / VOCABULARY} does not say the run's labels ({error}); train it again.") from None
+        raise DataError(f"{folder / VOCABULARY} does not hold the run's labels ({error}); train it again.") from None

@@ -210,16 +210,7 @@ def report(
     console: Console,
     command: str,
 ) -> Reproduced:
-    """Show tables, claims and the paper's numbers, and write the pages and, with `paper`, the record.
-
-    Args:
-        reproduction: What was run.
-        scale: At which scale.
-        plans: Its parts.
-        out: Folder that holds the comparisons' folders.
-        paper: Folder of the paper's notes, whose record and RESULTS.md are written; None writes none.
-        console: Where everything is shown.
-        command: The command that reproduces it.
+    """Show tables, claims and the paper's numbers, and write the pages; with `paper`, also its record and RESULTS.md.
 
     Raises:
         DataError: No run is finished, or a folder is damaged.

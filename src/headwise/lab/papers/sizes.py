@@ -107,12 +107,12 @@ def arm_name(text: str, scale: Any) -> str:
     model is no wider or 64 does not divide its width, the default. Layers that come out as all are not written, so
     that one arm has one name.
     """
-    for word, meaning in _words(scale).items():
+    for word, meaning in _define_words(scale).items():
         text = text.replace(f"{{{word}}}", meaning)
     return parse_arm(text).name
 
 
-def _words(scale: Any) -> dict[str, str]:
+def _define_words(scale: Any) -> dict[str, str]:
     layers = getattr(scale, "encoder_layers", None) or scale.layers
     half = max(1, layers // 2)
     places = {

@@ -130,7 +130,7 @@ class Methods:
                 heads = heads.projection(*method.projections)
             self.repulsion = repel(optimizer, heads, method.rule, when="manual", seed=derive_key(self.seed, "noise"))
 
-    def penalized(self, loss: Tensor) -> Tensor:
+    def add_penalty(self, loss: Tensor) -> Tensor:
         """Return the loss with the arm's penalty added."""
         return loss if self.penalty is None else loss + self.penalty_weight * self.penalty()
 

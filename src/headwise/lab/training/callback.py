@@ -143,7 +143,7 @@ class RunCallback(TrainerCallback):
         if now - self._shown > SHOW_SECONDS:
             self._show(state)
         # clocks differ, and all processes save or none does
-        self.stopped, due = processes.agreed((self.heartbeat(), now - self._saved > self.save_seconds))
+        self.stopped, due = processes.agree((self.heartbeat(), now - self._saved > self.save_seconds))
         if self.stopped or due:
             control.should_save = True
             self._saved = now
@@ -175,7 +175,7 @@ class RunCallback(TrainerCallback):
         control.should_save = True
         self._saved = time.monotonic()
         self._show(state)
-        if state.global_step < state.max_steps and processes.agreed(self.heartbeat()):
+        if state.global_step < state.max_steps and processes.agree(self.heartbeat()):
             self.stopped = control.should_training_stop = True
 
     @override

@@ -27,20 +27,20 @@ def verify_checkpoint(checkpoint: Path) -> None:
     """Make sure that a checkpoint holds what was written.
 
     Raises:
-        DataError: A file is missing or has changed; the message names it and says what to do.
+        DataError: A file is missing or has changed; the message names it and what to do.
     """
     manifest = checkpoint / MANIFEST
     try:
         digests = json.loads(manifest.read_text(encoding="utf-8"))
         expected = {str(name): str(digest) for name, digest in digests.items()}
     except (OSError, ValueError, AttributeError):
-        raise DataError(_corrupt(manifest, "it is missing or not readable")) from None
+        raise DataError(_explain_corrupt(manifest, "it is missing or not readable")) from None
     for name, digest in expected.items():
         path = checkpoint / name
         if not path.is_file():
-            raise DataError(_corrupt(path, "it is missing"))
+            raise DataError(_explain_corrupt(path, "it is missing"))
         if _digest(path) != digest:
-            raise DataError(_corrupt(path, "its content is not what was written"))
+            raise DataError(_explain_corrupt(path, "its content is not what was written"))
 
 
 def _digest(path: Path) -> str:
@@ -48,7 +48,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
 
 
-def _corrupt(path: Path, reason: str) -> str:
+def _explain_corrupt(path: Path, reason: str) -> str:
     return f"the checkpoint file {path} is corrupt ({reason}); delete {path.parent} to start that run again."
 
 

@@ -83,13 +83,13 @@ def group() -> Any:
 def wait() -> None:
     """Wait until all processes are here."""
     if count() > 1:
-        agreed(0)
+        agree(0)
 
 
-def agreed(value: T) -> T:
+def agree(value: T) -> T:
     """Return what the first process has, in every process; small values that pickle.
 
-    >>> agreed((True, 0.5))
+    >>> agree((True, 0.5))
     (True, 0.5)
     """
     if count() == 1:
@@ -114,7 +114,7 @@ def by_first(function: Callable[[], T]) -> T:
                 answer = (function(), None)
         except HeadwiseError as error:
             answer = (None, error)
-    value, refusal = agreed(answer)
+    value, refusal = agree(answer)
     if refusal is not None:
         raise refusal
     return value

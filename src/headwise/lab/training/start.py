@@ -83,7 +83,7 @@ class Start:
             return seed % starts
         before = read_json(run / RESULT)
         if not isinstance(before, dict) or "start" not in before:
-            raise DataError(f"{run} does not say which pre-training it began with; delete it and do it again.")
+            raise DataError(f"{run} does not record which pre-training it began with; delete it and run it again.")
         return None if before["start"] is None else int(before["start"])
 
     def any_folder(self) -> Path:

@@ -60,13 +60,13 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         HeadwiseError: The loss is no longer finite.
     """
     processes.by_first(lambda: run_folder.claim(folder, settings.record()))
-    if processes.agreed(run_folder.is_finished(folder)):
+    if processes.agree(run_folder.is_finished(folder)):
         return
     task, scale = named_task(settings.task), settings.scale
     data = task.load(settings.data, scale, settings.cache)
     model, methods = attach_arm(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _build_trainer(settings, folder, task, model, methods, data, heartbeat)
-    checkpoint = processes.agreed(run_folder.latest_checkpoint(folder))
+    checkpoint = processes.agree(run_folder.latest_checkpoint(folder))
     if checkpoint is not None:
         processes.by_first(lambda: verify_checkpoint(checkpoint))
     with warnings.catch_warnings():
@@ -83,15 +83,6 @@ class HeadTrainer(Trainer):
     Repulsion is applied at the end of the last `training_step` of an update, when all gradients are there: the
     papers' order, in which clipping sees the repelled gradient. Weights are kept by safetensors' model functions,
     which know tied parameters. A checkpoint gets its name once all of it is written.
-
-    Args:
-        model: The model; its forward returns "loss" among others.
-        args: The Trainer's arguments; checkpoints are written under `output_dir` and then moved to `folder`.
-        folder: The run's folder.
-        split, batches, collate: Training split, its batches, and what makes a batch of examples.
-        methods: The arm on the model.
-        run: The callback that counts, shows, saves and stops.
-        optimizer: The optimizer that the arm's rule is attached to.
     """
 
     def __init__(
@@ -135,7 +126,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Return the loss with the arm's penalty."""
         outputs = model(**inputs)
-        loss = self.methods.penalized(weigh_loss(outputs["loss"], inputs))
+        loss = self.methods.add_penalty(weigh_loss(outputs["loss"], inputs))
         return (loss, outputs) if return_outputs else loss
 
     @override
@@ -152,7 +143,7 @@ class HeadTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         state = {"run": self.run.state_dict(), "methods": self.methods.state_dict()}
-        # each process writes the state of its own random numbers
+        # each process writes the state of its random numbers
         processes.wait()
         processes.by_first(lambda: self._keep(state))
 

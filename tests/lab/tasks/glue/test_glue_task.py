@@ -499,7 +499,7 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
     assert TASK.initial_run(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
     path = tmp_path / "rte" / "plain" / "seed-3" / "result.json"
     run_folder.write_json(path, {name: value for name, value in run_folder.read_json(path).items() if name != "start"})
-    with pytest.raises(DataError, match="seed-3 does not say which pre-training it began with; delete it"):
+    with pytest.raises(DataError, match="seed-3 does not record which pre-training it began with; delete it"):
         TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3)
 
 
@@ -527,7 +527,7 @@ def test_minilm_can_be_begun_with():
     assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
     built, methods = attach_arm(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
     methods.repel(build_optimizer(built, 1e-4, scale.recipe))
-    loss = methods.penalized(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
+    loss = methods.add_penalty(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
     loss.backward()
     assert float(methods.apply_repulsion()) > 0
     assert sentence(0)

@@ -229,7 +229,7 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
     with drawing_panels(len(panels), COLUMNS, panel=(3.9, 2.6), margin=(0.0, 0.5)) as (figure, places):
         for axes, panel in zip(places, panels, strict=True):
             for arm in names:
-                found = [values for run in runs if run.arm == arm and (values := _draw_curve(run, panel))]
+                found = [values for run in runs if run.arm == arm and (values := _read_curve(run, panel))]
                 if not found:
                     continue
                 rounds = list(zip(*found, strict=False))
@@ -253,7 +253,7 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
     return (Picture("training", png, caption, "First round to last: " + "; ".join(ends)),)
 
 
-def _draw_curve(run: Run, panel: _Panel) -> list[float]:
+def _read_curve(run: Run, panel: _Panel) -> list[float]:
     """Return a number of each round of a run; nothing where the run has none, as plain has no force."""
     found = []
     path = run.folder / EPOCHS

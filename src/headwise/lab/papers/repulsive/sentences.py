@@ -40,13 +40,13 @@ def spos(name: str) -> str:
     return f"spos:alpha={WEIGHTS[name]},{STEP}"
 
 
-def regularised(name: str) -> str:
+def regularizer(name: str) -> str:
     """Return the arm R of a set; Lin et al. take three tenths of the penalty on SNLI."""
     return "frobenius:weight=0.3" if name == "SNLI" else "frobenius"
 
 
 def _compare(arm: str, against: str, measure: str | None = None, sets: tuple[str, ...] = SETS) -> tuple[Contrast, ...]:
-    arms = {"svgd": svgd, "spos": spos, "frobenius": regularised}
+    arms = {"svgd": svgd, "spos": spos, "frobenius": regularizer}
 
     def named(text: str, name: str) -> str:
         return arms[text](name) if text in arms else text
@@ -71,7 +71,7 @@ TABLE_1 = Reproduction(
     task="sentence",
     parts=tuple(
         Part(
-            ("plain", regularised(name), SMOOTH, svgd(name), spos(name), f"svgd-relative:{STEP}", _FUNCTION),
+            ("plain", regularizer(name), SMOOTH, svgd(name), spos(name), f"svgd-relative:{STEP}", _FUNCTION),
             on(name),
             name,
         )
@@ -115,7 +115,7 @@ TABLE_1 = Reproduction(
     published=Published(
         _DATA,
         (ACCURACY, DIST),
-        build_rows(_NAMES, lambda name: ("plain", regularised(name), svgd(name), spos(name)), _TABLE_1),
+        build_rows(_NAMES, lambda name: ("plain", regularizer(name), svgd(name), spos(name)), _TABLE_1),
     ),
     drawn=draw_strengths,
 )

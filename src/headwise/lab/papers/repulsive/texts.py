@@ -8,7 +8,7 @@ from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_a
 from headwise.lab.papers.measures import Least, Numbers
 from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import AttentionMaps, draw_entropies, draw_reliabilities
-from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularised, svgd
+from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularizer, svgd
 from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 
@@ -63,7 +63,7 @@ FIGURE_4 = Reproduction(
     title="Calibration: reliability, expected calibration error and overconfidence error",
     source="An et al. 2020, Figure 4 and appendix C.4, on SNLI (a figure; the text gives no numbers)",
     task="sentence",
-    parts=(Part(("plain", regularised("SNLI"), SMOOTH, svgd("SNLI")), on("SNLI")),),
+    parts=(Part(("plain", regularizer("SNLI"), SMOOTH, svgd("SNLI")), on("SNLI")),),
     extra="frobenius, and smooth, the control of svgd; 15 bins of equal width",
     claims=(
         Claim(
