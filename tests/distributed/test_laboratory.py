@@ -118,7 +118,7 @@ def test_a_refusal_is_the_same_in_every_process(two: Processes, cache: Path, tmp
 
 
 def assert_refused(given: RunSettings, folder: Path) -> None:
-    with pytest.raises(SettingError, match="has seed 3 but 4 is asked for"):
+    with pytest.raises(SettingError, match="has seed 3 but 4 is requested"):
         train_run(given, folder)
     assert processes.agree(processes.rank()) == 0
 

@@ -260,7 +260,7 @@ def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline
     compare(toy(tmp_path, "plain", 1), console())
     del inline[:]
     with pytest.raises(
-        SettingError, match=r"comparison\.json has sizes\.width 8 but 16 is asked for; choose another --out"
+        SettingError, match=r"comparison\.json has sizes\.width 8 but 16 is requested; choose another --out"
     ):
         compare(toy(tmp_path, "plain", 1, width=16), console())
     # the comparison agrees, one of its runs does not
@@ -268,7 +268,7 @@ def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline
     record = json.loads((tmp_path / "plain" / "seed-0" / "settings.json").read_text())
     path.parent.mkdir()
     path.write_text(json.dumps({**record, "seed": 1, "recipe": {**record["recipe"], "clip_norm": 7.0}}))
-    with pytest.raises(SettingError, match=r"seed-1/settings\.json has recipe\.clip_norm 7\.0 but 5\.0 is asked for"):
+    with pytest.raises(SettingError, match=r"seed-1/settings\.json has recipe\.clip_norm 7\.0 but 5\.0 is requested"):
         compare(toy(tmp_path, "plain,smooth", 2), console())
     assert inline == []
 

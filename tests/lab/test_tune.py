@@ -94,7 +94,7 @@ def test_the_best_draw_on_dev_is_the_result_and_all_are_kept(tmp_path, inline):
 
 def test_every_arm_of_a_folder_gets_the_same_number_of_draws(tmp_path):
     tune(tuning("plain", tmp_path, draws=1), quiet())
-    with pytest.raises(SettingError, match=r"tuning\.json has draws 1 but 2 is asked for; choose another --out"):
+    with pytest.raises(SettingError, match=r"tuning\.json has draws 1 but 2 is requested; choose another --out"):
         tune(tuning("output", tmp_path, draws=2), quiet())
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import headwise as hw
 from headwise.lab.cli import main
-from headwise.lab.cli.role_grids import choose_roles, name_folder, role_cells, show_roles
+from headwise.lab.cli.role_grids import choose_roles, find_cells, name_folder, show_roles
 
 TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
 COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
@@ -43,7 +43,7 @@ def test_each_role_is_printed_as_its_mask(tmp_path: Path):
 
 def test_rows_that_fall_back_are_told_from_allowed_ones(tmp_path: Path):
     table = TABLE[:3]
-    (cells,) = role_cells(table, hw.Roles(hw.Separator()))
+    (cells,) = find_cells(table, hw.Roles(hw.Separator()))
     assert cells.cells == ((1, 1, 1),) * 3
     assert cells.share == 0
     assert "□ □ □" in shown(table, hw.Roles(hw.Separator()), tmp_path)

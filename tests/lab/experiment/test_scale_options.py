@@ -46,8 +46,8 @@ def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ScaleOptions("cpu", pipeline=Path("p")), "task logic takes no --pipeline; leave it out"),
-        (ScaleOptions("cpu", folds=5), "task logic takes no --folds; leave it out"),
+        (ScaleOptions("cpu", pipeline=Path("p")), "task logic takes no --pipeline; omit it"),
+        (ScaleOptions("cpu", folds=5), "task logic takes no --folds; omit it"),
         (
             ScaleOptions("cpu", sizes=("layers",)),
             "--set layers: expected size=value, with one of the sizes width, layers",

@@ -202,12 +202,12 @@ def test_a_run_whose_masks_cannot_be_made_again_is_refused(run_of, pipeline, tmp
     assert len(list(open_frozen(run, moved).read(["the food is here ."]))) == 1
     record = json.loads((run / "roles.json").read_text())
     (run / "roles.json").write_text(json.dumps({**record, "pipeline": str(tmp_path / "gone")}))
-    assert f"{tmp_path / 'gone'}, the pipeline that parsed the run's texts, is not there any more" in refused(run)
+    assert f"{tmp_path / 'gone'}, the pipeline that parsed the run's texts, does not exist any more" in refused(run)
     assert len(list(open_frozen(run, moved).read(["the food is here ."]))) == 1
     (run / "roles.json").write_text(json.dumps({**record, "pipeline": None}))
     assert "roles.json names no pipeline; name the one that parsed" in refused(run)
     (run / "roles.json").write_text(json.dumps({"pipeline": str(pipeline)}))
-    assert "roles.json does not say what parsed the run's texts" in refused(run)
+    assert "roles.json does not name the pipeline of the run's texts" in refused(run)
     (run / "idf.json").unlink()
     assert f"{run / 'idf.json'} is missing" in refused(run)
     # where nothing was parsed a pipeline is for what is measured

@@ -258,7 +258,7 @@ def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path
     text.write_text("a\n\n( a ( and b )\n")
     assert "line 3: 1 bracket is not closed" in refused(capsys, "inspect", folder, "--text", str(text))
     text.write_text("a\n\n( a ( xor b ) )\n")
-    assert "line 3: 'xor' is none of the run's tokens" in refused(capsys, "inspect", folder, "--text", str(text))
+    assert "line 3: 'xor' is not one of the run's tokens" in refused(capsys, "inspect", folder, "--text", str(text))
     folder = str(run_of("graph2text")[0])
     text.write_text("a title\ta | knows | b\na title alone\n")
     assert "line 2: 1 field" in refused(capsys, "inspect", folder, "--text", str(text))

@@ -166,7 +166,7 @@ def test_submitit_runs_jobs_and_a_killed_one_is_told(tmp_path: Path, monkeypatch
     failures = run_elsewhere(engine, jobs(tmp_path, "fine", "die", "refuse"), 3, Watch())
     assert_as_expected(failures)
     assert (tmp_path / "0" / "tries").read_text() == "1"
-    with pytest.raises(SettingError, match=r"launcher slurm: submitit says"):
+    with pytest.raises(SettingError, match=r"launcher slurm: submitit refused"):
         open_engine(Launcher("slurm", {"cluster": "local", "nonsense": 3}), tmp_path)
 
 

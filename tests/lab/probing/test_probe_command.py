@@ -128,7 +128,7 @@ def test_the_same_layers_in_other_words_are_the_same_probe(words, capsys):
     settings = Path("runs/probe/bert-layers_emb,1-heads_none/settings.json")
     settings.write_text(settings.read_text().replace(FORM, "fit-1"))
     said = refused(capsys, *words, "--heads", "none", "--layers", "emb,1")
-    assert f"settings.json has form 'fit-1' but '{FORM}' is asked for; choose another --out" in said
+    assert f"settings.json has form 'fit-1' but '{FORM}' is requested; choose another --out" in said
 
 
 def test_names_that_are_taken_are_refused(words, capsys):

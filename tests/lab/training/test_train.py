@@ -145,7 +145,7 @@ def test_a_folder_with_other_settings_is_refused_and_kept(whole, cache):
     folder = whole("plain")
     before = (folder / "settings.json").read_text()
     other = settings("plain", cache, dataclasses.replace(TOY, batch_size=8))
-    with pytest.raises(SettingError, match=r"scale\.batch_size 16 but 8 is asked for; choose another --out"):
+    with pytest.raises(SettingError, match=r"scale\.batch_size 16 but 8 is requested; choose another --out"):
         train_run(other, folder)
     assert (folder / "settings.json").read_text() == before
 

@@ -1,4 +1,4 @@
-"""The share of the repulsion of an arm's rule that makes heads longer instead of turning them."""
+"""The radial share of an arm's repulsion, which changes the norm of heads and not their direction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwise.repulsion.rules import Rule
 
 
 def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    """Return the radial share of the repulsion on a run's heads as drawn, and as trained; nothing without repulsion."""
+    """Return the radial share of the repulsion on a run's initial and trained heads; nothing without repulsion."""
     method = settings.arm.find(Repel)
     if method is None:
         return {"numbers": {}}
@@ -36,7 +36,7 @@ def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:
 
 
 def radial_share(rule: Rule, particles: Tensor) -> float | None:
-    """Return the share of |R|^2 that lies along the particles [M, D], in [0, 1]; None where a rule has no repulsion.
+    """Return the share of |R|^2 along the particles [M, D], in [0, 1]; None without repulsion.
 
     With R_i the repulsion on theta_i: sum_i (R_i . theta_i / |theta_i|)^2 / sum_i |R_i|^2.
 

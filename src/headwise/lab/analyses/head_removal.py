@@ -21,47 +21,47 @@ from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, summarize_run
 from headwise.lab.results.statistics import estimate
 from headwise.lab.training.trained import Trained, load_trained
 
-# What is done so far; gone once the analysis is kept.
+# Intermediate results; removed at the end.
 UNFINISHED = "unfinished-redundancy.json"
 RESAMPLES = 500
-# Scores of one model on one machine differ by rounding alone.
+# Scores of one model on one machine differ by rounding only.
 SAME = 1e-6
 
 Values = dict[str, NDArray[np.float64]]
 
 
 def measure_redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    """Return what the removal of each head costs on the test set: of the task's metric, decoded greedily, and of loss.
+    """Return the cost of removing each head on the test set, in the task's metric (decoded greedily) and in loss.
 
     With v the values of the test items under the whole model and v_h those without head h, whose means are the score,
-    the cost is mean(v - v_h), for a loss mean(v_h - v), with an interval over items, paired. Nothing is chosen by it.
+    the cost is mean(v - v_h), for a loss mean(v_h - v), with an interval over items, paired.
 
     Args:
-        settings: What the run was made from.
-        folder: Its folder. What was measured is kept there head by head, so that a stopped analysis goes on.
+        settings: The run's settings.
+        folder: Its folder, where intermediate results are kept so that the analysis can be resumed.
 
     Raises:
-        DataError: The run's weights cannot be read, or what was kept is of other weights.
+        DataError: The run's weights cannot be read, or intermediate results are of other weights.
     """
     trained = load_trained(settings, folder)
     every = [(site, head) for site in trained.heads for head in range(site.num_heads)]
     with torch.no_grad():
-        whole = _values(trained)
-        record = _begin(folder / UNFINISHED, whole)
+        whole = _compute_values(trained)
+        record = _read_unfinished(folder / UNFINISHED, whole)
         for site, head in every[len(record["heads"]) :]:
             one = replace(trained.heads, sites=(site,))
             with ablate(one, head):
-                without = _values(trained)
-            record["heads"].append(_head(site, head, whole, without))
+                without = _compute_values(trained)
+            record["heads"].append(_record_head(site, head, whole, without))
             run_folder.write_json(folder / UNFINISHED, record)
             progress = {"step": len(record["heads"]), "steps": len(every), "note": f"{len(record['heads'])} heads"}
             run_folder.write_json(folder / run_folder.PROGRESS, progress)
-    numbers = summarize_run([_drops(record, score) for score in record["scores"]])
+    numbers = summarize_run([_read_drops(record, score) for score in record["scores"]])
     (folder / UNFINISHED).unlink(missing_ok=True)
     return {"numbers": numbers, **record}
 
 
-def _values(trained: Trained) -> Values:
+def _compute_values(trained: Trained) -> Values:
     """Return the values of the test items on each score, [N]; their mean is the score."""
     task, model, data = trained.task, trained.model, trained.data
     return {
@@ -70,7 +70,7 @@ def _values(trained: Trained) -> Values:
     }
 
 
-def _begin(path: Path, whole: Values) -> dict[str, Any]:
+def _read_unfinished(path: Path, whole: Values) -> dict[str, Any]:
     scores = {score: float(values.mean()) for score, values in whole.items()}
     if not path.exists():
         return {"scores": scores, "items": len(next(iter(whole.values()))), "heads": []}
@@ -78,11 +78,11 @@ def _begin(path: Path, whole: Values) -> dict[str, Any]:
     for score, found in scores.items():
         kept = record["scores"].get(score)
         if kept is None or abs(kept - found) > SAME * max(1.0, abs(found)):
-            raise DataError(f"{path} was measured at {score} {kept}, this model has {found}; delete it and go on.")
+            raise DataError(f"{path} was measured at {score} {kept}, this model has {found}; delete it and run again.")
     return record
 
 
-def _head(site: Site, head: int, whole: Values, without: Values) -> dict[str, Any]:
+def _record_head(site: Site, head: int, whole: Values, without: Values) -> dict[str, Any]:
     drops = {}
     for score, values in whole.items():
         cost = without[score] - values if score == LOSS else values - without[score]
@@ -91,7 +91,7 @@ def _head(site: Site, head: int, whole: Values, without: Values) -> dict[str, An
     return {"site": site.name, "kind": site.kind, "layer": site.layer, "head": head, "drops": drops}
 
 
-def _drops(record: dict[str, Any], score: str) -> HeadDrops:
+def _read_drops(record: dict[str, Any], score: str) -> HeadDrops:
     drops = [
         Drop(head["site"], head["kind"], head["layer"], head["head"], **head["drops"][score])
         for head in record["heads"]

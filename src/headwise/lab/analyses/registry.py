@@ -32,8 +32,8 @@ class AnalysisSettings:
     """An analysis of one finished run.
 
     Attributes:
-        name: One of `ANALYSES`, or of the task's own.
-        run: What the run was made from.
+        name: One of `ANALYSES` or of the task's analyses.
+        run: The run's settings.
 
     Raises:
         SettingError: The run's task has no such analysis.
@@ -51,29 +51,20 @@ class AnalysisSettings:
 
 
 def find_analysis(name: str, task: str) -> Analysis:
-    """Return an analysis of runs of a task.
-
-    Raises:
-        SettingError: The task has none of that name.
-    """
+    """Return an analysis of runs of a task; raises SettingError for an unknown name."""
     known = {**ANALYSES, **named_task(task).analyses}
     require_choice("analysis", name, known)
     return known[name]
 
 
 def identify_inputs(name: str, task: str, scale: Any) -> str | None:
-    """Return the digest of what an analysis depends on besides the run; None where there is nothing.
-
-    Raises:
-        SettingError: The scale does not name it.
-        DataError: It cannot be read.
-    """
+    """Return the digest of an analysis' further inputs, or None; raises if the scale does not name readable ones."""
     about = find_analysis(name, task).about
     return resolve_name(about)(scale) if about else None
 
 
 def is_analyzed(settings: AnalysisSettings, folder: Path) -> bool:
-    """Return whether the analysis of the run in `folder` is there, and depends on the same inputs."""
+    """Return whether the analysis of the run in `folder` exists and is of the same inputs."""
     path = run_folder.analysis_file(folder, settings.name)
     if not path.exists():
         return False
@@ -82,7 +73,7 @@ def is_analyzed(settings: AnalysisSettings, folder: Path) -> bool:
 
 
 def analyze(settings: AnalysisSettings, folder: Path) -> None:
-    """Do an analysis of the finished run in `folder`, unless it is there already."""
+    """Do an analysis of the finished run in `folder`, unless it exists."""
     if not is_analyzed(settings, folder):
         measure = resolve_name(find_analysis(settings.name, settings.run.task).measure)
         run_folder.write_json(run_folder.analysis_file(folder, settings.name), measure(settings.run, folder))

@@ -1,7 +1,7 @@
 """The time of a training step of an arm relative to one of plain.
 
-Steps of the arm and of two plain models take turns on the same batches in one process: the steps of a run also depend
-on what else the machine does at that time.
+Steps of the arm and of two plain models take turns on the same batches in one process, so that the load of the
+machine affects all alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwise.lab.results.runs import STEP_RATIO
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import build_optimizer
 
-# Batches, and how often each is stepped on by each model after one step that is not counted.
+# Number of batches, and of steps of each model on each after one that is not counted.
 BATCHES, ROUNDS = 3, 9
 
 Batch = dict[str, Tensor]
@@ -35,13 +35,13 @@ Batch = dict[str, Tensor]
 def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
     """Return the time of a training step over plain's: median over rounds of the ratio within a round.
 
-    Forward, backward, methods, clipping and optimizer; not the making of a batch. The models are new, drawn with the
-    run's seed. "plain_again" is the same for a second plain model: how far it is from 1 is the noise.
+    A step is forward, backward, methods, clipping and optimizer, without the making of a batch. The models are new,
+    with the run's seed. "plain_again" is the ratio of a second plain model: its distance from 1 is the noise.
     """
     task = named_task(settings.task)
     data = task.load(settings.data, settings.scale, settings.cache)
     plain = parse_arm("plain")
-    steps = [_step(task, arm, data, settings) for arm in (plain, settings.arm, plain)]
+    steps = [_make_step(task, arm, data, settings) for arm in (plain, settings.arm, plain)]
     batches: Any = task.batches(data, settings.scale, derive_key(settings.seed, "order"))
     chosen = [task.collate([data.train[index] for index in batch]) for batch in itertools.islice(batches, BATCHES)]
     ratios, again = [], []
@@ -49,17 +49,17 @@ def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
         for step in steps:
             step(batch)
         for number in range(ROUNDS):
-            # each comes first as often as the others
+            # each is first equally often
             order = [(number + place) % len(steps) for place in range(len(steps))]
-            seconds = {index: _seconds(steps[index], batch) for index in order}
+            seconds = {index: _time_step(steps[index], batch) for index in order}
             ratios.append(seconds[1] / seconds[0])
             again.append(seconds[2] / seconds[0])
     numbers = {STEP_RATIO: statistics.median(ratios), "plain_again": statistics.median(again)}
     return {"numbers": numbers, "rounds": len(ratios)}
 
 
-def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[Batch], None]:
-    """Return what does one training step of an arm on a batch."""
+def _make_step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[Batch], None]:
+    """Return a function that does one training step of an arm on a batch."""
     model, methods = attach_arm(task, arm, data, settings.scale, seed=settings.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = settings.scale.recipe
@@ -83,7 +83,7 @@ def _step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Callable[[
     return step
 
 
-def _seconds(step: Callable[[Batch], None], batch: Batch) -> float:
+def _time_step(step: Callable[[Batch], None], batch: Batch) -> float:
     began = time.perf_counter()
     step(batch)
     return time.perf_counter() - began

@@ -292,7 +292,7 @@ def probe(
     names = [name.strip() for name in task.split(",")]
     for name in names:
         require_known("probing task", name, ("all", *PROBES))
-    asked = ProbeRequest(layers, heads, Classifier(classifier, seed=seed), sentences or None)
+    request = ProbeRequest(layers, heads, Classifier(classifier, seed=seed), sentences or None)
     words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
     words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
     with stoppable(
@@ -303,7 +303,7 @@ def probe(
         probe_model(
             open_frozen(model, pipeline),
             files,
-            asked,
+            request,
             out,
             cache,
             count_workers() if workers is None else workers,

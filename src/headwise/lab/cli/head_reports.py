@@ -38,17 +38,17 @@ def inspect_models(
     console: Console,
     command: str,
 ) -> None:
-    """Measure the heads of a model, and of another beside it, and show them.
+    """Measure the heads of a model and perhaps of another one, and show them.
 
     Args:
         folder: A folder of Hugging Face, or a finished run of the laboratory.
-        text: A file with a sentence a line.
-        against: The folder of another model of the same shape; None for none.
-        pipeline: Folder or package of a spaCy pipeline, for roles; None looks for none.
-        shown: How many sentences of the text the page shows.
-        out: Folder of report and page; one in runs/inspect by default.
+        text: A file with one sentence per line.
+        against: The folder of another model of the same shape, or None.
+        pipeline: Folder or package of a spaCy pipeline, for roles; None for no roles.
+        shown: Number of sentences on the page.
+        out: Folder of report and page; by default in runs/inspect.
         console: Where the tables are printed.
-        command: The command as it was typed.
+        command: The command as typed.
 
     Raises:
         DataError: A folder holds no model, or a file cannot be read or written.
@@ -71,7 +71,7 @@ def inspect_models(
         console.print(report.compare(before))
         before.save(place / AGAINST)
     report.save(place / REPORT)
-    sentences, repeated = _sentences(inspected, shown)
+    sentences, repeated = _read_weights(inspected, shown)
     page = make_inspection_page(
         replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
         sentences,
@@ -85,7 +85,7 @@ def inspect_models(
 
 @dataclass(frozen=True, eq=False)
 class Inspected:
-    """A frozen model, and a text as it takes it."""
+    """A frozen model, and a text as batches for it."""
 
     frozen: Frozen
     batches: tuple[Encoded, ...]
@@ -121,7 +121,7 @@ def _describe_cut(inspected: Inspected) -> str:
 
 
 def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
-    """Return what makes the masks of the paper's five roles; which words are rare is counted in the text itself."""
+    """Return a function that makes masks of the paper's five roles; rare words are counted in the text itself."""
     from headwise.lab.cli.roles import load_parser
     from headwise.roles.build import Roles
     from headwise.roles.idf import idf
@@ -129,8 +129,8 @@ def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
     wordless = next((one for one in models if any(batch.encoding is None for batch in one.batches)), None)
     if wordless is not None:
         raise DataError(
-            f"roles are of words, and it is not known which characters the tokens of {wordless.frozen.name} stand for; "
-            "leave --pipeline out."
+            f"roles need words, and the tokens of {wordless.frozen.name} have no known characters in the text; omit "
+            "--pipeline."
         )
     tables = load_parser(pipeline)(list(lines))
     roles = Roles.paper(idf(tables))
@@ -142,11 +142,8 @@ def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
     return masks
 
 
-def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
-    """Return the first sentences of the text with the attention weights of each layer; and whether one ran again.
-
-    Of a layer that ran more than once in a forward the weights are those of the last time.
-    """
+def _read_weights(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
+    """Return the first sentences with the (last) attention weights of each layer; and whether one ran repeatedly."""
     heads = inspected.frozen.heads
     groups, _ = group_readable(heads)
     sites = [site for what, found in groups.items() if "weights" in what for site in found]
@@ -170,7 +167,7 @@ def _sentences(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
 
 
 def _select_weights(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
-    """Return the weights between the real tokens of one sentence; of a site with one query a text, of that query."""
+    """Return the weights between the real tokens of one sentence, or of the one query if a site has one per text."""
     if weights is None:
         return None
     keep = batch.keep[row]

@@ -26,7 +26,7 @@ from headwise.roles.word_table import WordTable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Inches of a panel's side at most, and words that can be read beside one.
+# Maximum side of a panel in inches, and maximum number of readable words along it.
 LARGEST, READABLE = 8.0, 32
 ALLOWED, FALLEN_BACK, FORBIDDEN = 2, 1, 0
 SIGNS = {ALLOWED: "■", FALLEN_BACK: "□", FORBIDDEN: "·"}
@@ -61,26 +61,17 @@ class RoleCells:
         return sum(cell == ALLOWED for row in self.cells for cell in row) / max(1, len(self.cells) ** 2)
 
 
-def percent(share: float) -> str:
-    """Return a share as people write it.
-
-    >>> percent(0.1449)
-    '14 %'
-    """
-    return f"{100 * share:.0f} %"
-
-
 def choose_roles(table: WordTable, counts: IDF | None, *, released: bool) -> Roles:
-    """Return the paper's roles, or its code's; without the rare words where nothing is counted."""
+    """Return the roles of the paper or of its code; without the rare words if there are no counts."""
     if counts is not None:
         return Roles.released(counts) if released else Roles.paper(counts)
-    # any counts do for roles that never ask for them
+    # the other roles do not use the counts
     every = (Roles.released if released else Roles.paper)(idf([table]))
     return Roles(*(role for role in every.roles if not isinstance(role, Rare)))
 
 
-def role_cells(table: WordTable, roles: Roles) -> list[RoleCells]:
-    """Return what each role allows between the words of the sentence."""
+def find_cells(table: WordTable, roles: Roles) -> list[RoleCells]:
+    """Return the mask of each role between the words of the sentence."""
     mask = roles(table, num_heads=len(roles.roles))
     allowed = mask.allowed()
     found = []
@@ -103,35 +94,34 @@ def show_roles(table: WordTable, roles: Roles, folder: Path, console: Console, *
         roles: The roles.
         folder: Where picture and page go.
         console: Where the masks are printed.
-        command: The command that made it, as it was typed.
+        command: The command as typed.
 
     Raises:
         DataError: A file cannot be written.
     """
-    shown = role_cells(table, roles)
+    shown = find_cells(table, roles)
     counted = any(isinstance(role, Rare) for role in roles.roles)
-    # as many beside one another as the terminal is wide
-    console.print(Columns([_grid(table, one, console.width) for one in shown], padding=(1, 4)))
+    console.print(Columns([_draw_grid(table, one, console.width) for one in shown], padding=(1, 4)))
     console.print(f"\n{LEGEND}")
     if not counted:
         console.print(NO_RARITIES)
-    picture = _picture(table, shown)
+    picture = _draw_picture(table, shown)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be made ({error.strerror}); choose another with --out.") from None
     write_whole(folder / "roles.png", picture)
-    _page(table, roles, shown, picture, command).write(folder / "roles.html")
+    _make_page(table, roles, shown, picture, command).write(folder / "roles.html")
     console.print(f"written to {folder / 'roles.html'} and {folder / 'roles.png'}", soft_wrap=True)
 
 
-def _grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
+def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
     size, numbers = len(table), len(str(len(table) - 1))
-    beside = max(map(len, table.words)) + 1 + numbers + 1
-    title = f"{one.name}: {percent(one.share)}"
-    if beside + size > width:
+    margin = max(map(len, table.words)) + 1 + numbers + 1
+    title = f"{one.name}: {100 * one.share:.0f} %"
+    if margin + size > width:
         return Text(f"{title}; too wide for this terminal, the picture has it.\n")
-    spaced = 2 if beside + 2 * size <= width else 1
+    spaced = 2 if margin + 2 * size <= width else 1
     grid = Table(
         box=None, padding=(0, 1, 0, 0), show_header=False, title=title, title_justify="left", min_width=len(title)
     )
@@ -147,25 +137,25 @@ def _grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
     return grid
 
 
-def _picture(table: WordTable, shown: Sequence[RoleCells]) -> bytes:
+def _draw_picture(table: WordTable, shown: Sequence[RoleCells]) -> bytes:
     from matplotlib.patches import Patch
 
-    # the words of a long text are not to be read beside its cells; the page has them
+    # beyond a size the words are unreadable; the page has them
     side = min(max(2.6, 0.24 * len(table) + 1.0), LARGEST)
     with drawing_panels(len(shown), 3, panel=(side, side + 0.35), margin=(0.0, 0.0)) as (figure, places):
         for axes, one in zip(places, shown, strict=True):
-            _draw(axes, table, one)
+            _draw_cells(axes, table, one)
         patches = [Patch(color=color, label=label) for color, label in zip(COLORS, LABELS, strict=True)]
         figure.legend(handles=patches[::-1], loc="outside lower left", ncols=3, frameon=False)
         return to_png(figure)
 
 
-def _draw(axes: Axes, table: WordTable, one: RoleCells) -> None:
+def _draw_cells(axes: Axes, table: WordTable, one: RoleCells) -> None:
     from matplotlib.colors import ListedColormap
 
     axes.imshow(one.cells, cmap=ListedColormap(COLORS), vmin=0, vmax=2, interpolation="nearest")
     axes.grid(visible=False)
-    axes.set_title(f"{one.name}, {percent(one.share)}", fontsize=11, loc="left")
+    axes.set_title(f"{one.name}, {100 * one.share:.0f} %", fontsize=11, loc="left")
     places = range(len(table))
     named = range(0, len(table), math.ceil(len(table) / READABLE))
     axes.set_xticks(named, [table.words[place] for place in named], rotation=90, fontsize=8)
@@ -181,23 +171,23 @@ def _draw(axes: Axes, table: WordTable, one: RoleCells) -> None:
         spine.set_visible(False)
 
 
-def _page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], picture: bytes, command: str) -> Page:
+def _make_page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], picture: bytes, command: str) -> Page:
     page = Page("Roles of a sentence")
     page.paragraph(table.text or "", kind="lead")
-    said = ", ".join(f"{one.name} {percent(one.share)}" for one in shown)
+    shares = ", ".join(f"{one.name} {100 * one.share:.0f} %" for one in shown)
     page.figure(
         picture,
         caption=(
             "A row is the word that attends, a column the word it may attend to. Dark: the role allows it. Pale: the "
-            "role leaves that word nothing, so it attends as in a regular head. The share of dark cells is beside the "
+            "role leaves that word nothing, so it attends as in a regular head. The share of dark cells follows the "
             "name."
         ),
-        alt=f"Masks of {len(shown)} roles over the words of the sentence; allowed cells: {said}.",
+        alt=f"Masks of {len(shown)} roles over the words of the sentence; allowed cells: {shares}.",
     )
     if not any(isinstance(role, Rare) for role in roles.roles):
         page.paragraph(NO_RARITIES, kind="note")
     page.heading("Words")
-    page.table(*_words(table, roles), align="lrlr" if roles.idf is None else "lrlrr")
+    page.table(*_list_words(table, roles), align="lrlr" if roles.idf is None else "lrlrr")
     page.heading("Settings")
     page.code(
         "\n".join([f"$ {command}", "", *map(repr, roles.roles), *([] if roles.idf is None else [repr(roles.idf)])])
@@ -208,7 +198,7 @@ def _page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], picture: b
     return page
 
 
-def _words(table: WordTable, roles: Roles) -> tuple[list[str], list[list[str]]]:
+def _list_words(table: WordTable, roles: Roles) -> tuple[list[str], list[list[str]]]:
     heads, relations = table.parse()
     header = ["word", "number", "relation", "head"] + ([] if roles.idf is None else ["idf"])
     rows = []

@@ -30,12 +30,12 @@ def show(
     Args:
         sentence: The sentence.
         pipeline: Folder or package of a spaCy pipeline.
-        corpus: Training text whose words are counted, one text a line; None for none.
-        counts: What `IDF.save` wrote, in its place; None for none.
-        released: Whether the roles are those of the paper's code.
-        out: Folder of picture and page; a folder in runs/roles when None.
+        corpus: Training text to count words in, one text per line, or None.
+        counts: Counts written by `IDF.save` instead, or None.
+        released: Whether to use the roles of the paper's code.
+        out: Folder of picture and page; by default in runs/roles.
         console: Where the masks are printed.
-        command: The command as it was typed.
+        command: The command as typed.
 
     Raises:
         DataError: The sentence is empty, spaCy or the pipeline is missing, or a file cannot be read.
@@ -55,11 +55,7 @@ def show(
 
 
 def load_parser(pipeline: str) -> Parser:
-    """Return what parses texts with a pipeline of spaCy.
-
-    Raises:
-        DataError: spaCy or the pipeline is missing.
-    """
+    """Return a parser with a spaCy pipeline; raises DataError if spaCy or the pipeline is missing."""
     try:
         from headwise.roles.spacy import Parser
     except ModuleNotFoundError as error:
@@ -73,9 +69,9 @@ def _count(corpus: Path, parse: Parser) -> IDF:
     try:
         lines = corpus.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{corpus} is not UTF-8 (byte {error.start}); expected text, one a line.") from None
-    # the words of the sentence and of the corpus must be the same kind of words
+        raise DataError(f"{corpus} is not UTF-8 (byte {error.start}); expected text, one per line.") from None
+    # the corpus must be tokenized like the sentence
     documents = [[token.text for token in parse.nlp.make_doc(line)] for line in lines if line.strip()]
     if not documents:
-        raise DataError(f"{corpus} holds no text; expected one a line.")
+        raise DataError(f"{corpus} holds no text; expected one per line.")
     return idf(documents)

@@ -1,8 +1,9 @@
-"""A classifier's predictions and cross entropies on a whole split, in batches of similar length."""
+"""Tasks whose model classifies: predictions and cross entropies on a whole split, in batches of similar length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +11,57 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise.lab.data.batching import batch_by_length
+from headwise.lab.data.batching import LengthBatches, batch_by_length
+from headwise.lab.experiment.evaluation import spread_batches
+from headwise.lab.experiment.task import Answers, Task
 
 # Evaluation batch size.
 BATCH = 256
 
 # From the indices of some items of a split to their logits [B, classes].
 Logits = Callable[[NDArray[np.int64]], Tensor]
+
+
+class ClassifierTask(Task):
+    """A task whose model returns the "logits" of a batch of items; a split has their `lengths` and `labels`.
+
+    Attributes:
+        probed: Maximum number of dev items for measures of heads.
+        probe_batch: Batch size for these.
+    """
+
+    probed = 256
+    probe_batch = BATCH
+
+    def batches(self, data: Any, scale: Any, seed: int) -> LengthBatches:
+        """Return batches of items of similar length."""
+        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def on_test(self, model: Any, data: Any) -> Answers:
+        """Return the predicted classes and whether they are right."""
+        predicted = self.predict(model, data.test)
+        return Answers(predicted == data.test.labels, predicted)
+
+    def losses(self, model: Any, data: Any) -> NDArray[np.float64]:
+        """Return the cross entropy of each test item, and 1."""
+        split = data.test
+        return compute_cross_entropies(lambda places: self.logits(model, split, places), split.lengths, split.labels)
+
+    def probe(self, model: Any, data: Any) -> Iterator[None]:
+        """Run the model on dev items, one batch per item of the iterator."""
+        for places in spread_batches(data.dev.lengths, self.probed, self.probe_batch):
+            self.logits(model, data.dev, places)
+            yield
+
+    def predict(self, model: Any, split: Any) -> NDArray[np.int64]:
+        """Return the predicted class of each item of a split, [N], in the split's order."""
+        return predict_classes(lambda places: self.logits(model, split, places), split.lengths)
+
+    def logits(self, model: Any, split: Any, places: NDArray[np.int64]) -> Tensor:
+        """Return the logits of some items of a split."""
+        device = next(model.parameters()).device
+        batch = self.collate([split[int(place)] for place in places])
+        return model(**{name: tensor.to(device) for name, tensor in batch.items() if name != "labels"})["logits"]
 
 
 def predict_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

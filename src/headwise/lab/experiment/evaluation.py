@@ -66,7 +66,7 @@ class Diversity:
 
     Attributes:
         means: Means over sites, by measure.
-        sites: The measures of each site, by its name.
+        sites: The measures of each site, by name.
     """
 
     means: dict[str, float | None]
@@ -74,16 +74,16 @@ class Diversity:
 
 
 def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
-    """Return how alike the heads are, at each site and on the mean.
+    """Return how alike the heads are, at each site and on average.
 
     Args:
         heads: The heads; None for a model without attention.
-        probe: Runs the model on a batch each time it is asked for the next item; see `Task.probe`.
+        probe: Runs the model on one batch per item; see `Task.probe`.
 
     Returns:
         "distance" (Dist of An et al. 2020, per token), "output_cosine", "output_cka", "position_js" (Jensen-Shannon
-        of attention rows), "parameter_cosine" (mean absolute), "particle_norm"; None for all but the last with one
-        head a site, where there are no pairs, and for all without heads.
+        of attention rows), "parameter_cosine" (mean absolute), "particle_norm"; None for all but the last if sites
+        have one head, and for all without heads.
     """
     if heads is None:
         return Diversity(dict.fromkeys((*PAIRWISE, "particle_norm")), {})
@@ -107,7 +107,7 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
 
 
 class _Site:
-    """Sums over batches of what was measured at one site."""
+    """Sums over batches of the measures of one site."""
 
     def __init__(self) -> None:
         self.tokens = 0

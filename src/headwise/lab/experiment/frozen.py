@@ -73,7 +73,7 @@ class Frozen:
             out. None where lines are no sentences, or tokens have no state in each layer.
         files: Everything its states follow from.
         lines: Returns the lines of a text file.
-        score: Makes what says how little its output moves.
+        score: Makes the measure of how little its output changes.
         note: What a reader should know of what was left out; "" for nothing.
         longest: How much of a line is read, such as "256 tokens"; "" for all of it.
     """

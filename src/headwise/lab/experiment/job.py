@@ -1,4 +1,4 @@
-"""A run to do, how it may fail, and who is told of it."""
+"""A run to do, its failure, and callbacks while runs are done."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 
 from headwise.lab.experiment.run_folder import LOG
 
-# Called now and then by a job; True means that it should save and return.
+# Called regularly by a job; True means that it should save and return.
 Heartbeat = Callable[[], bool]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run to do: its name for people, its folder and the settings handed to what does it.
-
-    `weight` says how long it takes compared with the others, for the estimate of the remaining time.
-    """
+    """One run to do: its name, folder and settings; `weight` is its relative duration, for the remaining time."""
 
     name: str
     folder: Path
@@ -28,7 +25,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed: one sentence, whether it is a refusal of ours (bad input) or a defect, and its log."""
+    """A run that failed: the error in one sentence, and whether it was a refusal (bad input) or a defect."""
 
     job: Job
     message: str
@@ -45,7 +42,7 @@ class Watch:
         """A job was handed to a worker."""
 
     def ended(self, job: Job, failure: Failure | None) -> None:
-        """A job ended, well or badly."""
+        """A job ended, perhaps with a failure."""
 
     def tick(self) -> None:
         """Called a few times a second."""

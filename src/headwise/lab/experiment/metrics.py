@@ -23,43 +23,39 @@ class Metric(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called, as in "accuracy"."""
+        """Its name, as in "accuracy"."""
         ...
 
     @property
     def unit(self) -> str:
-        """What stands behind a number of it: "%" or nothing."""
+        """The unit, "%" or ""."""
         ...
 
     @property
     def least(self) -> float:
-        """The least it can be: 0, or -1 of a correlation."""
+        """The lowest possible value: 0, or -1 for a correlation."""
         ...
 
     @property
     def own_test(self) -> bool:
-        """Whether each model is tested on what it made itself, so that no difference of two is one of quality."""
+        """Whether each model is tested on items that it generated, so that models cannot be compared."""
         ...
 
     def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return one number a test item, [N], whose mean is the metric on these items.
-
-        Args:
-            statistics: What a run keeps of each item, [N] or [N, K].
-        """
+        """Return one number per test item, [N], whose mean is the metric, from statistics [N] or [N, K]."""
         ...
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number about a run's answers that a task wants shown beside its metric.
+    """A number about a run's answers that is shown in addition to the metric.
 
     Attributes:
-        key: Its key among `task.Answers.measures`.
-        name: What it is called in a table.
-        unit: What it is counted in, or nothing.
-        better: Which way is better.
-        digits: Digits behind the point.
+        key: Its key in `task.Answers.measures`.
+        name: Its name in a table.
+        unit: Its unit, or "".
+        better: Whether "higher" or "lower" is better.
+        digits: Number of decimals.
 
     Example:
         >>> Measure("decoding_seconds", "decoding", "s", better="lower").title
@@ -78,14 +74,14 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """The head of its column: name, unit, and an arrow to the better side."""
+        """The header of its column: name, unit, and an arrow to the better side."""
         name = f"{self.name}, {self.unit}".removesuffix(", ")
         return f"{name} {'↑' if self.better == 'higher' else '↓'}"
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of items answered correctly; an item's statistic is whether it was."""
+    """The share of items answered correctly; the statistic of an item is whether it was."""
 
     name: str = "accuracy"
     unit: str = "%"
@@ -99,20 +95,19 @@ class Accuracy:
         [1.0, 0.0]
         """
         if statistics.ndim != 1:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected one answer an item, (N,).")
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected one answer per item, (N,).")
         return statistics.astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Bleu:
-    """Corpus BLEU (Papineni et al. 2002), of which each sentence has a share.
+    """Corpus BLEU (Papineni et al. 2002) as a mean over sentences.
 
-    A sentence's statistics are its matched and its possible n-grams of orders 1 to 4, its length and its reference's:
-    [c_1..c_4, t_1..t_4, h, r], as sacreBLEU counts them. With S their sums over N sentences,
-    BLEU(S) = min(1, e^(1 - r/h)) (prod_n c_n / t_n)^(1/4), and a sentence's value is BLEU(S) + N grad BLEU(S) . s.
-    BLEU does not change with the scale of S, so the values' mean is BLEU itself; their spread is that of BLEU under
-    resampling of sentences, to first order (the infinitesimal jackknife). Without a single match of some order every
-    value is 0.
+    The statistics of a sentence are its matched and its possible n-grams of orders 1 to 4, its length and that of its
+    reference: [c_1..c_4, t_1..t_4, h, r], as counted by sacreBLEU. With S their sums over N sentences,
+    BLEU(S) = min(1, e^(1 - r/h)) (prod_n c_n / t_n)^(1/4), and the value of a sentence is BLEU(S) + N grad BLEU(S) . s.
+    BLEU does not depend on the scale of S, so the mean of the values is BLEU; their spread is that of BLEU under
+    resampling of sentences, to first order (the infinitesimal jackknife). Without a match of some order all are 0.
     """
 
     name: str = "BLEU"
@@ -144,10 +139,10 @@ class Bleu:
 
 @dataclass(frozen=True)
 class Loss:
-    """The mean loss of a prediction; an item's statistics are the sum of its losses and how many they are.
+    """The mean loss of a prediction; the statistics of an item are the sum of its losses and their number.
 
-    With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and an item's value is
-    m + N (t_i - m n_i) / sum n: the values' mean is m, their spread that of m under resampling, to first order.
+    With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and the value of an item is
+    m + N (t_i - m n_i) / sum n: the mean of the values is m, their spread that of m under resampling, to first order.
     """
 
     name: str = "loss"
@@ -160,7 +155,7 @@ class Loss:
         [3.0, 1.0]
         """
         if statistics.ndim != 2 or statistics.shape[1] != 2:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count an item, (N, 2).")
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count per item, (N, 2).")
         sums, counts = statistics.astype(np.float64).T
         mean = sums.sum() / counts.sum()
         return mean + len(sums) * (sums - mean * counts) / counts.sum()
@@ -168,15 +163,15 @@ class Loss:
 
 @dataclass(frozen=True)
 class Auc:
-    """Area under the ROC curve of replaced tokens: the chance that one is scored above one that was not replaced.
+    """Area under the ROC curve of replaced tokens: the probability that one scores above one that was not replaced.
 
-    What was replaced is what the model's own generator put there, so each model has a test of its own.
+    Tokens are replaced by the model's generator, so each model has a different test.
 
-    A position's placement is the share of positions of the other kind that it is on the right side of, ties half. An
-    item's statistics are [placements of the first kind, positions of it, placements of the second, positions]. With S
-    their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
-    A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the values' mean is A, their spread that of A under resampling of
-    items, to first order (DeLong et al. 1988, in clusters Obuchowski 1997).
+    The placement of a position is the share of positions of the other kind that it is on the right side of, counting
+    ties half. The statistics of an item are [placements of the first kind, number of these positions, placements of the
+    second, number]. With S their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
+    A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the mean of the values is A, their spread that of A under
+    resampling of items, to first order (DeLong et al. 1988; for clusters, Obuchowski 1997).
     """
 
     name: str = "AUC-ROC, own test"
@@ -191,10 +186,10 @@ class Auc:
         [0.75, 0.25]
         """
         if statistics.ndim != 2 or statistics.shape[1] != 4:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums an item, (N, 4).")
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums per item, (N, 4).")
         shares = statistics.astype(np.float64)
         total = shares.sum(axis=0)
-        # where one kind is absent nothing is told apart
+        # one kind may be absent
         first, second = np.maximum(total[[1, 3]], 1.0)
         one, other = total[0] / first, total[2] / second
         spread = (shares[:, 0] - one * shares[:, 1]) / first + (shares[:, 2] - other * shares[:, 3]) / second
@@ -203,15 +198,15 @@ class Auc:
 
 @dataclass(frozen=True)
 class GlueScore:
-    """A set's score, of which each item has a share; an item's statistics are [kind of score, answer, truth].
+    """The score of a GLUE set as a mean over items; the statistics of an item are [kind of score, answer, truth].
 
-    Matthews correlation is a function f of the four counts S that does not change with their scale, and an item with
+    Matthews correlation is a function f of the four counts S that does not depend on their scale, and an item with
     counts s has f + N grad f . s. Spearman correlation has the influence function
 
         IF(x, y) = -3 rho - 9 + 12 (F(x) G(y) + E[F(X) 1{Y >= y}] + E[G(Y) 1{X >= x}])
 
-    (Croux and Dehon 2010), F and G the mid-ranks over N, and an item has rho + IF less the mean of IF. The values' mean
-    is the score; their spread is that of the score under resampling of items, to first order.
+    (Croux and Dehon 2010), F and G the mid-ranks over N, and an item has rho + IF minus the mean of IF. The mean of the
+    values is the score; their spread is that of the score under resampling of items, to first order.
     """
 
     name: str = "GLUE score"
@@ -242,7 +237,7 @@ def count_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> NDArra
     >>> count_ngrams(["a b"], ["a c"]).tolist()
     [[1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 2.0, 2.0]]
     """
-    # it takes a while to import
+    # slow to import
     import sacrebleu
 
     bleu = sacrebleu.BLEU()
@@ -252,7 +247,7 @@ def count_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> NDArra
 
 
 def score_answers(kind: int, answers: NDArray, truth: NDArray) -> float:
-    """Return a score of answers; 0 where all answers are one and the score is a correlation.
+    """Return a score of answers; 0 for a correlation of constant answers.
 
     >>> score_answers(MATTHEWS, np.array([1, 0, 1]), np.array([1, 0, 1]))
     1.0
@@ -284,7 +279,7 @@ def _share_matthews(answers: Array, truth: Array) -> Array:
     root = float(np.sqrt(sums.prod()))
     score = (tp * tn - fp * fn) / root
     products = np.array([tn, tp, -fn, -fp]) / root
-    # each count stands in two of the four sums
+    # each count is in two of the four sums
     inside = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1]]) / sums
     gradient = products - 0.5 * score * inside.sum(axis=1)
     return score + len(answers) * (gradient @ cells)

@@ -1,4 +1,4 @@
-"""A run's folder: what determined the run, its progress and its result, each file replaced as a whole.
+"""The folder of a run: its settings, progress and result; files are replaced atomically.
 
 A run is finished exactly when `result.json` exists; that file is written last.
 """
@@ -28,7 +28,7 @@ TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
 RESULT = "result.json"
 LOG = "log.txt"
-# Prefix of the files of analyses, {"numbers": {...}, ...} each.
+# Prefix of the files of analyses, each {"numbers": {...}, ...}.
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
@@ -36,12 +36,12 @@ UNFINISHED = ".writing"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """How far one run is, as recorded in its `progress.json`.
+    """The progress of a run, as recorded in `progress.json`.
 
     Attributes:
-        step: Optimizer steps done.
-        steps: Steps in all.
-        note: A few words to show next to the progress bar.
+        step: Number of optimizer steps done.
+        steps: Total number of steps.
+        note: Short text to show next to the progress bar.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Cell:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create `folder` with its parents and make sure that files can be written there.
+    """Create `folder` with its parents and check that it is writable.
 
     Raises:
         SettingError: The folder cannot be created or written to.
@@ -66,10 +66,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def claim(folder: Path, record: Mapping[str, Any]) -> None:
-    """Make `folder` the folder of the run that `record` determines, or check that it already is.
+    """Write the settings of a run into its folder, or check those that it has.
 
     Raises:
-        SettingError: The folder holds a run made with another setting; the message names the setting.
+        SettingError: The folder holds a run with another setting; the message names the setting.
     """
     path = folder / SETTINGS
     if not path.exists():
@@ -79,17 +79,17 @@ def claim(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def require_same(path: Path, record: Mapping[str, Any]) -> None:
-    """Make sure that a file of settings, if it is there, says what `record` says.
+    """Check that a file of settings, if it exists, equals `record`.
 
     Raises:
-        SettingError: They differ; the message names the first setting that does.
+        SettingError: They differ; the message names the first different setting.
     """
     if not path.exists():
         return
     difference = first_difference(read_json(path), json.loads(json.dumps(record)))
     if difference is not None:
         name, old, new = difference
-        raise SettingError(f"{path} has {name} {old!r} but {new!r} is asked for; choose another --out.")
+        raise SettingError(f"{path} has {name} {old!r} but {new!r} is requested; choose another --out.")
 
 
 def is_finished(folder: Path) -> bool:
@@ -109,15 +109,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def keep_checkpoint(written: Path, folder: Path) -> Path:
-    """Move a completely written checkpoint to its place in `folder` and remove the older ones.
-
-    Args:
-        written: Folder "checkpoint-STEP" under a temporary name's folder on the same file system.
-        folder: The run's folder.
-
-    Returns:
-        Its place in the run's folder.
-    """
+    """Move a complete checkpoint "checkpoint-STEP" into a run's folder, remove older ones, and return its path."""
     place = folder / written.name
     if place.exists():
         shutil.rmtree(place)
@@ -129,7 +121,7 @@ def keep_checkpoint(written: Path, folder: Path) -> Path:
 
 
 def read_progress(folder: Path) -> Cell | None:
-    """Return how far the run in `folder` is, or None where it has not said so yet."""
+    """Return the progress of the run in `folder`, or None."""
     try:
         value = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         return Cell(step=int(value["step"]), steps=int(value["steps"]), note=str(value["note"]))
@@ -152,29 +144,29 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON so that a reader sees the old file or the new one, never a part."""
+    """Write `value` as JSON, atomically."""
     _replace(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text so that a reader sees the old file or the new one, never a part."""
+    """Write a text, atomically."""
     _replace(path, text)
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, replacing the file as a whole."""
+    """Write one JSON object per line, atomically."""
     _replace(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: Sequence[str] | None) -> None:
-    """Write a run's answers on the test split: what the metric needs, what tells them apart, and their text if any."""
+    """Write a run's answers on the test split: statistics for the metric, predictions and their text, if any."""
     if text is not None:
         write_text(folder / TEXT, "".join(f"{line}\n" for line in text))
     write_arrays(folder / PREDICTIONS, statistics=statistics, predicted=predicted)
 
 
 def write_arrays(path: Path, **arrays: NDArray) -> None:
-    """Write arrays as an .npz file, replacing it as a whole."""
+    """Write arrays as an .npz file, atomically."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.npz")
     np.savez(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)
@@ -182,7 +174,7 @@ def write_arrays(path: Path, **arrays: NDArray) -> None:
 
 @contextmanager
 def whole_folder(place: Path) -> Iterator[Path]:
-    """Give a temporary folder that takes the place of `place` once everything is written into it."""
+    """Yield a temporary folder that replaces `place` at the end."""
     temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
     try:
         yield temporary
@@ -196,7 +188,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
 def as_record(value: Any) -> Any:
     """Return `value` as JSON data: a dataclass becomes its fields with its type's name (or `record_kind`) under "kind".
 
-    A field whose metadata says {"recorded": False} is left out.
+    Fields with the metadata {"recorded": False} are left out.
 
     >>> as_record(Cell(step=1, steps=4))
     {'kind': 'Cell', 'step': 1, 'steps': 4, 'note': ''}

@@ -1,7 +1,4 @@
-"""Options that change a scale: where parses and word vectors come from, into how many folds data is cut, and sizes.
-
-Owns the checking of such options against the fields a scale has, and the name of what comes out.
-"""
+"""Options that change a scale: pipeline, word vectors, folds and sizes, checked against its fields."""
 
 from __future__ import annotations
 
@@ -18,22 +15,22 @@ if typing.TYPE_CHECKING:
     from headwise.lab.experiment.scale import Scale
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
-# Chosen by an option of their own, or by nothing.
+# Not settable with --set.
 APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "folds", "fold"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleOptions:
-    """What a command says of the scale.
+    """A scale by name, and changes to it.
 
     Attributes:
-        scale: Its name.
-        pipeline: Folder of a spaCy pipeline, for tasks whose texts are parsed.
+        scale: Name of the preset.
+        pipeline: Folder of a spaCy pipeline, for tasks that parse texts.
         embeddings: File of word vectors, for tasks that start from them.
-        folds: Parts of a cross-validation, for tasks that do one.
+        folds: Number of cross-validation folds, for tasks that have them.
         sizes: Other fields, as "layers=4".
-        out_of_domain: File of other texts, for tasks whose models are asked about such.
-        pretrained: Folder of a model, or of runs, for tasks that fine-tune.
+        out_of_domain: File of texts from another domain, for tasks that measure uncertainty.
+        pretrained: Folder of a model or of runs, for tasks that fine-tune.
     """
 
     scale: str
@@ -45,18 +42,10 @@ class ScaleOptions:
     pretrained: Path | None = None
 
     def words(self, *, for_others: bool = False) -> list[str]:
-        """Return the options as they are typed.
-
-        Args:
-            for_others: Whether a place on disk is shown as its kind, since it has another name elsewhere.
-        """
+        """Return the options as typed; `for_others` with DIR or FILE instead of paths."""
         found = ["--scale", self.scale]
-        for name, kind in (
-            ("pipeline", "DIR"),
-            ("embeddings", "FILE"),
-            ("out_of_domain", "FILE"),
-            ("pretrained", "DIR"),
-        ):
+        kinds = {"pipeline": "DIR", "embeddings": "FILE", "out_of_domain": "FILE", "pretrained": "DIR"}
+        for name, kind in kinds.items():
             place = getattr(self, name)
             found += [] if place is None else [f"--{name.replace('_', '-')}", kind if for_others else str(place)]
         found += [] if self.folds is None else ["--folds", str(self.folds)]
@@ -72,7 +61,7 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
         task: Name of the task, for messages.
 
     Raises:
-        SettingError: The task's scales have no such field, or a value is of the wrong type or out of range.
+        SettingError: The scale has no such field, or a value is of the wrong type or out of range.
 
     >>> from headwise.lab.tasks.logic.scales import LOGIC_SCALES
     >>> with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name
@@ -86,16 +75,16 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
         if value is None:
             continue
         if name not in hints:
-            raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; leave it out.")
-        # one part is no cross-validation, but the cut that other scales have
+            raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; omit it.")
+        # one fold means no cross-validation
         changes[name] = None if name == "folds" and value == 1 else value
     sizes: dict[str, Any] = {}
-    known = [name for name, hint in hints.items() if name not in APART and _kind(hint) is not None]
+    known = [name for name, hint in hints.items() if name not in APART and _find_kind(hint) is not None]
     for piece in options.sizes:
         name, equals, text = (part.strip() for part in piece.partition("="))
         if not equals or name not in known:
             raise SettingError(f"--set {piece}: expected size=value, with one of the sizes {', '.join(known)}.")
-        sizes[name] = _typed(piece, text, hints[name])
+        sizes[name] = _parse_value(piece, text, hints[name])
     if not changes and not sizes:
         return scale
     named = sizes if options.folds is None else {**sizes, "folds": options.folds}
@@ -103,15 +92,15 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     return dataclasses.replace(typing.cast(Any, scale), name=name, **changes, **sizes)
 
 
-def _kind(hint: Any) -> type | None:
-    """Return the plain type of a field that may be None besides, or None where it has no such type."""
+def _find_kind(hint: Any) -> type | None:
+    """Return the int, float or bool type of a field, which may be optional; None for other types."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     kinds = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and kinds[0] in KINDS else None
 
 
-def _typed(piece: str, text: str, hint: Any) -> Any:
-    kind = _kind(hint)
+def _parse_value(piece: str, text: str, hint: Any) -> Any:
+    kind = _find_kind(hint)
     assert kind is not None
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)

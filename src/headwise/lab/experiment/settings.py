@@ -34,7 +34,7 @@ class RunSettings:
         task: Name of the task.
         scale: Sizes of data, model and training.
         arm: What is done to the heads.
-        seed: Seed of parameters, order of the data, dropout and noise, each with a stream of its own.
+        seed: Seed of the separate random streams of parameters, data order, dropout and noise.
         data: Folder of the data, or None for generated data.
         cache: Folder where prepared data is kept.
         fingerprint: Digest of the data, so that a run is never continued on other data.
@@ -55,7 +55,7 @@ class RunSettings:
     whole: Whole | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return what determines the run's numbers, as JSON data; where data lies on disk is not part of it."""
+        """Return what determines the run's numbers, as JSON data, without the paths of data."""
         return {
             "task": self.task,
             "data": self.fingerprint,

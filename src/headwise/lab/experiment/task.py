@@ -35,15 +35,15 @@ class Data(Protocol):
         ...
 
     def summary(self) -> str:
-        """Return what a person should know of the data before training begins, in a few lines."""
+        """Return a description of the data to print before training, in a few lines."""
         ...
 
 
 class Batches(Protocol):
-    """A batch sampler whose order follows from (seed, epoch) alone, with the same number of batches each epoch."""
+    """A batch sampler whose order depends on (seed, epoch) only, with the same number of batches each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch whose order comes next."""
         ...
 
     def __len__(self) -> int: ...
@@ -54,11 +54,11 @@ class Answers:
     """What a model answered on a split.
 
     Attributes:
-        statistics: What the metric needs of each item, [N] or [N, K].
-        predicted: The answers, or what tells them apart, int64 [N].
-        measures: Further numbers about them, by name.
-        text: The answers as lines of text, where they are text.
-        signatures: How each score was computed, by its name, where a library says so.
+        statistics: Statistics of each item for the metric, [N] or [N, K].
+        predicted: The answers, or numbers that identify them, int64 [N].
+        measures: Further measures of the answers, by name.
+        text: The answers as lines of text, if they are text.
+        signatures: The signature of each score by name, if its library has one.
     """
 
     statistics: NDArray
@@ -70,12 +70,12 @@ class Answers:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What can be measured of a finished run; functions are named as "module:function".
+    """An analysis of a finished run; functions are named as "module:function".
 
     Attributes:
         measure: Function of the run's settings and folder that returns {"numbers": {name: number}, ...}.
         about: Function of the run's scale that returns a digest of what else the numbers depend on; kept as "about".
-        once: Whether it is the same for every seed, and measured with the first alone.
+        once: Whether it is the same for all seeds and measured for the first only.
     """
 
     measure: str
@@ -91,26 +91,24 @@ class MaskMaker(Protocol):
         ...
 
     def keep(self, folder: Path) -> None:
-        """Write what masks of new sentences need into a run's folder."""
+        """Write the files for masks of new sentences into a run's folder."""
         ...
 
 
 class Task(ABC):
     """A task of the laboratory: its data, model and scores.
 
-    Methods without a default are what every task needs; the others are for tasks that do more.
-
     Attributes:
         name: Its name on the command line.
         metric: Name of its metric, one of `metrics.METRICS`.
-        primary: What verdicts are about, in words.
-        difficulty: What the bins of test items are by.
+        primary: The metric that verdicts are about, in words.
+        difficulty: The quantity that bins of test items are made of.
         scales: Its presets by name.
-        baselines: Rows of its table that no arm makes.
-        shown: Which of `Answers.measures` the table shows besides the metric.
-        models: Names of models without attention that arms may ask for in the place of the task's own.
+        baselines: Names of its baselines.
+        shown: The measures in `Answers.measures` that the table shows in addition to the metric.
+        models: Names of models without attention that arms may use instead of the task's model.
         prepares: Whether `prepare` can write its data into a folder that `load` reads.
-        analyses: What can be measured of its finished runs besides `analyses.registry.ANALYSES`, by name.
+        analyses: Analyses of its finished runs in addition to `analyses.registry.ANALYSES`, by name.
     """
 
     name: str
@@ -126,15 +124,11 @@ class Task(ABC):
 
     @abstractmethod
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
-        """Return the `Data` of a scale, from a folder of files or, where the task can, generated."""
+        """Return the `Data` of a scale, from a folder of files or, if the task can, generated."""
 
     @abstractmethod
     def find(self, folder: Path, scale: Any) -> None:
-        """Refuse a place that `load` would refuse because it holds something else, without reading all of it.
-
-        Raises:
-            DataError: There is no such place, or it holds no data of the task.
-        """
+        """Raise `DataError` for a path without data of the task, without reading all of it."""
 
     @abstractmethod
     def model(self, data: Any, scale: Any) -> nn.Module:
@@ -177,29 +171,23 @@ class Task(ABC):
         return model
 
     def greedy(self, model: Any, data: Any) -> NDArray:
-        """Return what the metric needs of each test item, [N] or [N, K], answered by the cheapest search."""
+        """Return the metric's statistics of each test item, [N] or [N, K], with the cheapest decoding."""
         return self.on_test(model, data).statistics
 
     def references(self, data: Any) -> Sequence[str] | None:
-        """Return the text each test answer is scored against, where sacreBLEU tests pairs of answers; else None."""
+        """Return the reference of each test item for sacreBLEU's paired tests; None if there are none."""
         return None
 
     def extra_files(self, data: Any) -> Mapping[str, str]:
-        """Return the files that a run's model needs besides settings and weights: name to text."""
+        """Return further files that a run's model needs: name to text."""
         return {}
 
     def parts(self, folder: Path | None, scale: Any, cache: Path | None) -> Sequence[Any]:
-        """Return the scale of each training of a run, such as the folds of a cross-validation.
-
-        The parts are in the order of the test items; a run that is one training has the scale itself.
-        """
+        """Return the scale of each training of a run, such as the folds, in the order of the test items."""
         return (scale,)
 
     def prepare(self, folder: Path, scale: Any, place: Path, *, tokenizer: Path | None, progress: bool = False) -> Any:
-        """Write what `load` then takes for the same scale into the folder `place`, and return it.
-
-        Nothing is overwritten.
-        """
+        """Write data that `load` reads for the same scale into the new folder `place`, and return the data."""
         raise NotImplementedError
 
     def other_model(self, name: str, data: Any, scale: Any) -> nn.Module:
@@ -207,43 +195,43 @@ class Task(ABC):
         raise NotImplementedError
 
     def role_masks(self, guided: Guided, data: Any, scale: Any, seed: int) -> MaskMaker:
-        """Return what makes the role masks of a batch, where the task's sentences have words.
+        """Return a maker of role masks.
 
         Raises:
-            SettingError: They have none.
+            SettingError: The task's sentences have no words.
             DataError: A role needs a parse, and there are none.
         """
         raise SettingError(f"task {self.name} has no words with roles; guided heads need a task that has.")
 
     def rule_layers(self, scale: Any) -> tuple[int, ...] | None:
-        """Return the layers that a rule acts on where its arm names none; None for all."""
+        """Return the layers that a rule acts on by default; None for all."""
         return None
 
     def initial_model(self, arm: Any, data: Any, scale: Any, seed: int) -> nn.Module:
-        """Return the model that a run begins with, where it was trained before, perhaps by a run of the same arm.
+        """Return the model that a run starts from, perhaps one that an earlier run of the same arm trained.
 
         Raises:
-            DataError: It is not there.
+            DataError: It does not exist.
         """
         return self.model(data, scale)
 
     def remaining_arm(self, arm: Any, data: Any) -> Any:
-        """Return what an arm still does; an arm that acted in the training before may do nothing."""
+        """Return the part of an arm that is left to do; an arm may have acted in an earlier training only."""
         return arm
 
     def initial_run(self, arm: Any, data: Any, scale: Any, seed: int) -> int | None:
-        """Return the seed of its arm's earlier run that a run begins with; None where it begins with none.
+        """Return the seed of its arm's earlier run that a run starts from; None if it starts from scratch.
 
-        Runs that begin with the same one are not independent.
+        Runs that start from the same one are not independent.
         """
         return None
 
     def missing_file(self, folder: Path) -> str:
-        """Return the name of a file without which data cannot be run on; "" where all are there."""
+        """Return the name of a required file that a folder of data lacks, or ""."""
         return ""
 
     def export(self, model: Any, data: Any, scale: Any, folder: Path) -> None:
-        """Write the model of a finished run into its folder in a form that other programs read."""
+        """Write the model of a finished run into its folder in a format that other programs read."""
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
         """Return the model of a finished run for reading.

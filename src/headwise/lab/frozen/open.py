@@ -22,7 +22,7 @@ from headwise.lab.training.start import MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
 from headwise.routing.save import RECORD, load
 
-# The most tokens of a sentence that are read.
+# Maximum number of tokens of a sentence.
 LONGEST = 256
 # Files in a folder that states do not depend on.
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
@@ -34,10 +34,10 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
     Args:
         folder: The folder.
         pipeline: The spaCy pipeline that parsed the texts of a run whose heads have roles; None for the path used in
-            training. Ignored where nothing was parsed.
+            training. Ignored if nothing was parsed.
 
     Raises:
-        DataError: The folder holds no such model, or what it holds cannot be read.
+        DataError: The folder holds no such model, or it cannot be read.
         LayoutError: The heads of the model cannot be found.
     """
     if not folder.is_dir():
@@ -52,15 +52,10 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
 
 
 def open_export(folder: Path, name: str, remedy: str = "") -> Frozen:
-    """Return the model of a finished run that kept it as a folder of Hugging Face.
-
-    Args:
-        folder: The run's folder.
-        name: The folder inside.
-        remedy: What to do where it is missing.
+    """Return the model of a finished run from a subfolder in the format of Hugging Face.
 
     Raises:
-        DataError: There is no such folder, or it cannot be read.
+        DataError: There is no such folder, or it cannot be read; the message ends with `remedy`.
     """
     if not (folder / name / "config.json").is_file():
         raise DataError(f"{folder} keeps no folder {name!r} with a model and its tokenizer{remedy}.")
@@ -72,7 +67,7 @@ def open_folder(folder: Path, name: str = "") -> Frozen:
 
     Args:
         folder: The folder.
-        name: What the model is called; the name of the folder when empty, or that of the one around it for "model".
+        name: Name of the model; by default that of the folder, or of its parent for "model".
 
     Raises:
         DataError: The folder holds no model or no tokenizer that transformers can load.
@@ -87,7 +82,7 @@ def open_folder(folder: Path, name: str = "") -> Frozen:
     note = ""
     if _has_encoder(model):
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
-    # positions are counted from the left, padding included, by models that are given none
+    # some models count positions from the left, including padding
     tokenizer.padding_side = "right"
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
@@ -117,7 +112,7 @@ def _find_name(folder: Path) -> str:
 
 
 def _has_encoder(model: Any) -> bool:
-    """Whether it is an encoder-decoder, or the encoder of one that was saved alone and says so in one of two ways."""
+    """Return whether a model is an encoder-decoder, or the separately saved encoder of one."""
     alone = any(name.endswith("EncoderModel") for name in model.config.architectures or ())
     return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
 
@@ -127,16 +122,16 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
     try:
         if (folder / RECORD).is_file():
-            # transformers refuses a folder with aggregators, and its tokenizer with it
+            # transformers refuses a folder with aggregators and its tokenizer
             whole: Any = load(folder)
             return whole.base_model, open_tokenizer(folder)
-        model, said = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
-        require_whole(folder, model, said, unread=("decoder.",) if _has_encoder(model) else ())
+        model, information = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
+        require_whole(folder, model, information, unread=("decoder.",) if _has_encoder(model) else ())
         return model, open_tokenizer(folder)
     except HeadwiseError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        # transformers raises each of these for a folder that lacks a file or names an unknown model
+        # what transformers raises for a missing file or an unknown model
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
 
 
@@ -155,7 +150,7 @@ def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str)
             for ids, real in zip(encoding["input_ids"], keep, strict=True)
         )
         inputs = {name: tensor.to(device) for name, tensor in encoding.items()}
-        # a tokenizer without offsets tells no places in the text
+        # a slow tokenizer has no offsets
         known = encoding if getattr(encoding, "encodings", None) else None
         places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
         yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)

@@ -1,4 +1,4 @@
-"""What the readers of finished runs have in common, where the tokens of a run are words."""
+"""Helpers for reading finished runs whose tokens are words."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def read_words(folder: Path, *others: str) -> list[list[str]]:
 
 
 def list_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that the states of a run follow from."""
+    """Return the files that the states of a run depend on."""
     return tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, VOCABULARY))
 
 
 def batch_rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:
-    """Return what turns lines into batches on the device of a model, given what turns one line into a row."""
+    """Return a function from lines to batches on the device of a model, given one from a line to a row."""
     device = next(model.parameters()).device
     return lambda lines: collate_rows([row(line) for line in lines], device)
 
 
 def run_encoder(encoder: nn.Module) -> Callable[[Encoded], Tensor]:
-    """Return what runs an encoder of ids and padding on a batch."""
+    """Return a function that runs an encoder of ids and padding on a batch."""
     return lambda batch: encoder(batch.inputs["input_ids"], ~batch.keep)

@@ -27,7 +27,7 @@ PROBED = (
 )
 FORM = "encodings-2"  # changes with anything that changes the arrays
 LAYERS, SHAPES = "layers.npy", "shapes.json"
-# Read once to see how many layers and heads answer.
+# Read once to count layers and heads.
 TRIAL = "a sentence"
 
 Array = NDArray[np.float32]
@@ -35,11 +35,11 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model can be read of a sentence.
+    """What can be read from a model.
 
     Attributes:
-        layers: Its layers; None where its tokens have no state in each layer, and its heads alone can be read.
-        heads: Heads of each module of attention, in the order they are called.
+        layers: Number of layers; None if its tokens have no state in each layer, so that only heads can be read.
+        heads: Number of heads of each attention, in the order of calls.
     """
 
     layers: int | None
@@ -52,9 +52,9 @@ class Encodings:
 
     Attributes:
         layers: Mean state over the tokens of a sentence, before the first layer and after each, [L + 1, N, d]; None
-            where tokens have no state in each layer.
-        heads: Mean output of the heads of each layer before the output projection, side by side, [N, H e] each.
-        counts: Heads H of each layer; () where none was read.
+            if tokens have no state in each layer.
+        heads: Mean concatenated output of the heads of each layer before the output projection, [N, H e] each.
+        counts: Number of heads H of each layer; () if none was read.
     """
 
     layers: Array | None
@@ -68,7 +68,7 @@ class Encodings:
 
 
 def fingerprint(frozen: Frozen) -> str:
-    """Return the digest of a model: of all files its states follow from."""
+    """Return the digest of a model: of all files its states depend on."""
     return digest(" ".join((FORM, *(path.name for path in frozen.files))), frozen.files)
 
 
@@ -76,13 +76,13 @@ def find_shape(frozen: Frozen) -> Shape:
     """Return what of a model can be read of a sentence, as it answers to one.
 
     Raises:
-        DataError: Its lines are no sentences.
+        DataError: It does not read sentences.
         LayoutError: The outputs of its heads cannot be read.
     """
     _require_sentences(frozen)
     with torch.no_grad(), Taps(frozen.heads, outputs=True) as taps:
         (batch,) = frozen.read([TRIAL])
-        states = _states(frozen, batch)
+        states = _run_states(frozen, batch)
         heads = tuple(capture.site.num_heads for capture in taps.read())
     return Shape(len(states) - 1 if states else None, heads)
 
@@ -96,26 +96,26 @@ def encodings(
     heads: bool = True,
     advance: Callable[[int], object] = lambda _done: None,
 ) -> Encodings:
-    """Return the vectors of sentences, encoded once for all time while the cache is kept; a damaged one is made again.
+    """Return the vectors of sentences, from the cache if they are there; a damaged cache is rebuilt.
 
-    s = (1/n) sum_t h_t over the n real tokens of a sentence, those that the tokenizer adds included; for a head, h_t is
-    its output O_h at t, before W_O. A head that pools has one output a sentence, which is its vector.
+    s = (1/n) sum_t h_t over the n tokens of a sentence, including special tokens; for a head, h_t is its output O_h at
+    t, before W_O. A head that pools has one output per sentence, which is its vector.
 
     Args:
         frozen: The model.
         sentences: The sentences.
-        cache: Folder for the arrays, which are read from there without being loaded.
+        cache: Folder for the arrays, which are memory-mapped.
         model: The model's `fingerprint`.
         heads: Whether the heads are read too.
-        advance: Told how many sentences were encoded since it was last told.
+        advance: Called with the number of sentences encoded since the last call.
 
     Raises:
-        DataError: The cache cannot be written, the model's states are not finite, or it reads no sentences.
+        DataError: The cache cannot be written, the model's states are not finite, or it does not read sentences.
         LayoutError: The outputs of the heads cannot be read.
     """
     _require_sentences(frozen)
     place = cache / digest(json.dumps([model, heads, list(sentences)], ensure_ascii=True))
-    kept = _kept(place, len(sentences))
+    kept = _read_kept(place, len(sentences))
     if kept is not None:
         return kept
     try:
@@ -127,22 +127,22 @@ def encodings(
         ) from None
     try:
         _write(frozen, sentences, partial, heads=heads, advance=advance)
-        # mkdtemp lets nobody else read, and the cache is for all who may
+        # others may read the cache, unlike a folder of mkdtemp
         partial.chmod(0o755)
-        # another probe may have encoded the same meanwhile, and reads there
-        if _kept(place, len(sentences)) is None:
+        # another probe may have written the same meanwhile
+        if _read_kept(place, len(sentences)) is None:
             shutil.rmtree(place, ignore_errors=True)
             try:
                 partial.replace(place)
             except OSError as error:
-                if _kept(place, len(sentences)) is None:
+                if _read_kept(place, len(sentences)) is None:
                     raise DataError(
                         f"{place} is damaged and cannot be replaced ({error.strerror}); delete it, or name another "
                         "folder with --cache."
                     ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    kept = _kept(place, len(sentences))
+    kept = _read_kept(place, len(sentences))
     if kept is None:
         raise DataError(f"{place} cannot be read though it was just written; name another folder with --cache.")
     return kept
@@ -153,13 +153,13 @@ def _require_sentences(frozen: Frozen) -> None:
         raise DataError(f"{frozen.name} reads no sentences; {PROBED}.")
 
 
-def _kept(place: Path, count: int) -> Encodings | None:
-    """Return the arrays of so many sentences, or None where they are not there as they were written."""
+def _read_kept(place: Path, count: int) -> Encodings | None:
+    """Return the stored arrays of `count` sentences; None if they are missing or damaged."""
     try:
         record = json.loads((place / SHAPES).read_text(encoding="utf-8"))
         counts = tuple(map(int, record["heads"]))
         layers = np.load(place / LAYERS, mmap_mode="r") if record["layers"] else None
-        heads = tuple(np.load(place / _file(layer), mmap_mode="r") for layer in range(len(counts)))
+        heads = tuple(np.load(place / _name_file(layer), mmap_mode="r") for layer in range(len(counts)))
         shapes = [list(array.shape) for array in ([] if layers is None else [layers]) + [*heads]]
     except (OSError, ValueError, EOFError, KeyError, TypeError):
         return None
@@ -183,7 +183,7 @@ def _write(
     try:
         with torch.no_grad():
             for batch in frozen.read(sentences):
-                states = _states(frozen, batch)
+                states = _run_states(frozen, batch)
                 captured = [] if taps is None else taps.read()
                 if layers is None and states:
                     shape = len(states), len(sentences), states[0].shape[-1]
@@ -196,11 +196,11 @@ def _write(
                 rows = list(batch.places)
                 for layer, state in enumerate(states):
                     assert layers is not None  # it was opened with the first states
-                    layers[layer, rows] = _mean(state, batch)
+                    layers[layer, rows] = _average(state, batch)
                 for array, capture in zip(outputs, captured, strict=True):
-                    assert capture.outputs is not None  # that is what was asked for
-                    # the one output of heads that pool stands at every token, and is its own mean
-                    array[rows] = _mean(capture.outputs.flatten(2), batch)
+                    assert capture.outputs is not None  # requested above
+                    # heads that pool have the same output at every token
+                    array[rows] = _average(capture.outputs.flatten(2), batch)
                 advance(len(rows))
     finally:
         if taps is not None:
@@ -214,8 +214,8 @@ def _write(
     (place / SHAPES).write_text(json.dumps(record), encoding="utf-8")
 
 
-def _states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:
-    """Run the model, and return the states of its layers, if there are any."""
+def _run_states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:
+    """Run the model and return the states of its layers, if any."""
     if frozen.states is not None:
         return frozen.states(batch)
     frozen.run(batch)
@@ -223,17 +223,17 @@ def _states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:
 
 
 def _open_array(place: Path, layer: int, capture: Capture, count: int) -> Any:
-    assert capture.outputs is not None  # that is what was asked for
+    assert capture.outputs is not None  # requested by the caller
     shape = count, capture.outputs[0, 0].numel()
-    return np.lib.format.open_memmap(place / _file(layer), "w+", np.float32, shape)
+    return np.lib.format.open_memmap(place / _name_file(layer), "w+", np.float32, shape)
 
 
-def _mean(states: Tensor, batch: Encoded) -> Array:
+def _average(states: Tensor, batch: Encoded) -> Array:
     keep = batch.keep.unsqueeze(-1)
-    # what stands at padding may be anything, an infinity included
+    # states at padding may be infinite
     total = states.float().masked_fill(~keep, 0.0).sum(dim=1)
     return (total / keep.sum(dim=1)).cpu().numpy()
 
 
-def _file(layer: int) -> str:
+def _name_file(layer: int) -> str:
     return f"heads-{layer}.npy"

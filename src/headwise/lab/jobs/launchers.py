@@ -79,7 +79,7 @@ class Engine(Protocol):
 
 def do_one(job: Job) -> Failure | None:
     """Do a job in the process it was sent to, with its log in its folder."""
-    return attempt(do_job, job, _never)
+    return attempt(do_job, job, lambda: False)
 
 
 def open_engine(launcher: Launcher, out: Path) -> Engine:
@@ -137,16 +137,12 @@ def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watc
     return failures
 
 
-def _never() -> bool:
-    return False
-
-
 def _read_outcome(job: Job, submitted: Submitted) -> Failure | None:
     try:
         failure = submitted.result()
     except Exception as error:
         told = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-        reason = f"its process ended ({told}); run the same command again to go on."
+        reason = f"its process ended ({told}); run the same command again to resume."
         return Failure(job, reason, refused=False)
     return None if failure is None else dataclasses.replace(failure, job=job)
 
@@ -180,7 +176,7 @@ class _Slurm:
             usual = {"name": "headwise", "cpus_per_task": 1, "timeout_min": 24 * 60}
             self._executor.update_parameters(**{**usual, **given})
         except (NameError, TypeError, ValueError, RuntimeError) as error:
-            raise SettingError(f"launcher slurm: submitit says {error}") from None
+            raise SettingError(f"launcher slurm: submitit refused ({error})") from None
 
     def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
         """Submit to the queue."""
@@ -205,7 +201,7 @@ class _Ray:
             # a job that died is reported, not restarted silently
             self._remote = self._ray.remote(**{"num_cpus": 1, "max_retries": 0, **given})
         except (ValueError, TypeError, ConnectionError) as error:
-            raise SettingError(f"launcher ray: Ray says {error}") from None
+            raise SettingError(f"launcher ray: Ray refused ({error})") from None
 
     def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
         """Start a task."""

@@ -129,7 +129,7 @@ class Clock:
 
     def share(self) -> float:
         """Return the share of the work that is done, parts of runs included."""
-        return sum(job.weight * (1.0 if job in self._ended else _share(job)) for job in self.jobs) / self._work
+        return sum(job.weight * (1.0 if job in self._ended else _read_share(job)) for job in self.jobs) / self._work
 
     def remaining_text(self) -> str:
         """Return ", about 4 min left", or nothing while there is no estimate."""
@@ -137,15 +137,15 @@ class Clock:
         fresh = share - self._at_first
         if fresh < LEAST_SHARE or share >= 1.0:
             return ""
-        return f", about {_duration(seconds * (1.0 - share) / fresh)} left"
+        return f", about {_format_duration(seconds * (1.0 - share) / fresh)} left"
 
 
-def _share(job: Job) -> float:
+def _read_share(job: Job) -> float:
     cell = read_progress(job.folder)
     return 0.0 if cell is None or not cell.steps else cell.step / cell.steps
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Return a rounded duration: "40 s", "4 min", "2 h 10 min"."""
     if seconds < 90:
         return f"{max(10, 10 * round(seconds / 10))} s"

@@ -123,7 +123,7 @@ def _collect(worker: _Worker, watch: Watch) -> Failure | None:
         worker.gone = True
         code = worker.process.exitcode
         reason = f"its process was ended by signal {-code}" if code and code < 0 else f"its process ended with {code}"
-        failure = Failure(job, f"{reason}; out of memory? Run the same command again to go on.", refused=False)
+        failure = Failure(job, f"{reason}; out of memory? Run the same command again to resume.", refused=False)
     worker.job = None
     watch.ended(job, failure)
     return failure

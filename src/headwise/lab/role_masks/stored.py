@@ -16,11 +16,11 @@ RARITY, ROLES = "idf.json", "roles.json"
 
 
 class KeptRoles(NamedTuple):
-    """What masks of new sentences are made from.
+    """The input of masks of new sentences.
 
     Attributes:
-        rarity: How rare a word is in the training split.
-        pipeline: The pipeline of spaCy that parsed; None where texts were not parsed.
+        rarity: Rarity of words in the training split.
+        pipeline: The spaCy pipeline that parsed; None if texts were not parsed.
     """
 
     rarity: IDF
@@ -28,13 +28,7 @@ class KeptRoles(NamedTuple):
 
 
 def write_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
-    """Write what `read_roles` reads into a run's folder.
-
-    Args:
-        folder: The run's folder.
-        rarity: How rare a word is.
-        pipeline: The pipeline that parsed the run's texts; None where they were not parsed.
-    """
+    """Write the files of `read_roles` into a run's folder; `pipeline` is None if its texts were not parsed."""
     rarity.save(folder / RARITY)
     place = None if pipeline is None else str(pipeline.resolve() if pipeline.is_dir() else pipeline)
     parsed_by = None if pipeline is None else hash_pipeline(pipeline)
@@ -47,17 +41,17 @@ def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
     Args:
         folder: The run's folder.
         guided: Its roles.
-        pipeline: Where the pipeline lies that parsed its texts; None for the place where it lay then. Where they were
-            not parsed it does not count.
+        pipeline: The pipeline that parsed its texts; None for the path used in training. Ignored if they were not
+            parsed.
 
     Raises:
-        DataError: A file is missing or damaged, the pipeline is missing or another one, or the roles are those of
+        DataError: A file is missing or damaged, the pipeline is missing or different, or the roles are those of
             other parses, which a run does not keep.
     """
     if guided.shuffled:
         raise DataError(
             f"{folder} holds a control whose roles are from parses of other training sentences, which a run does not "
-            "keep; what it answered on the test set stands there."
+            "keep; its answers on the test set are in the folder."
         )
     for name in (RARITY, ROLES):
         if not (folder / name).is_file():
@@ -66,7 +60,7 @@ def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
             )
     record = run_folder.read_json(folder / ROLES)
     if not isinstance(record, dict) or not {"pipeline", "digest"} <= record.keys():
-        raise DataError(f"{folder / ROLES} does not say what parsed the run's texts; train this run again.")
+        raise DataError(f"{folder / ROLES} does not name the pipeline of the run's texts; train this run again.")
     if record["digest"] is None:
         pipeline = None
     else:
@@ -85,7 +79,7 @@ def _find_pipeline(path: Path, name: Any) -> Path:
         raise DataError(f"{path} names no pipeline; name the one that parsed the run's texts (--pipeline DIR).")
     if os.sep in name and not Path(name).exists():
         raise DataError(
-            f"{name}, the pipeline that parsed the run's texts, is not there any more; name it where it is now "
+            f"{name}, the pipeline that parsed the run's texts, does not exist any more; name its new path "
             "(--pipeline DIR)."
         )
     return Path(name)

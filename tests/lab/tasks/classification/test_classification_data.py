@@ -22,7 +22,7 @@ from headwise.lab.tasks.classification.data import (
     load_data,
 )
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.texts import stands_apart
+from headwise.lab.tasks.classification.texts import is_tokenized
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
@@ -131,7 +131,7 @@ def test_text_that_was_cut_into_words_keeps_them_and_other_text_is_cut_at_marks(
     raw = ["0\tWell, no.", "1\tYes, it is!"]
     data = load_data(folder(tmp_path, train=[*raw, "0\tno."], dev=["1\told."], test=["1\tnew."]), CPU, None)
     assert data.texts.table(1).words == ("Yes", ",", "it", "is", "!")
-    assert stands_apart(["no marks at all"])
+    assert is_tokenized(["no marks at all"])
 
 
 def test_a_long_text_is_cut_and_counted_and_its_parse_with_it(tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_a_run_without_parts_is_left_alone(sentences, tmp_path):
 def test_heads_are_not_removed_from_a_run_made_of_folds(inline, sentences, tmp_path):
     scale = dataclasses.replace(TOY, folds=3, epochs=1)
     comparison = Comparison("classification", tuple(parse_arms("plain")), (0,), scale, tmp_path, sentences)
-    with pytest.raises(SettingError, match="with --folds a run is several; give one of them"):
+    with pytest.raises(SettingError, match="with --folds a run has several; omit one of them"):
         compare(comparison, Console(record=True), redundancy=True)
     assert inline == []
 

@@ -114,7 +114,7 @@ def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
         ("truth.txt", "a0:::female:::18-24\nnobody", "line 2: 'nobody'; expected author:::gender:::age"),
         ("truth.txt", "a0:::female:::18-24", "no line for author 'a1'"),
         ("truth.txt", "a0:::f:::18-24\na1:::f:::25-34\na9:::f:::25-34", "names author 'a9'"),
-        ("truth.txt", "a0:::f:::18-24\na0:::f:::25-34", "line 2: author 'a0' stands here a second time"),
+        ("truth.txt", "a0:::f:::18-24\na0:::f:::25-34", "line 2: author 'a0' occurs a second time"),
         ("a0.xml", "<author>", "a0.xml: no XML"),
     ],
 )

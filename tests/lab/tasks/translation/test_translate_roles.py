@@ -115,7 +115,7 @@ def test_the_command_translates_with_roles(place):
     assert (code, lines) == (2, [])
     assert said == (
         f"headwise: {place / 'shuffled'} holds a control whose roles are from parses of other training sentences, "
-        "which a run does not keep; what it answered on the test set stands there.\n"
+        "which a run does not keep; its answers on the test set are in the folder.\n"
     )
 
 

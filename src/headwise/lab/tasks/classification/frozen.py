@@ -34,15 +34,7 @@ from headwise.roles.word_table import WordTable
 def open_classifier(
     task: Task, kind: type[SentenceTransformer], folder: Path, record: Mapping[str, Any], pipeline: Path | None
 ) -> Frozen:
-    """Return the encoder of a run of classification or probing; heads with roles have them.
-
-    Args:
-        task: The task.
-        kind: Its model.
-        folder: The run's folder.
-        record: Its settings.
-        pipeline: As `read_roles` takes it.
-    """
+    """Return the encoder of a run of classification or probing, with role masks if it has them; see `read_roles`."""
     arm, seed = read_attending_arm(folder, record), int(record["seed"])
     scale = read_scale(folder, record, ClassificationScale)
     vocabulary, labels = read_words(folder, "labels")
@@ -77,31 +69,30 @@ def open_classifier(
 
 
 def _find_spans(line: str, table: WordTable) -> Sequence[Span]:
-    """Return the characters of a line that its first words stand for."""
+    """Return the characters of the first words of a line."""
     if table.text == line:
         return table.spans or ()
-    # words that stood apart were separated by blanks, whatever these are
+    # these words were separated by white space
     return [word.span() for word in re.finditer(r"\S+", line)][: len(table)]
 
 
 def _guide(run: Callable[[Encoded], Tensor], guidance: Guidance, masks: LineMasks) -> Callable[[Encoded], Tensor]:
-    def masked(batch: Encoded) -> Tensor:
+    def run_masked(batch: Encoded) -> Tensor:
         guidance(masks(batch))
         return run(batch)
 
-    return masked
+    return run_masked
 
 
 class LineMasks:
-    """Makes the masks of batches of lines, one token a word with one before and one after them.
+    """Makes the masks of batches of lines, whose tokens are the words with one token before and one after.
 
-    A random mask is drawn by the run's seed and the line's words: it is another one than a sentence of the run's data
-    had, and the same whenever the line comes.
+    A random mask depends on the run's seed and the words of the line.
 
     Args:
-        guided: The roles and what replaces them; none from another parse.
-        rarity: How rare a word is.
-        num_heads: Heads of a layer.
+        guided: The roles and their replacements.
+        rarity: Rarity of words.
+        num_heads: Number of heads of a layer.
         seed: Seed of the run.
     """
 
@@ -111,7 +102,7 @@ class LineMasks:
         self._masks = RoleMasks(guided, table, table, rarity, num_heads=num_heads, seed=seed)
 
     def __call__(self, batch: Encoded) -> HeadMask:
-        """Return the masks of a batch whose lines have tables of their words."""
+        """Return the masks of a batch with word tables."""
         assert batch.tables is not None
         numbers = [stable_key("line", *table.words) >> 1 for table in batch.tables]
         self._tables.update(zip(numbers, batch.tables, strict=True))

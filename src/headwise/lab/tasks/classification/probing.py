@@ -24,8 +24,8 @@ MANY = 100
 class ProbedTransformer(SentenceTransformer):
     """Returns the logits of a property of a sentence (Li et al. 2021, section 4.2.2), trained end to end.
 
-    s = mean_t h_t over the tokens of the top layer; logits = W_2 drop(ReLU(W_1 s + b_1)) + b_2. The paper does not say
-    how wide the hidden layer is; here it is as wide as s.
+    s = mean_t h_t over the tokens of the top layer; logits = W_2 drop(ReLU(W_1 s + b_1)) + b_2. The paper does not give
+    the width of the hidden layer; here it is that of s.
 
     Args:
         words: Vectors of the tokens.
@@ -58,7 +58,7 @@ class ProbingTask(ClassificationTask):
     primary = "accuracy on the test sentences"
     scales = PROBING_SCALES
     network = ProbedTransformer
-    # as large as the sinusoids: on sentences of twenty words it trains faster than smaller vectors (chosen on dev)
+    # as large as the sinusoids: trains faster than smaller vectors (chosen on dev)
     drawn = 1.0
 
     def load(
@@ -92,7 +92,7 @@ class ProbingTask(ClassificationTask):
         """
         if name != "counts" or len(data.labels) <= MANY:
             return super().baseline(name, data, seed)
-        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        # scikit-learn takes seconds to import
         from headwise.lab.models import bag_of_words
 
         train, test = (list_words(data, split, lower=True) for split in (data.train, data.test))

@@ -21,7 +21,7 @@ from headwise.lab.tasks.classification.data import ClassificationData, encode_sp
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import prepare_texts
 
-# Changes with anything in `probing_files` that changes which lines are kept.
+# Bump this when `probing_files` keeps other lines.
 KEPT = "probing-1"
 ALL = "all"
 
@@ -31,10 +31,10 @@ class ProbingData(ClassificationData):
     """The task's data.
 
     Attributes:
-        partitions: The partitions that the file has.
-        repeated: Lines left out as their sentence stands there again.
-        contradicted: Lines left out as their sentence stands there with two labels.
-        sentences: Every sentence that was kept as the file writes it, by number.
+        partitions: The partitions in the file.
+        repeated: Number of lines left out because their sentence is repeated.
+        contradicted: Number of lines left out because their sentence has two labels.
+        sentences: The kept sentences as in the file, by number.
     """
 
     sentences: tuple[str, ...]
@@ -43,11 +43,11 @@ class ProbingData(ClassificationData):
     contradicted: int
 
     def summary(self) -> str:
-        """Return the sizes of the splits, what was left out, and how the splits were cut where the file lacks one."""
+        """Return the sizes of the splits, what was left out, and how missing splits were cut."""
         counts = self.counts()
         left = [
-            f"{counts[name]:,} lines left out as their sentence {said}"
-            for name, said in (("repeated", "stands there again"), ("contradicted", "stands there with two labels"))
+            f"{counts[name]:,} lines left out as their sentence {reason}"
+            for name, reason in (("repeated", "stands there again"), ("contradicted", "stands there with two labels"))
             if counts[name]
         ]
         if counts["labels_untrained"]:
@@ -56,7 +56,7 @@ class ProbingData(ClassificationData):
 
     @property
     def cut(self) -> str:
-        """How the splits were cut, where the file does not have all three."""
+        """How the splits were cut if the file does not have all three."""
         if {TRAIN, DEV, TEST}.issubset(self.partitions):
             return ""
         if self.texts.layout.test is None:
@@ -66,7 +66,7 @@ class ProbingData(ClassificationData):
         return f"training and dev are nine tenths and one of {self.texts.layout.train}, by a hash of the sentence"
 
     def counts(self) -> dict[str, int]:
-        """Return how many sentences there are and what was done to them, by name."""
+        """Return the numbers of sentences, and of those left out or truncated, by name."""
         untrained = len(self.labels) - len(np.unique(self.train.labels))
         own = {"repeated": self.repeated, "contradicted": self.contradicted, "labels_untrained": untrained}
         return {**super().counts(), **own}
@@ -75,11 +75,10 @@ class ProbingData(ClassificationData):
 def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *, progress: bool = False) -> ProbingData:
     """Return the data of one probing file.
 
-    The partitions `tr`, `va` and `te` are the splits. Where `tr` is missing, as in X-Probe, or `va` is, training and
-    dev are nine tenths and one tenth of the other; where `te` is missing, or nothing else is there, all lines are cut
-    into tenths: eight to train, one dev, one test. A cut follows from the sentences alone, through a keyed hash. A
-    label without a training sentence, as word content may have among its thousand, stays: its test sentences count as
-    errors.
+    The partitions `tr`, `va` and `te` are the splits. If `tr` is missing, as in X-Probe, or `va` is, training and dev
+    are nine tenths and one tenth of the other; if `te` is missing or the only partition, all lines are cut into eight
+    tenths for training, one for dev and one for test, by a hash of the sentences. Test sentences with a label that no
+    training sentence has, as may occur in word content, count as errors.
 
     Args:
         place: The file, with or without `.txt` or `.txt.gz`.
@@ -88,8 +87,8 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
         progress: Whether parsing shows a bar.
 
     Raises:
-        DataError: There is no such file, a line does not fit, there are too few sentences to cut, a split comes out
-            empty, or the training sentences have one label alone.
+        DataError: The file does not exist, a line is malformed, there are too few sentences, a split is empty, or the
+            training sentences have only one label.
     """
     path = find_probing_file(place)
     kept = drop_repeats(read_probing(path))

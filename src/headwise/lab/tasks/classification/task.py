@@ -1,9 +1,9 @@
-"""The classification task: the class of a sentence, from six published sets or a file of your own."""
+"""The classification task: the class of a sentence, from six published sets or a given file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches
 from headwise.lab.data.labeled_texts import find_layout
-from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
-from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
+from headwise.lab.experiment.answers import ClassifierTask
+from headwise.lab.experiment.evaluation import round_to_bins
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
 from headwise.lab.experiment.metrics import Accuracy
 from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.task import Answers, MaskMaker, Task
+from headwise.lab.experiment.task import Answers, MaskMaker
 from headwise.lab.models.text_classifiers import (
     DRAWN,
     SentenceClassifier,
@@ -42,13 +41,12 @@ from headwise.lab.tasks.classification.frozen import open_classifier
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.roles.idf import idf
 
-PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (5, 10, 20, 40, 90)
 MODELS: Mapping[str, type[SentenceClassifier]] = {"bilstm": SentenceLSTM, "cnn": SentenceCNN}
 
 
-class ClassificationTask(Task):
+class ClassificationTask(ClassifierTask):
     """Sentence classification (Wang et al. 2021, section 4.1); see `task.Task` for the methods."""
 
     name = "classification"
@@ -86,7 +84,7 @@ class ClassificationTask(Task):
         return MODELS[name](word_vectors(data, scale), len(data.labels))
 
     def role_masks(self, guided: Guided, data: ClassificationData, scale: ClassificationScale, seed: int) -> MaskMaker:
-        """Return what makes the role masks of a batch; the words' rarity is that of the training split."""
+        """Return a maker of role masks, with the rarity of words in the training split."""
         require_parses(guided, data.texts.heads is not None)
         table = data.texts.table
         donors = Donors(
@@ -95,41 +93,21 @@ class ClassificationTask(Task):
         rarity = idf(list_words(data, data.train))
         return RoleMasks(guided, table, donors, rarity, num_heads=scale.heads, seed=seed, pipeline=scale.pipeline)
 
-    def batches(self, data: ClassificationData, scale: ClassificationScale, seed: int) -> LengthBatches:
-        """Return batches of texts of like length."""
-        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
-
     def collate(self, examples: Sequence[Sentence]) -> dict[str, Tensor]:
         """Return a padded batch."""
         return collate(examples)
 
     def on_dev(self, model: SentenceClassifier, data: ClassificationData) -> dict[str, Any]:
         """Return the accuracy on dev."""
-        return {"pooled": float((predict(model, data.dev) == data.dev.labels).mean())}
-
-    def on_test(self, model: SentenceClassifier, data: ClassificationData) -> Answers:
-        """Return the predicted classes and whether they are right."""
-        predicted = predict(model, data.test)
-        return Answers(predicted == data.test.labels, predicted)
-
-    def losses(self, model: SentenceClassifier, data: ClassificationData) -> NDArray[np.float64]:
-        """Return the cross entropy of each test text, and 1."""
-        split = data.test
-        return compute_cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
+        return {"pooled": float((self.predict(model, data.dev) == data.dev.labels).mean())}
 
     def difficulties(self, data: ClassificationData) -> NDArray[np.int64]:
         """Return the number of words of each test text, rounded up to the end of its bin."""
         return round_to_bins(data.test.lengths - 2, BINS)
 
-    def probe(self, model: SentenceClassifier, data: ClassificationData) -> Iterator[None]:
-        """Run the model on dev texts, a batch each time it is asked."""
-        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
-            _logits(model, data.dev, batch)
-            yield
-
     def baseline(self, name: str, data: ClassificationData, seed: int) -> Answers:
         """Return the answers of the most frequent class, or of a linear model of the words and pairs of words."""
-        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        # scikit-learn takes seconds to import
         from headwise.lab.models import bag_of_words
 
         if name == "counts":
@@ -149,28 +127,17 @@ class ClassificationTask(Task):
         return open_classifier(self, self.network, folder, record, pipeline)
 
 
-def predict(model: SentenceClassifier, split: Sentences) -> NDArray[np.int64]:
-    """Return the predicted class of each text of a split, [N], in the split's order."""
-    return predict_classes(lambda places: _logits(model, split, places), split.lengths)
-
-
-def _logits(model: SentenceClassifier, split: Sentences, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    device = next(model.parameters()).device
-    made = collate([split[int(index)] for index in batch])
-    return model(tokens=made["tokens"].to(device), numbers=made["numbers"])["logits"]
-
-
 def _require_place(place: Path | None) -> Path:
     if place is None:
         raise DataError(
             "classification needs --data: a set's folder (all.tsv; or train.tsv, test.tsv and perhaps dev.tsv), or a "
-            "file of your own with a label and a text in each line (.tsv or .csv)."
+            "single file with a label and a text in each line (.tsv or .csv)."
         )
     return place
 
 
 def word_vectors(data: ClassificationData, scale: ClassificationScale, *, drawn: float = DRAWN) -> WordVectors:
-    """Return the vectors of the words; where the file of vectors has none, they are drawn as `WordVectors` says."""
+    """Return the vectors of the words; see `WordVectors` for those that the file of vectors does not have."""
     ids, known = data.vectors(scale.width)
     return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known, drawn=drawn)
 

@@ -128,24 +128,24 @@ def prepare_texts(
         DataError: A class has no training text.
     """
     kept = {name: [one for one in lines if one.text] for name, lines in read.items()}
-    labels = _labels(layout, kept, paths) if labels is None else labels
-    described = " ".join(filter(None, (ENCODING, form, str(layout), str(scale.max_words))))
+    labels = _list_labels(layout, kept, paths) if labels is None else labels
+    inputs = " ".join(filter(None, (ENCODING, form, str(layout), str(scale.max_words))))
     extra: list[Path] = []
     if scale.pipeline is not None:
-        described, extra = f"{described} parsed", list_pipeline_files(scale.pipeline)
+        inputs, extra = f"{inputs} parsed", list_pipeline_files(scale.pipeline)
     if scale.embeddings is not None:
-        described, extra = f"{described} vectors {scale.width}", [*extra, scale.embeddings]
-    fingerprint = digest(described, [*dict.fromkeys(paths.values()), *extra])
+        inputs, extra = f"{inputs} vectors {scale.width}", [*extra, scale.embeddings]
+    fingerprint = digest(inputs, [*dict.fromkeys(paths.values()), *extra])
     stored = cache_arrays(
         cache, f"classification-{fingerprint}", lambda: _encode(kept, labels, scale, cache, progress=progress)
     )
     return _decode(stored, layout, labels, sum(map(len, read.values())) - len(stored["classes"]), fingerprint)
 
 
-def stands_apart(texts: Sequence[str]) -> bool:
-    """Return whether punctuation mostly stands apart from words: the texts were cut into words before.
+def is_tokenized(texts: Sequence[str]) -> bool:
+    """Return whether punctuation is mostly separated from words, as in tokenized texts.
 
-    >>> stands_apart(["fine , thanks ."]), stands_apart(["Fine, thanks."]), stands_apart(["fine"])
+    >>> is_tokenized(["fine , thanks ."]), is_tokenized(["Fine, thanks."]), is_tokenized(["fine"])
     (True, False, True)
     """
     attached = sum(len(ATTACHED.findall(text)) for text in texts)
@@ -155,27 +155,29 @@ def stands_apart(texts: Sequence[str]) -> bool:
 def word_tables(
     texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool = False
 ) -> list[WordTable]:
-    """Return the words of texts as `load_texts` cuts them, with their parses where the scale names a pipeline.
+    """Return the words of texts as in `load_texts`, with their parses if the scale names a pipeline.
 
     Args:
-        texts: The texts; that punctuation stands apart from words is seen in all of them together.
-        scale: Which pipeline, and how many words of a text are read; those behind are neither dropped nor all parsed.
+        texts: The texts; all together decide whether they are tokenized.
+        scale: The pipeline, and the number of words per text to parse.
         cache: Folder for the parses; None keeps none.
         progress: Whether parsing shows a bar.
     """
-    apart = stands_apart(texts)
+    apart = is_tokenized(texts)
     words = [[BRACKETS.get(word.lower(), word) for word in text.split()] for text in texts] if apart else []
     if scale.pipeline is None:
         return [WordTable(one) for one in words] if apart else [WordTable.split(text) for text in texts]
-    # spaCy takes seconds to import, and is needed only where a pipeline is named
+    # spaCy takes seconds to import
     from headwise.roles.spacy import Parser
 
     parse = Parser(str(scale.pipeline), cache=None if cache is None else cache / PARSES, progress=progress)
-    # what is cut anyway need not be parsed
+    # words beyond the limit need no parse
     return parse([one[: scale.max_words + 1] for one in words] if apart else list(texts))
 
 
-def _labels(layout: Layout, kept: Mapping[str, Sequence[LabeledText]], paths: Mapping[str, Path]) -> tuple[str, ...]:
+def _list_labels(
+    layout: Layout, kept: Mapping[str, Sequence[LabeledText]], paths: Mapping[str, Path]
+) -> tuple[str, ...]:
     labels = tuple(sorted({one.label for one in kept[layout.train]}))
     for name, lines in kept.items():
         strange = next((one for one in lines if one.label not in labels), None)
@@ -203,7 +205,7 @@ def _encode(
     arrays: dict[str, NDArray] = {
         "files": np.cumsum([len(file) for file in kept.values()]),
         "classes": np.array([labels.index(one.label) for one in lines], dtype=np.int64),
-        "keys": np.array([stable_key("text", _plain(one.text)) >> 1 for one in lines], dtype=np.int64),
+        "keys": np.array([stable_key("text", _normalize(one.text)) >> 1 for one in lines], dtype=np.int64),
         "types": pack_words(types),
         "cut": np.array(sum(len(table) > scale.max_words for table in whole)),
     }
@@ -219,7 +221,7 @@ def _encode(
     return arrays
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(BRACKETS.get(word, word) for word in text.lower().split())
 
 

@@ -13,15 +13,15 @@ from headwise.lab.tasks.logic.data import LogicSplit
 
 
 def majority(train: LogicSplit, test: LogicSplit) -> NDArray[np.int64]:
-    """Return the most frequent training label for every test item, [N]; of equals, the one that comes first."""
+    """Return the most frequent training label for every test item, [N]; of equally frequent ones the first."""
     return np.full(len(test), np.bincount(train.labels).argmax(), dtype=np.int64)
 
 
 def counts(train: LogicSplit, test: LogicSplit, vocabulary_size: int, *, seed: int) -> NDArray[np.int64]:
-    """Return the labels gradient boosting predicts from how often each token occurs on each side, [N].
+    """Return the predictions of gradient boosting on the token counts of each side, [N].
 
-    It sees no order and no brackets' places: what it reaches can be had without understanding a formula. It is
-    fit on the same training split as the models, with scikit-learn's own settings, on one thread.
+    It does not see the order of tokens, so its score is what can be had without understanding formulas. It has
+    scikit-learn's default settings.
 
     Args:
         train: Pairs to fit on.
@@ -35,7 +35,7 @@ def counts(train: LogicSplit, test: LogicSplit, vocabulary_size: int, *, seed: i
     require_integer("seed", seed)
     require_integer("vocabulary_size", vocabulary_size, low=1)
     model = HistGradientBoostingClassifier(random_state=seed)
-    # thousands of short parallel regions: threads that wait for each other on a busy machine take minutes
+    # thousands of short parallel regions are slow with many threads on a busy machine
     with threadpool_limits(1):
         model.fit(_features(train, vocabulary_size), train.labels)
         return model.predict(_features(test, vocabulary_size)).astype(np.int64)

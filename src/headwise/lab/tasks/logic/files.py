@@ -11,11 +11,11 @@ from headwise.lab.tasks.logic.formulas import RELATIONS, Pair, bracket_fault
 
 
 def read_pairs(path: Path, operators: int) -> Iterator[Pair]:
-    """Yield the pairs of one file; any words may stand for variables and operators.
+    """Yield the pairs of one file; any words may be variables and operators.
 
     Args:
         path: The file.
-        operators: The bin all its lines belong to: the number in the file's name.
+        operators: The bin of all its lines: the number in the file's name.
 
     Raises:
         DataError: A line lacks a field, names an unknown relation, has an empty side or unbalanced brackets; or the

@@ -1,7 +1,7 @@
 """Propositional formulas (Bowman et al. 2015): notation, the worlds in which they hold, how two of them relate.
 
 A formula is `x`, `( not X )` or `( L ( op R ) )` with the operator `and` or `or`. A world gives each of the six
-variables a truth value; a set of worlds is an integer whose bit w tells whether world w is in it.
+variables a truth value; a set of worlds is an integer whose bit w is 1 if world w is in it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def worlds(formula: str) -> int:
 
 
 def bracket_fault(tokens: list[str]) -> str | None:
-    """Return what is wrong with the brackets of a formula, or None; any words may stand between them.
+    """Return what is wrong with the brackets of a formula, or None; any words may be between them.
 
     >>> bracket_fault("( a ( and b )".split())
     '1 bracket is not closed'

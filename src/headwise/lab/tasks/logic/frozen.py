@@ -18,7 +18,7 @@ from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LogicScale
 from headwise.lab.training.trained import read_scale, restore_run
 
-FORMULA = "a formula a line, such as ( not ( a ( and b ) ) )"
+FORMULA = "one formula per line, such as ( not ( a ( and b ) ) )"
 
 
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
@@ -33,7 +33,7 @@ def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
         for number, line in read_numbered_lines(path):
             tokens = line.split()
             strange = next((token for token in tokens if token not in ids), None)
-            fault = f"{strange!r} is none of the run's tokens" if strange is not None else bracket_fault(tokens)
+            fault = f"{strange!r} is not one of the run's tokens" if strange is not None else bracket_fault(tokens)
             if tokens and fault:
                 raise DataError(f"{path}, line {number}: {fault}; expected {FORMULA}.")
             found += [" ".join(tokens)] if tokens else []

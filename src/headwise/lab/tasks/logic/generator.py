@@ -1,4 +1,4 @@
-"""The generator of logical inference pairs: our own, from the description of Bowman et al. (2015)."""
+"""A generator of logical inference pairs after the description of Bowman et al. (2015)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def generate(draws: int, *, seed: int, max_operators: int | None = None, progres
     starts at 12, and each node is negated with probability 1/3. Draws with a tautology or a contradiction, and
     pairs seen before, are discarded. A pair's bin is the larger number of operators of its sides, at most 12.
 
-    Memory is constant but for one integer a distinct pair. The pairs are a function of `draws` and `seed`;
-    `max_operators` filters them and changes nothing else.
+    Memory is one integer per distinct pair. The pairs depend on `draws` and `seed` only; `max_operators` filters them.
 
     Args:
         draws: Number of draws; roughly half survive.

@@ -15,21 +15,21 @@ from headwise.nn.multihead import MultiheadAttention
 class HeLinear(nn.Linear):
     """Returns x W^T + b, with W drawn from N(0, 2 / inputs) and b = 0 (He et al. 2015).
 
-    torch's own draw is weaker by a factor of about 2.4 and shrinks the signal at each layer. Three such layers on
-    pooled states leave so little of it that training stays, for some seeds, on the plateau a count of tokens reaches.
+    torch's default is smaller by a factor of about 2.4 and shrinks the signal at each layer; with three such layers on
+    pooled states, training stays for some seeds on the plateau of token counts.
     """
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the bias."""
+        """Draw new weights and zero the bias."""
         nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
         nn.init.zeros_(self.bias)
 
 
 class QueryPooling(nn.Module):
-    """Returns one vector a sequence: trainable queries attend to its states, and what each finds is concatenated.
+    """Returns one vector per sequence: the concatenated outputs of trainable queries that attend to its states.
 
     z = [MHA(q_1, X, X) ... MHA(q_k, X, X)] (Tran et al. 2018). There the number of queries k is tied to the
-    number of heads; here they are set apart. Biases and dropout are absent as in the encoder.
+    number of heads; here they are independent. There are no biases and no dropout, as in the encoder.
 
     Args:
         width: Model width d.
@@ -45,7 +45,7 @@ class QueryPooling(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the queries from N(0, 1) anew; the attention has a reset of its own."""
+        """Draw new queries from N(0, 1)."""
         nn.init.normal_(self.queries)
 
     def forward(self, states: Tensor, padding: Tensor) -> Tensor:
@@ -57,16 +57,15 @@ class QueryPooling(nn.Module):
 class PairClassifier(nn.Module):
     """Returns the logits of the relation between two token sequences.
 
-    Both sides pass the same encoder and pooling, in one padded batch so that a step runs one forward of each; the
-    two vectors side by side go through Linear(2kd, c), ReLU, Linear(c, c), ReLU, Linear(c, labels) with
-    c = `scale.classifier_width` (Tran et al. 2018, where c = d and the draw is another; a narrow or a weakly drawn
-    classifier then stays on a plateau: `HeLinear`).
-    `model.encoder` holds the attention sites under study; the pooling's attention is apart from them.
+    Both sides pass the same encoder and pooling in one padded batch; the two concatenated vectors go through
+    Linear(2kd, c), ReLU, Linear(c, c), ReLU, Linear(c, labels) with c = `scale.classifier_width` (Tran et al. 2018,
+    with c = d and another initialization; see `HeLinear`). `model.encoder` has the attention sites under study; the
+    attention of the pooling is not one of them.
 
     Args:
         vocabulary_size: Number of token ids; id 0 is padding.
         num_labels: Number of classes.
-        scale: Sizes of the model; what concerns training and data is not read here.
+        scale: Sizes of the model.
 
     Raises:
         SettingError: A size is below 1 or the sizes do not fit together.
@@ -111,9 +110,9 @@ class PairClassifier(nn.Module):
         Raises:
             ShapeError: The sides are not two-dimensional, differ in B or hold no position.
         """
-        tokens = stacked_sides(premise, hypothesis)
+        tokens = stack_sides(premise, hypothesis)
         padding = tokens == 0
-        # a row of pads alone keeps its first position: a softmax over nothing is NaN
+        # a row of padding keeps its first position: a softmax over nothing is NaN
         padding = torch.cat([torch.zeros_like(padding[:, :1]), padding[:, 1:]], dim=1)
         pooled = self.pooling(self.encoder(tokens, padding), padding)
         logits = self.classifier(torch.cat(pooled.chunk(2), dim=1))
@@ -122,10 +121,10 @@ class PairClassifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def stacked_sides(premise: Tensor, hypothesis: Tensor) -> Tensor:
+def stack_sides(premise: Tensor, hypothesis: Tensor) -> Tensor:
     """Return premises above hypotheses, padded to one length, [2B, max(L, L')].
 
-    >>> stacked_sides(torch.tensor([[4, 5]]), torch.tensor([[6]])).tolist()
+    >>> stack_sides(torch.tensor([[4, 5]]), torch.tensor([[6]])).tolist()
     [[4, 5], [6, 0]]
     """
     shapes = tuple(premise.shape), tuple(hypothesis.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.lab.data.batching import LengthBatches
-from headwise.lab.experiment.answers import BATCH, compute_cross_entropies, predict_classes
-from headwise.lab.experiment.evaluation import scores_by_bin, spread_batches
+from headwise.lab.experiment.answers import ClassifierTask
+from headwise.lab.experiment.evaluation import scores_by_bin
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
-from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
+from headwise.lab.experiment.task import Answers
+from headwise.lab.tasks.logic.data import Example, LogicData, collate, find_files, load_logic
 from headwise.lab.tasks.logic.frozen import open_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 
-PROBED = 512
 
-
-class LogicTask(Task):
+class LogicTask(ClassifierTask):
     """Logical inference (Bowman et al. 2015; Tran et al. 2018); see `task.Task` for the methods."""
 
     name = "logic"
@@ -34,6 +31,7 @@ class LogicTask(Task):
     difficulty = "number of operators"
     scales = LOGIC_SCALES
     baselines = ("majority", "counts")
+    probed = 512
 
     def load(self, folder: Path | None, scale: LogicScale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
@@ -51,41 +49,21 @@ class LogicTask(Task):
         """Return the encoder; the pooling's attention is apart."""
         return model.encoder
 
-    def batches(self, data: LogicData, scale: LogicScale, seed: int) -> LengthBatches:
-        """Return batches of pairs of like length."""
-        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
-
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return a padded batch."""
         return collate(examples)
 
     def on_dev(self, model: PairClassifier, data: LogicData) -> dict[str, Any]:
         """Return the accuracy on dev, pooled and in each bin."""
-        return scores_by_bin(Accuracy(), predict(model, data.dev) == data.dev.labels, data.dev.bins)
-
-    def on_test(self, model: PairClassifier, data: LogicData) -> Answers:
-        """Return the predicted labels and whether they are right."""
-        predicted = predict(model, data.test)
-        return Answers(predicted == data.test.labels, predicted)
-
-    def losses(self, model: PairClassifier, data: LogicData) -> NDArray[np.float64]:
-        """Return the cross entropy of each test pair, and 1."""
-        split = data.test
-        return compute_cross_entropies(lambda places: _logits(model, split, places), split.lengths, split.labels)
+        return scores_by_bin(Accuracy(), self.predict(model, data.dev) == data.dev.labels, data.dev.bins)
 
     def difficulties(self, data: LogicData) -> NDArray[np.integer]:
         """Return the number of operators of each test pair."""
         return data.test.bins
 
-    def probe(self, model: PairClassifier, data: LogicData) -> Iterator[None]:
-        """Run the model on dev pairs, a batch each time it is asked."""
-        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
-            _logits(model, data.dev, batch)
-            yield
-
     def baseline(self, name: str, data: LogicData, seed: int) -> Answers:
         """Return the answers of the most frequent label, or of gradient boosting on token counts."""
-        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        # scikit-learn takes seconds to import
         from headwise.lab.tasks.logic import baselines
 
         if name == "counts":
@@ -102,14 +80,3 @@ class LogicTask(Task):
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the encoder of a run, which reads formulas."""
         return open_logic(self, folder, record)
-
-
-def predict(model: PairClassifier, split: LogicSplit) -> NDArray[np.int64]:
-    """Return the predicted label of each pair of a split, [N], in the split's order."""
-    return predict_classes(lambda places: _logits(model, split, places), split.lengths)
-
-
-def _logits(model: PairClassifier, split: LogicSplit, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    device = next(model.parameters()).device
-    sides = collate([split[int(index)] for index in batch])
-    return model(sides["premise"].to(device), sides["hypothesis"].to(device))["logits"]

@@ -1,4 +1,4 @@
-"""What can be measured of finished runs of the sentence task."""
+"""The analyses of finished runs of the sentence task."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.training.trained import load_trained
 
 TEXTS = 3
-# Words of a text that is shown: as many as the paper's review has, about.
+# Length in words of the texts shown, similar to the paper's review.
 SHORTEST, LONGEST = 20, 40
 COUNTED = 500
 BATCH = 128
 
 
 def measure_attention(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    """Return the attention of each head over a few test texts, and what share of the heads has one favourite word.
+    """Return the attention of each head over a few test texts, and how much heads agree on their top words.
 
-    "heads_on_one_word": the largest share of a text's heads whose greatest weight is on the same word, and
-    "different_words": how many words are some head's favourite, means over test texts.
+    "heads_on_one_word" is the largest share of heads whose greatest weight is on the same word, and "different_words"
+    the number of words with some head's greatest weight, both as means over test texts.
 
     Raises:
         DataError: No test text is long enough.
@@ -40,29 +40,27 @@ def measure_attention(settings: RunSettings, folder: Path) -> dict[str, Any]:
     found = []
     with torch.no_grad():
         for batch in batch_by_length(data.test.lengths[counted], BATCH):
-            found += [agreement(_weights(model, data, int(number))) for number in counted[batch].tolist()]
-        maps = [_map(model, data, number) for number in chosen_texts(data)]
+            found += [count_agreement(_read_weights(model, data, int(number))) for number in counted[batch].tolist()]
+        maps = [_map_text(model, data, number) for number in choose_texts(data)]
     shares, words = np.array(found, dtype=np.float64).mean(axis=0).tolist()
     return {"numbers": {"heads_on_one_word": shares, "different_words": words}, "maps": maps}
 
 
-def agreement(weights: NDArray[np.float64]) -> tuple[float, int]:
-    """Return the largest share of heads with one favourite word, and the number of favourites, of weights [H, L].
+def count_agreement(weights: NDArray[np.float64]) -> tuple[float, int]:
+    """Return the largest share of heads with the same top word, and the number of top words, of weights [H, L].
 
-    >>> agreement(np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]]))
+    >>> count_agreement(np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]]))
     (0.75, 2)
     """
     counts = np.bincount(weights.argmax(axis=1))
     return float(counts.max() / len(weights)), int((counts > 0).sum())
 
 
-def chosen_texts(data: SentenceData) -> list[int]:
-    """Return the places in test of the texts that are shown: the first of 20 to 40 words of the class next to the last.
-
-    Of five stars that is four, as in the paper; nothing else is looked at.
+def choose_texts(data: SentenceData) -> list[int]:
+    """Return the test texts to show: the first of 20 to 40 words in the second to last class (four of five stars).
 
     Raises:
-        DataError: No test text is that long.
+        DataError: No test text has such a length.
     """
     lengths, wanted = data.test.texts[0].lengths, max(0, len(data.labels) - 2)
     inside = np.flatnonzero((lengths >= SHORTEST) & (lengths <= LONGEST))
@@ -72,21 +70,23 @@ def chosen_texts(data: SentenceData) -> list[int]:
     return ordered[:TEXTS]
 
 
-def _map(model: SelfAttentive, data: SentenceData, place: int) -> dict[str, Any]:
+def _map_text(model: SelfAttentive, data: SentenceData, place: int) -> dict[str, Any]:
     number = int(data.test.numbers[place])
-    logits = model.logits(_tokens(model, data, place, 0), _tokens(model, data, place, 1) if data.pairs else None)
+    logits = model.logits(
+        _read_tokens(model, data, place, 0), _read_tokens(model, data, place, 1) if data.pairs else None
+    )
     return {
         "words": data.words.words(number),
-        "weights": _weights(model, data, place).tolist(),
+        "weights": _read_weights(model, data, place).tolist(),
         "label": data.labels[int(data.test.labels[place])],
         "predicted": data.labels[int(logits.argmax())],
     }
 
 
-def _weights(model: SelfAttentive, data: SentenceData, place: int) -> NDArray[np.float64]:
-    return model.attend(_tokens(model, data, place, 0))[1][0].double().cpu().numpy()
+def _read_weights(model: SelfAttentive, data: SentenceData, place: int) -> NDArray[np.float64]:
+    return model.attend(_read_tokens(model, data, place, 0))[1][0].double().cpu().numpy()
 
 
-def _tokens(model: SelfAttentive, data: SentenceData, place: int, text: int) -> torch.Tensor:
+def _read_tokens(model: SelfAttentive, data: SentenceData, place: int, text: int) -> torch.Tensor:
     device = next(model.parameters()).device
     return torch.tensor([data.test.texts[text][place]], device=device)

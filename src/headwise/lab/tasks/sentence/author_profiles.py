@@ -1,7 +1,6 @@
-"""The reader of PAN's author profiles: the tweets of each author, and the author's age.
+"""The reader of PAN's author profiles (2013 to 2016): the tweets of each author, and the author's age.
 
-The corpora of 2013 to 2016 have one XML file per author with a document per tweet, and `truth.txt` with a line
-`author:::gender:::age` each.
+There is one XML file per author with a document per tweet, and `truth.txt` with lines `author:::gender:::age`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from headwise.lab.data.arrays import read_numbered_lines
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"
-# What the corpora write where an author's age is not known.
+# Age of authors whose age is unknown.
 UNKNOWN = "xx-xx"
-# a tag, not what stands between two comparisons
+# tags, but not text between "<" and ">" signs
 TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One tweet with its author and the author's age, as the corpus writes it; `number` counts an author's tweets."""
+    """One tweet with its author and the author's age; `number` counts an author's tweets."""
 
     author: str
     age: str
@@ -36,35 +35,33 @@ class Profile:
 
 @dataclass(frozen=True)
 class Profiles:
-    """The tweets of every author whose age is known, and how many authors were left out since theirs is not."""
+    """The tweets of all authors with a known age, and the number of those without, who are left out."""
 
     tweets: tuple[Profile, ...]
     ageless: int
 
 
 def find_truth(folder: Path) -> Path | None:
-    """Return the file of the authors' ages, or None where a folder holds no profiles."""
+    """Return the file of the authors' ages, or None if a folder holds no profiles."""
     found = folder / TRUTH
     return found if found.is_file() and any(folder.glob("*.xml")) else None
 
 
 def read_profiles(folder: Path) -> Profiles:
-    """Return every tweet of every author; markup is taken off, and tweets without a word are left out.
-
-    Authors whose age the corpus writes as XX-XX are left out with their tweets: that is no age to be told.
+    """Return the tweets of all authors without markup; empty tweets and authors of age XX-XX are left out.
 
     Raises:
-        DataError: A line of the truth does not fit, an author has no file or no age, or a file is no XML; the message
+        DataError: A line of the truth is malformed, an author has no file or no age, or a file is not XML; the message
             names it.
     """
-    ages = _ages(folder / TRUTH)
+    ages = _read_ages(folder / TRUTH)
     found: list[Profile] = []
     for path in sorted(folder.glob("*.xml")):
-        # later corpora write the author's language and more behind the name
+        # later corpora append the author's language and more to the name
         author = next((name for name in (path.stem, path.stem.partition("_")[0]) if name in ages), None)
         if author is None:
             raise DataError(f"{path}: {folder / TRUTH} has no line for author {path.stem!r}; add it or take the file.")
-        found += _tweets(path, author, ages[author])
+        found += _read_tweets(path, author, ages[author])
     present = {profile.author for profile in found}
     absent = next((author for author in ages if author not in present), None)
     if absent is not None:
@@ -75,7 +72,7 @@ def read_profiles(folder: Path) -> Profiles:
     return Profiles(tweets, sum(age == UNKNOWN for age in ages.values()))
 
 
-def _ages(path: Path) -> dict[str, str]:
+def _read_ages(path: Path) -> dict[str, str]:
     ages: dict[str, str] = {}
     for number, line in read_numbered_lines(path):
         if not line.strip():
@@ -84,12 +81,12 @@ def _ages(path: Path) -> dict[str, str]:
         if len(fields) < 3 or not fields[0] or not fields[2]:
             raise DataError(f"{path}, line {number}: {line[:60]!r}; expected author{BETWEEN}gender{BETWEEN}age.")
         if fields[0] in ages:
-            raise DataError(f"{path}, line {number}: author {fields[0]!r} stands here a second time; keep one line.")
+            raise DataError(f"{path}, line {number}: author {fields[0]!r} occurs a second time; keep one line.")
         ages[fields[0]] = fields[2].lower()
     return ages
 
 
-def _tweets(path: Path, author: str, age: str) -> list[Profile]:
+def _read_tweets(path: Path, author: str, age: str) -> list[Profile]:
     try:
         root = ET.parse(path).getroot()
     except (ET.ParseError, OSError) as error:

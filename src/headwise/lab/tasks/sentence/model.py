@@ -15,8 +15,8 @@ from headwise.nn.additive import AdditiveAttention
 class HeadGate(nn.Module):
     """The factors of two sentences, multiplied head by head (Lin et al. 2017, appendix A).
 
-    F_h = (M1_h W1_h) * (M2_h W2_h), with M1, M2 [B, r, d] the heads of both sentences and W1, W2 [r, d, d]: a matrix a
-    head and sentence, without bias.
+    F_h = (M1_h W1_h) * (M2_h W2_h), with M1, M2 [B, r, d] the heads of both sentences and W1, W2 [r, d, d]: one matrix
+    per head and sentence, without bias.
 
     Args:
         num_heads: Number of heads r.
@@ -37,7 +37,7 @@ class HeadGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each matrix anew: uniform, with the variance of Glorot and Bengio 2010."""
+        """Draw new matrices: uniform, with the variance of Glorot and Bengio 2010."""
         bound = (3.0 / self.first.shape[-1]) ** 0.5
         for weight in (self.first, self.second):
             nn.init.uniform_(weight, -bound, bound)
@@ -50,11 +50,11 @@ class HeadGate(nn.Module):
 
 
 class SelfAttentive(TextClassifier):
-    """Returns the logits of a text's class, or of that of two texts (Lin et al. 2017, section 2 and appendix A).
+    """Returns the logits of the class of a text or of two texts (Lin et al. 2017, section 2 and appendix A).
 
     H = BiLSTM(words), M = A H with A of `headwise.nn.AdditiveAttention`, and a classifier of one hidden layer on the
-    heads side by side, with dropout before both of its layers; for two texts on the factors of `HeadGate`, both read by
-    the same LSTM and attention. `model.attention` is the one attention site.
+    concatenated heads, with dropout before both of its layers. Two texts share the LSTM and the attention, and the
+    classifier is on the factors of `HeadGate`. `model.attention` is the one attention site.
 
     Args:
         words: Vectors of the tokens.
@@ -84,7 +84,7 @@ class SelfAttentive(TextClassifier):
         return self.classifier(self.dropout(F.relu(self.hidden(self.dropout(found)))))
 
     def attend(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the heads of each text side by side, [B, r * d], and their attention, [B, r, L]; padding gets none."""
+        """Return the concatenated heads of each text, [B, r * d], and their attention, [B, r, L], 0 at padding."""
         padding = tokens == 0
         lengths = (~padding).sum(dim=1).cpu()
         if not bool((lengths > 0).all()):

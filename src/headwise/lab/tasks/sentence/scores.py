@@ -1,4 +1,4 @@
-"""Measures of a classifier's answers besides accuracy: loss, calibration and, for two classes, ranking."""
+"""Further measures of a classifier's answers: loss, calibration and, for two classes, ranking."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ SHOWN = (
     Measure("MCC", "MCC", digits=3),
     Measure("F1", "F1", digits=3),
 )
-# A probability below this counts as this in the loss.
+# Lower bound of a probability in the loss.
 LEAST = 1e-12
 
 
 def scores(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> dict[str, float]:
-    """Return the numbers of answers by name.
+    """Return measures by name of class probabilities [N, C] for items with labels [N].
 
-    "error" (share of wrong answers, %), "NLL" (mean negative log likelihood, nats), "ECE" and "OE" of 15 bins (An et
-    al. 2020, appendix C.4), and where there are two classes, the last of which is the positive one, "AUC-ROC", "AUC-PR"
-    (average precision), "MCC" and "F1".
-
-    Args:
-        probabilities: Probability of each class, [N, C].
-        labels: The right class of each, [N].
+    "error" (share of wrong answers, %), "NLL" (mean negative log likelihood, nats), "ECE" and "OE" with 15 bins (An et
+    al. 2020, appendix C.4), and for two classes, the last one positive, "AUC-ROC", "AUC-PR" (average precision), "MCC"
+    and "F1".
 
     >>> found = scores(np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), np.array([0, 1, 1]))
     >>> round(found["error"], 1), found["AUC-ROC"], round(found["F1"], 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import LengthBatches, batch_by_length
-from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
+from headwise.lab.data.batching import batch_by_length
+from headwise.lab.experiment.answers import ClassifierTask
+from headwise.lab.experiment.evaluation import round_to_bins
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Accuracy
-from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.experiment.task import Answers
 from headwise.lab.models.text_classifiers import (
     SentenceClassifier,
     SentenceCNN,
@@ -34,15 +35,14 @@ from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
 
 BATCH = 128
-PROBED = 256
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (10, 20, 40, 80, 160)
 MODELS: Mapping[str, type[SentenceClassifier]] = {"cnn": SentenceCNN, "bilstm": SentenceLSTM}
-# Of a pair's words, which text they are of: one word occurring in both is two features.
+# Prefixes of the words of a pair: a word in both texts is two features.
 SIDES = ("", "2:")
 
 
-class SentenceTask(Task):
+class SentenceTask(ClassifierTask):
     """Self-attentive sentence classification (Lin et al. 2017; An et al. 2020, section 5.1); see `task.Task`."""
 
     name = "sentence"
@@ -54,6 +54,7 @@ class SentenceTask(Task):
     models = tuple(MODELS)
     shown = SHOWN
     analyses = ANALYSES
+    probe_batch = BATCH
 
     def load(
         self, folder: Path | None, scale: SentenceScale, cache: Path | None, *, progress: bool = False
@@ -62,7 +63,7 @@ class SentenceTask(Task):
         if folder is None:
             raise DataError(
                 "sentence needs --data: a set's folder (Yelp, SNLI or SICK, PAN's author profiles; or train.tsv, "
-                "test.tsv and perhaps dev.tsv), or a file of your own with a label and one text, or two, in each line."
+                "test.tsv and perhaps dev.tsv), or a single file with a label and one or two texts in each line."
             )
         return load_sentences(folder, scale, cache, progress=progress)
 
@@ -78,10 +79,6 @@ class SentenceTask(Task):
         """Return a temporal CNN, or a bidirectional LSTM with the mean of its states."""
         return MODELS[name](_word_vectors(data, scale), len(data.labels), texts=1 + data.pairs)
 
-    def batches(self, data: SentenceData, scale: SentenceScale, seed: int) -> LengthBatches:
-        """Return batches of examples of like length."""
-        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
-
     def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """Return a padded batch."""
         return collate(examples)
@@ -91,7 +88,7 @@ class SentenceTask(Task):
         return {"pooled": float((probabilities(model, data.dev).argmax(axis=1) == data.dev.labels).mean())}
 
     def on_test(self, model: TextClassifier, data: SentenceData) -> Answers:
-        """Return the predicted classes, whether they are right, and `sentence_scores.scores`."""
+        """Return the predicted classes, whether they are right, and `scores.scores`."""
         return _answers(probabilities(model, data.test), data.test)
 
     def losses(self, model: TextClassifier, data: SentenceData) -> NDArray[np.float64]:
@@ -103,18 +100,12 @@ class SentenceTask(Task):
         """Return the number of words of each test example, rounded up to the end of its bin."""
         return round_to_bins(data.test.lengths, BINS)
 
-    def probe(self, model: TextClassifier, data: SentenceData) -> Iterator[None]:
-        """Run the model on dev examples, a batch each time it is asked."""
-        for batch in spread_batches(data.dev.lengths, PROBED, BATCH):
-            _logits(model, data.dev, batch)
-            yield
-
     def baseline(self, name: str, data: SentenceData, seed: int) -> Answers:
         """Return the answers of the most frequent class, or of a regression on naive Bayes log-count ratios."""
         if name == "majority":
             shares = np.bincount(data.train.labels, minlength=len(data.labels)) / len(data.train)
             return _answers(np.tile(shares, (len(data.test), 1)), data.test)
-        # scikit-learn takes seconds to import, and only the worker that fits a baseline needs it
+        # scikit-learn takes seconds to import
         from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
 
         train, test = _words(data, data.train), _words(data, data.test)
@@ -134,7 +125,8 @@ def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64
     """Return the probability of each class, [N, C], of each example of a split, in the split's order."""
     found = None
     for batch in batch_by_length(split.lengths, BATCH):
-        answered = torch.softmax(_logits(model, split, batch).double(), dim=-1).cpu().numpy()
+        logits = SentenceTask().logits(model, split, batch)
+        answered = torch.softmax(logits.double(), dim=-1).cpu().numpy()
         found = np.zeros((len(split), answered.shape[1])) if found is None else found
         found[batch] = answered
     assert found is not None  # no split is empty
@@ -144,12 +136,6 @@ def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64
 def _answers(found: NDArray[np.float64], split: Sentences) -> Answers:
     predicted = found.argmax(axis=1)
     return Answers(predicted == split.labels, predicted, scores(found, split.labels))
-
-
-def _logits(model: TextClassifier, split: Sentences, batch: Sequence[int] | NDArray[np.int64]) -> Tensor:
-    device = next(model.parameters()).device
-    made = collate([split[int(index)] for index in batch])
-    return model(**{name: ids.to(device) for name, ids in made.items() if name != "labels"})["logits"]
 
 
 def _word_vectors(data: SentenceData, scale: SentenceScale) -> WordVectors:

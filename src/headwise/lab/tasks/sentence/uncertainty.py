@@ -21,13 +21,13 @@ from headwise.lab.tasks.sentence.words import tokenize
 from headwise.lab.training.trained import load_trained
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
 
-# Other texts that a model is asked about, at most.
-ASKED = 2_000
+# Maximum number of texts from another domain.
+MOST_TEXTS = 2_000
 
 
 def measure_reliability(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    """Return ECE and OE on the test set, and the bins they follow from."""
-    model, data = _sentence(settings, folder)
+    """Return ECE and OE on the test set, and their bins."""
+    model, data = _load_model(settings, folder)
     test = data.test
     with torch.no_grad():
         found = torch.from_numpy(probabilities(model, test))
@@ -42,28 +42,27 @@ def read_reliability(analysis: dict[str, Any]) -> Reliability:
 
 
 def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
-    """Return the entropy of what a model predicts of texts of another kind, none of whose classes it was trained on.
+    """Return the entropy of a model's predictions on texts from another domain, `SentenceScale.out_of_domain`.
 
-    The texts are those of `SentenceScale.out_of_domain`, a text a line or with labels that are not looked at, cut and
-    encoded like the model's own.
+    Each line has one text; labels are ignored. Texts are truncated and encoded like those of the task.
 
     Raises:
         SettingError: The scale names no such file.
         DataError: It cannot be read.
     """
-    model, data = _sentence(settings, folder)
+    model, data = _load_model(settings, folder)
     scale = settings.scale
     assert isinstance(scale, SentenceScale)
     about = identify_texts(scale)
     assert scale.out_of_domain is not None
     if data.pairs:
-        raise DataError("the model was trained on pairs; ask it about pairs, or train on texts.")
+        raise DataError("the model was trained on pairs; expected one trained on single texts.")
     others = read_texts(scale.out_of_domain)
-    chosen = [others[number] for number in spread_evenly(len(others), ASKED)]
+    chosen = [others[number] for number in spread_evenly(len(others), MOST_TEXTS)]
     texts = Ragged.of([encode(words[: scale.max_words], data.vocabulary) for words in tokenize(chosen) if words])
-    asked = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), np.arange(len(texts)))
+    split = Sentences((texts,), np.zeros(len(texts), dtype=np.int64), np.arange(len(texts)))
     with torch.no_grad():
-        entropies = predictive_entropy(torch.from_numpy(probabilities(model, asked)))
+        entropies = predictive_entropy(torch.from_numpy(probabilities(model, split)))
     classes = len(data.labels)
     return {
         "numbers": {
@@ -78,10 +77,7 @@ def measure_entropy(settings: RunSettings, folder: Path) -> dict[str, Any]:
 
 
 def identify_texts(scale: Any) -> str:
-    """Return what tells the texts that `measure_entropy` is about from others: a digest of their file.
-
-    Args:
-        scale: The scale of a run.
+    """Return the digest of the texts that `measure_entropy` is about.
 
     Raises:
         SettingError: The scale names no such file.
@@ -94,7 +90,7 @@ def identify_texts(scale: Any) -> str:
     return digest("out of domain", [place])
 
 
-def _sentence(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:
+def _load_model(settings: RunSettings, folder: Path) -> tuple[TextClassifier, SentenceData]:
     trained = load_trained(settings, folder)
     assert isinstance(trained.model, TextClassifier)
     return trained.model, trained.data
