@@ -101,7 +101,7 @@ def test_a_cost_lies_in_its_interval_and_the_summary_is_kept_with_it(record, run
 def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, monkeypatch):
     settings, folder = run
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
-    real, left = head_removal._values, [6]
+    real, left = head_removal._compute_values, [6]
 
     def stopping(trained):
         if not left[0]:
@@ -109,7 +109,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, mo
         left[0] -= 1
         return real(trained)
 
-    monkeypatch.setattr(head_removal, "_values", stopping)
+    monkeypatch.setattr(head_removal, "_compute_values", stopping)
     with pytest.raises(RuntimeError, match="stopped"):
         measure_redundancy(settings, tmp_path / "run")
     assert len(read_json(tmp_path / "run" / UNFINISHED)["heads"]) == 5

@@ -46,7 +46,7 @@ def test_the_ratio_is_the_median_within_rounds_and_each_model_comes_first_as_oft
 
         return step
 
-    monkeypatch.setattr(step_time, "_step", stand_in)
+    monkeypatch.setattr(step_time, "_make_step", stand_in)
     monkeypatch.setattr(step_time.time, "perf_counter", lambda: now[0])
     found = measure_step_time(settings, tmp_path)
     assert found["numbers"] == {STEP_RATIO: 1.5, "plain_again": 1.0}
@@ -72,7 +72,9 @@ def test_a_step_is_a_training_step_of_the_arm(settings):
     attach = step_time.attach_arm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_time, "attach_arm", kept)
-        steps = [step_time._step(task, parse_arm(name), data, settings) for name in ("plain", "svgd:alpha=5", "output")]
+        steps = [
+            step_time._make_step(task, parse_arm(name), data, settings) for name in ("plain", "svgd:alpha=5", "output")
+        ]
     torch.manual_seed(0)
     for step in steps:
         step(batch)

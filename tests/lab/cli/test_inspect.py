@@ -67,10 +67,10 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
 
-    from headwise.lab.cli.head_reports import _encode, _sentences
+    from headwise.lab.cli.head_reports import _encode, _read_weights
 
     inspected, _ = _encode(folders / "bert-0", folders / "text.txt", None)
-    found, repeated = _sentences(inspected, 3)
+    found, repeated = _read_weights(inspected, 3)
     assert not repeated
     assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
     ids = torch.tensor([[2, WORDS.index("<b>"), WORDS.index("the"), WORDS.index("car"), 3]])

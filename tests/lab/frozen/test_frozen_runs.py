@@ -254,7 +254,7 @@ def test_one_query_a_text_has_no_pairs_of_roles(run_of, pipeline, tmp_path):
 def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path, capsys):
     text = text_of("logic", tmp_path)
     folder = str(run_of("logic")[0])
-    assert "leave --pipeline out" in refused(capsys, "inspect", folder, "--text", str(text), "--pipeline", pipeline)
+    assert "omit --pipeline" in refused(capsys, "inspect", folder, "--text", str(text), "--pipeline", pipeline)
     text.write_text("a\n\n( a ( and b )\n")
     assert "line 3: 1 bracket is not closed" in refused(capsys, "inspect", folder, "--text", str(text))
     text.write_text("a\n\n( a ( xor b ) )\n")

@@ -56,7 +56,7 @@ def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen
         None,
         list_files(folder),
         score=Fidelity if pairs else Agreement,
-        note="This run compares two texts; each line was read as one, and fidelity is of its concatenated heads."
+        note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
         if pairs
         else "",
         longest=f"{scale.max_words} words",
