@@ -26,11 +26,8 @@ TABLE_1 = Reproduction(
     extra="nothing; a sum of terms has each with weight 1, which the paper leaves unsaid",
     claims=(
         Claim("Each term alone improves on the baseline.", compare_arms(_TERMS, "plain")),
-        Claim("The output term is the best.", (Contrast(_OUTPUT, _SUBSPACE), Contrast(_OUTPUT, _POSITION))),
-        Claim(
-            "The position term is less effective than the other two.",
-            (Contrast(_SUBSPACE, _POSITION), Contrast(_OUTPUT, _POSITION)),
-        ),
+        Claim("The output term is the best.", compare_arms(_OUTPUT, (_SUBSPACE, _POSITION))),
+        Claim("The position term is less effective than the other two.", compare_arms((_SUBSPACE, _OUTPUT), _POSITION)),
         Claim(
             "Sums of terms do not improve further on the output term alone.", compare_arms(_SUMS, _OUTPUT), tested=False
         ),
@@ -107,7 +104,7 @@ TABLE_3 = Reproduction(
         Claim("EM routing is better than simple routing.", compare_arms(_EM, _SIMPLE)),
         Claim(
             "Self-attention, of encoder and decoder, gains more than the attention between them.",
-            (Contrast(_EM, _EM_CROSS), Contrast(_EM_DECODER, _EM_CROSS)),
+            compare_arms((_EM, _EM_DECODER), _EM_CROSS),
         ),
         Claim(
             "Several kinds of attention together improve a little further.",
@@ -122,9 +119,7 @@ TABLE_3 = Reproduction(
             "Routing in the encoder hardly slows decoding; elsewhere it does (seconds for the test set).",
             shown=(Numbers("decoding_seconds", "decoding, s", ("plain", _EM, _EM_DECODER, "em"), digits=1),),
         ),
-        claim_control(
-            "What routing adds is the agreement, not its parameters", (Contrast(_EM, _TRUNK), Contrast(_SIMPLE, _TRUNK))
-        ),
+        claim_control("What routing adds is the agreement, not its parameters", compare_arms((_EM, _SIMPLE), _TRUNK)),
     ),
     published=Published(
         EN_DE,
@@ -186,7 +181,7 @@ TABLE_4 = Reproduction(
             compare_arms(_ALL, (_UPPER, _LOWER, _TWO)),
             tested=False,
         ),
-        Claim("One layer alone is worse than the first two.", (Contrast(_TWO, _LAST), Contrast(_TWO, _FIRST))),
+        Claim("One layer alone is worse than the first two.", compare_arms(_TWO, (_LAST, _FIRST))),
         Claim(
             "Every choice of layers improves on the baseline.",
             compare_arms((_ALL, _UPPER, _LOWER, _TWO, _LAST, _FIRST), "plain"),
