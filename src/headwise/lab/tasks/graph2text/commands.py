@@ -52,7 +52,7 @@ def rate(
         form, key = write_rating(out, found, (run, against), names, count=items, seed=seed)
         make_outputs_page(found[:items], names, title="Texts of two runs").write(out / "outputs.html")
     typer.echo(f"form: {form}, for the raters: each saves a file")
-    typer.echo(f"key: {key}, not for them: headwise ratings {key} FILE...")
+    typer.echo(f"key: {key}, not for the raters: headwise ratings {key} FILE...")
     typer.echo(f"texts with names: {out / 'outputs.html'}")
 
 
@@ -69,7 +69,7 @@ def ratings(
     found = read_ratings(key, files)
     standard_console().print(draw_ratings(found))
     if record:
-        typer.echo(f"kept: {record_ratings(found)}")
+        typer.echo(f"saved: {record_ratings(found)}")
 
 
 def _name(run: Path) -> str:

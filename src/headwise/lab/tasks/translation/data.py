@@ -238,14 +238,11 @@ def collate(examples: Sequence[TranslationExample]) -> dict[str, Tensor]:
     """
     if not examples:
         raise DataError("collate was given no examples; expected at least one.")
-    for side in ("source", "target"):
-        empty = next((index for index, example in enumerate(examples) if not example[side]), None)
-        if empty is not None:
-            raise DataError(f"{side} {empty} of the batch has no tokens; expected at least one.")
-    return {
-        "input_ids": pad([example["source"] for example in examples], PADDING),
-        "labels": pad([example["target"] for example in examples], IGNORED),
-    }
+    sides = {"source": [one["source"] for one in examples], "target": [one["target"] for one in examples]}
+    for name, rows in sides.items():
+        if [] in rows:
+            raise DataError(f"{name} {rows.index([])} of the batch has no tokens; expected at least one.")
+    return {"input_ids": pad(sides["source"], PADDING), "labels": pad(sides["target"], IGNORED)}
 
 
 def _summary(name: str, counts: Mapping[str, Any]) -> str:

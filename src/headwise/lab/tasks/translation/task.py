@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import sacrebleu
@@ -182,7 +182,7 @@ class TranslationTask(Task):
 
 
 class ScaledTranslation:
-    """A corpus as a scale sees it: its splits cut to the scale's size.
+    """A corpus with its splits cut to a scale's size.
 
     Attributes:
         whole: The data that was prepared.
@@ -196,26 +196,26 @@ class ScaledTranslation:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what the data follows from; the caps are part of the scale's record."""
+        """Digest of what the data depends on; the caps are part of the scale's record."""
         if self.scale.pipeline is None:
             return self.whole.fingerprint
         return f"{self.whole.fingerprint}{PARSED_BY}{hash_pipeline(self.scale.pipeline)}"
 
     def summary(self) -> str:
-        """Return what the data is: the corpus, and for each split what was kept and how much of it this scale sees."""
+        """Return the corpus, and for each split its size and how much of it this scale uses."""
         seen = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
         whole = {name: len(split) for name, split in self.whole.splits.items()}
         parts = [f"{size:,} of {name}" for name, size in seen.items() if size < whole[name]]
         cut = f"\nscale {self.scale.name} takes the first {', '.join(parts)}" if parts else ""
         return self.whole.summary() + cut
 
-    def sources(self, split: str) -> list[str]:
-        """Return the source lines of dev or test."""
-        return self.whole.sources(split)[: len(self.dev if split == "dev" else self.test)]
+    def sources(self, split: Literal["dev", "test"]) -> list[str]:
+        """Return the source lines of a split."""
+        return self.whole.sources(split)[: len(getattr(self, split))]
 
-    def references(self, split: str) -> list[str]:
-        """Return the target lines of dev or test."""
-        return self.whole.references(split)[: len(self.dev if split == "dev" else self.test)]
+    def references(self, split: Literal["dev", "test"]) -> list[str]:
+        """Return the target lines of a split."""
+        return self.whole.references(split)[: len(getattr(self, split))]
 
 
 def build_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
