@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise.lab.data.batching import LengthBatches, batch_by_length
+from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.evaluation import spread_batches
 from headwise.lab.experiment.task import Answers, Task
 
@@ -59,9 +59,8 @@ class ClassifierTask(Task):
 
     def logits(self, model: Any, split: Any, places: NDArray[np.int64]) -> Tensor:
         """Return the logits of some items of a split."""
-        device = next(model.parameters()).device
-        batch = self.collate([split[int(place)] for place in places])
-        return model(**{name: tensor.to(device) for name, tensor in batch.items() if name != "labels"})["logits"]
+        batch = to_device(self.collate([split[int(place)] for place in places]), model)
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"})["logits"]
 
 
 def predict_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ class EncoderMasks:
         self._hook = encoder.register_forward_pre_hook(self._read, with_kwargs=True)
 
     def remove(self) -> None:
-        """Take the masks away."""
+        """Remove the masks."""
         self._hook.remove()
         self.guidance.remove()
 
@@ -57,15 +57,14 @@ class EncoderMasks:
 
 
 def mask_encoder(model: Any, masks: MaskFunction, *, sites: Heads | None = None) -> EncoderMasks:
-    """Let heads of an encoder attend only where a mask allows; returns a handle that takes the masks away.
+    """Let heads of an encoder attend only where a mask allows; returns a handle that removes the masks.
 
-    A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a mask (Wang et al. 2021), as `guide` has it; here
-    each forward of the encoder makes its own. In generate() the encoder runs once, so that all beams of a source decode
-    the same masked states.
+    As `guide`, A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a mask (Wang et al. 2021), but each
+    forward of the encoder makes its masks. In generate() the encoder runs once for all beams.
 
     Args:
-        model: An encoder-decoder with Hugging Face's get_encoder(): `Seq2Seq`, Marian and their like.
-        masks: Called once a forward of the encoder with its ids [B, S] and which of them are real, bool [B, S].
+        model: An encoder-decoder with Hugging Face's get_encoder(), such as `Seq2Seq` or Marian.
+        masks: Called once per forward of the encoder with its ids [B, S] and False at padding, bool [B, S].
         sites: The attentions to guide; None for all of the encoder.
 
     Raises:

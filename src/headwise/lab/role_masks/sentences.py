@@ -1,6 +1,6 @@
 """The masks of an arm's roles, batch by batch: the roles of each sentence, or the control that replaces them.
 
-The mask of a sentence follows from the run's seed and the sentence alone, so that a resumed run has the same masks.
+The mask of a sentence depends on the run's seed and the sentence only, so that a resumed run has the same masks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ AS_RELEASED: tuple[RoleSetting, ...] = (
     Major.released(),
     Window.released(),
 )
-# Draws of a sentence with another parse before every sentence of that length is looked at.
+# Number of random sentences to try before all sentences of that length.
 TRIES = 20
 
 
 class Donors:
-    """For each sentence the parse of another one: a training sentence of as many words, with another tree or relations.
+    """Gives each sentence the parse of a training sentence of equal length with another tree or other relations.
 
-    Where there is none, the words of the sentence are drawn anew into its own tree.
+    If there is none, the words of the sentence are shuffled over its own tree.
 
     Args:
-        table: The words and the parse of a sentence by its number.
-        lengths: Words of each sentence, by its number.
+        table: Returns the words and the parse of a sentence by its number.
+        lengths: Number of words of each sentence, by its number.
         pool: Numbers of the training sentences.
         seed: Seed of the draws.
     """
@@ -79,18 +79,18 @@ class Donors:
 
 
 class RoleMasks:
-    """Makes the mask of a batch; masks of sentences are made once and kept, eight cells a byte.
+    """Makes the mask of a batch; masks of sentences are made once and kept as bits.
 
     Args:
-        guided: The roles and what replaces them.
-        table: The words of a sentence by its number, with a parse where a role needs one.
-        donors: The words of a sentence with another parse, by its number.
-        rarity: How rare a word is, from the training split.
-        num_heads: Heads of a layer.
+        guided: The roles and their replacements.
+        table: Returns the words of a sentence by its number, with a parse if a role needs one.
+        donors: Returns the words of a sentence with another parse, by its number.
+        rarity: Rarity of words in the training split.
+        num_heads: Number of heads of a layer.
         seed: Seed of the run, for random masks.
-        encoding: The tokens of a sentence by its number, as `headwise.align` takes them; None where each word is
-            a token, with one before and one after the words.
-        pipeline: What parsed the sentences, to be remembered; None for no parses.
+        encoding: Returns the tokens of a sentence by its number, as for `headwise.align`; None if each word is a token,
+            with one token before and one after the words.
+        pipeline: The pipeline that parsed the sentences, to record; None for no parses.
 
     Raises:
         SettingError: There are more roles than heads.
@@ -113,7 +113,7 @@ class RoleMasks:
         self.guided, self.table, self.donors = guided, table, donors
         self.num_heads, self.seed, self.encoding = num_heads, seed, encoding
         self.rarity, self.pipeline = rarity, pipeline
-        # a dropped role's head is a regular one, which padding alone masks
+        # the head of a dropped role is regular
         self.names = tuple(name for name in guided.roles if name not in guided.drop)
         self.heads = tuple(guided.roles.index(name) for name in self.names)
         settings: dict[str, RoleSetting] = dict(zip(ROLES, AS_RELEASED if guided.released else AS_STATED, strict=True))
@@ -124,7 +124,7 @@ class RoleMasks:
         """Return the mask of a batch with "tokens" [B, L], 0 at pads, and "numbers" [B]."""
         tokens, numbers = batch["tokens"], batch["numbers"].tolist()
         new = [number for number in dict.fromkeys(numbers) if number not in self._kept]
-        for number, mask in zip(new, self._made(new), strict=True):
+        for number, mask in zip(new, self._make(new), strict=True):
             self._kept[number] = (mask.shape[-1], np.packbits(mask))
         size = tokens.shape[1]
         masks = np.zeros((len(numbers), len(self.names), size, size), dtype=bool)
@@ -140,14 +140,14 @@ class RoleMasks:
         )
 
     def keep(self, folder: Path) -> None:
-        """Write what makes masks of sentences in no data into a run's folder; `read_roles` reads it."""
+        """Write the files of `read_roles` into a run's folder."""
         write_roles(folder, self.rarity, self.pipeline)
 
     def forget(self) -> None:
-        """Drop the masks that are kept; they are made again, the same."""
+        """Drop the kept masks; they are rebuilt identically when needed."""
         self._kept.clear()
 
-    def _made(self, numbers: Sequence[int]) -> list[NDArray[np.bool_]]:
+    def _make(self, numbers: Sequence[int]) -> list[NDArray[np.bool_]]:
         """Return the masks of sentences, each [R, n, n] with n its tokens."""
         if not numbers:
             return []
