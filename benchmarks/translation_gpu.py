@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.lab.data.batching import batch_by_tokens
+from headwise.lab.data.subwords import PADDING, START
 from headwise.lab.experiment.arm_text import parse_arms
 from headwise.lab.experiment.method import Aggregate
 from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
-from headwise.lab.tasks.translation.model import PADDING, START
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.attach import Methods

@@ -77,11 +77,11 @@ def complete_splits(
     if "dev" not in whole:
         # before items of test are dropped, so that dev does not depend on test
         train = whole["train"]
-        places = split_by_hash([groups[number] for number in train.tolist()])
+        places = split_by_hash([groups[int(number)] for number in train])
         whole["train"] = np.sort(train[np.concatenate([places["train"], places["test"]])])
         whole["dev"] = train[places["dev"]]
     whole = {name: whole[name] for name in ("train", "dev", "test")}
-    kept = drop_shared({name: [keys[number] for number in chosen.tolist()] for name, chosen in whole.items()})
+    kept = drop_shared({name: [keys[int(number)] for number in chosen] for name, chosen in whole.items()})
     found = {name: chosen[kept[name]] for name, chosen in whole.items()}
     return found, sum(map(len, whole.values())) - sum(map(len, found.values()))
 

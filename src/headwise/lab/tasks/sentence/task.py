@@ -125,7 +125,7 @@ def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64
     """Return the probability of each class, [N, C], of each example of a split, in the split's order."""
     found = None
     for batch in batch_by_length(split.lengths, BATCH):
-        logits = SentenceTask().logits(model, split, batch)
+        logits = SentenceTask().logits(model, split, np.asarray(batch))
         answered = torch.softmax(logits.double(), dim=-1).cpu().numpy()
         found = np.zeros((len(split), answered.shape[1])) if found is None else found
         found[batch] = answered

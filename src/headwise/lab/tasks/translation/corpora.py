@@ -204,12 +204,13 @@ def _iwslt14() -> Corpus:
 def _wmt_english_german(name: str, news: str, official: tuple[Parts, Parts], test: str, news_version: str) -> Corpus:
     """Return a corpus of Europarl, Common Crawl and News Commentary; `test` is the test set of the partial layout."""
     stems = "training/europarl-v7.de-en", "commoncrawl.de-en", news
-    partial = (_english_german(stem) for stem in ("europarl20k", "newstest2013", test))
+    train, dev, held_out = (_english_german(stem) for stem in ("europarl20k", "newstest2013", test))
+    partial = Layout("partial", train, dev, held_out)
     return Corpus(
         name,
         "en",
         "de",
-        (Layout("official", _english_german(*stems), *official), Layout("partial", *partial)),
+        (Layout("official", _english_german(*stems), *official), partial),
         Cleaning(longest=250, ratio=1.5),
         (EUROPARL, COMMON_CRAWL, NEWS_COMMENTARY[news_version], DEV_SETS[name]),
     )

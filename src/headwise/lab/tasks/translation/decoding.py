@@ -14,9 +14,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.batching import batch_by_tokens, to_device
-from headwise.lab.data.subwords import END, Subwords
+from headwise.lab.data.subwords import END, PADDING, START, Subwords
 from headwise.lab.tasks.translation.data import TranslationSplit, collate
-from headwise.lab.tasks.translation.model import IGNORED, PADDING, START
+from headwise.lab.tasks.translation.model import IGNORED
 
 # A target may be this many times as long as its source, and this many tokens longer.
 LONGER, EXTRA = 2, 10

@@ -12,8 +12,9 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from typing_extensions import override
 
+from headwise.lab.data.subwords import END, PADDING, START
 from headwise.lab.models.electra import draw_normal
-from headwise.lab.tasks.translation.model import END, IGNORED, PADDING, START, Seq2SeqConfig
+from headwise.lab.tasks.translation.model import IGNORED, Seq2SeqConfig
 
 LONGEST = 512
 

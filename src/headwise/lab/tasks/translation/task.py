@@ -17,6 +17,7 @@ from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise.lab.data.spacy_pipelines import hash_pipeline
+from headwise.lab.data.subwords import PADDING
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.guided import Guided, require_parses
@@ -35,7 +36,7 @@ from headwise.lab.tasks.translation.data import (
 )
 from headwise.lab.tasks.translation.decoding import compute_pair_losses, decode_sources, negative_log_likelihood
 from headwise.lab.tasks.translation.marian import Marian
-from headwise.lab.tasks.translation.model import PADDING, Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
