@@ -3,8 +3,6 @@
 A message says what was given, what was expected and what to do, with names and numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Module paths of version 0.1 that were documented and have moved: they still import, with a DeprecationWarning."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -4,8 +4,6 @@ All functions are collective: every process of the parameter's mesh calls them i
 imported only where needed. Engines that flatten parameters (FSDP1, DeepSpeed ZeRO) are recognized by name and refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

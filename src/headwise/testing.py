@@ -3,8 +3,6 @@
 Each check raises `AssertionError` and names what was violated, so it works in any test runner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -9,8 +9,6 @@ Every term also comes as `*_sum`, a sum over valid tokens and their number, to p
 no valid token the mean is 0: raising would require reading the mask's values in every step.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 A head is removed by zeroing its slice of the output projection's input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A separate bias on the attention scores of each head of an existing model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ Masks come in two conventions: torch's `key_padding_mask` (True is padding) and 
 or an additive 0 may be attended to), which also holds causality and windows.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace

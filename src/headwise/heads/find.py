@@ -3,8 +3,6 @@
 `headwise.verify` proves what a row claims.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Which calls of attention modules belong to one forward pass of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The heads in one parameter, and the module that plays W_O."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -7,8 +7,6 @@ module without listeners computes exactly what the underlying implementation com
 Imported by `find_heads` only, and only for models whose modules come from transformers.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import weakref

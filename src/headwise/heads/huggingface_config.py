@@ -4,8 +4,6 @@ The configuration itself never changes, so copies, saved files and models built 
 including the attention implementation, show in the view at once.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

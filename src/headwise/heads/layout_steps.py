@@ -1,7 +1,5 @@
 """What the layout rows share: reading names and sizes, finding W_O, and building slices and sites."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn

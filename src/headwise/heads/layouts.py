@@ -3,8 +3,6 @@
 A row recognizes a module by what it holds, never by its class name, and refuses sizes that do not fit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """How a module that projects queries, keys, values or outputs does so: its weight, and the weight's orientation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

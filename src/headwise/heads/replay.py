@@ -1,7 +1,5 @@
 """Repeated calls of one attention module with chosen queries, keys and values."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Outputs are read at the module that plays W_O, values where they are projected, weights where the scores are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Proof, by experiments on a float64 copy, that a layout reads a model's heads correctly."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ What they test holds for every softmax attention, whatever its norms, positions,
 of features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

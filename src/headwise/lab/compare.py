@@ -3,8 +3,6 @@
 Run again, it keeps finished runs and resumes interrupted ones; nothing is overwritten.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tuning an arm by random search: the same number of draws for every arm, scored on dev; the test split is not used."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

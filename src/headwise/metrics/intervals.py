@@ -1,7 +1,5 @@
 """Confidence intervals of means by Student's t, without scipy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import NormalDist

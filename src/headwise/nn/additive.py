@@ -1,7 +1,5 @@
 """Additive attention whose heads are learned queries, as in self-attentive sentence embeddings."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

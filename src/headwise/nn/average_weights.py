@@ -5,8 +5,6 @@ are recomputed from queries and keys in the forward pass and again in the backwa
 are kept in between.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

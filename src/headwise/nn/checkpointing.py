@@ -3,8 +3,6 @@
 By then those listeners may be gone, or others attached.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

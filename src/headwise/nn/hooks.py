@@ -1,7 +1,5 @@
 """Hooks that serve one module, and handles that remove them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """torch's multi-head attention with a visible output projection, and a way to convert stock modules to it."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -1,7 +1,5 @@
 """The attention scores of one call: observers of the weights, and biases added to the scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ autograd gives the gradients too. Arguments are those of the fast forms with one
 least one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

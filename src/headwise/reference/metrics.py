@@ -4,8 +4,6 @@ No code is shared with `headwise.metrics`. Arguments are those of the fast forms
 keep at least one token.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

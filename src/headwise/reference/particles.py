@@ -7,8 +7,6 @@ its bandwidth fixed, alpha, beta, epsilon, xi, tau and N as in the equations. Ke
 # The papers' letters include capital M, N and R.
 # ruff: noqa: N803, N806
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

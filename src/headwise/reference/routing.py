@@ -6,8 +6,6 @@ One token at a time. V[h][n] is a vote of c numbers.
 # The paper's letters include capitals.
 # ruff: noqa: N803, N806
 
-from __future__ import annotations
-
 import math
 
 Vector = list[float]

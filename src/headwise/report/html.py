@@ -4,8 +4,6 @@ A page is one file that can be mailed, opened from disk and printed. Its content
 load anything, and to run any script except those of the page's own views, which are listed by their digests.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

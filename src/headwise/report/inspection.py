@@ -1,7 +1,5 @@
 """The page of `headwise inspect`: pick a layer, head and sentence; see attention, similarity and removal cost."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass

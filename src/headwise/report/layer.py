@@ -1,7 +1,5 @@
 """The measures of the heads of one attention module, as plain numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

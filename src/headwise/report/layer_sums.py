@@ -1,7 +1,5 @@
 """Sums over the calls of one attention module, from which its layer report is made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import isfinite
 

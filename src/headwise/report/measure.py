@@ -1,7 +1,5 @@
 """Measure the heads of a model on batches: their similarity, their attention, and the cost of removing each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

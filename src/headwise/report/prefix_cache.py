@@ -4,8 +4,6 @@ Removing a head changes nothing that ran before its output projection. In a repl
 then, and the query, key and value projections of the module itself, return their recorded outputs; the rest runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

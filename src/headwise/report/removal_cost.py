@@ -1,7 +1,5 @@
 """Remove each head in turn and measure the cost per item, reusing what was computed before the head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

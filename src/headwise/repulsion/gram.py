@@ -5,8 +5,6 @@ Sums are in float64 whatever the dtype of the parameters, and distances are take
 matrix of a group of several slices is the sum of theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ each other. The bandwidth h is a constant of the step: nothing is differentiated
 one whose median distance is zero, gets h = 1, so that its kernel stays finite and its repulsion is zero.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """The coefficients of one step of a particle rule, as [M, M] matrices, and how they are applied."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Hooks on the optimizers that update particle groups, and whether the present gradients were acted on."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ repulsion. The step hands g' = driving term - repulsion - noise to a descent opt
 letters of An et al. 2020. No rule reads the value of a tensor, so that a step never waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, runtime_checkable

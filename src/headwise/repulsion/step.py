@@ -5,8 +5,6 @@ parameters on views of them, without a copy of a weight. On an accelerator group
 Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ one stack, mixed there by batched products, and copied back. On a CPU the copies
 works on views. Nothing here waits for the device, so that a step can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 

@@ -4,8 +4,6 @@ A unit is a word or a special token, in the order of the text. A token that shar
 represents all of them; one that shares none (white space) represents the next word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

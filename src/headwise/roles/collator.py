@@ -1,7 +1,5 @@
 """A data collator that adds role masks to batches of text, for example for Hugging Face's Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

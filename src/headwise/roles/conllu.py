@@ -1,7 +1,5 @@
 """Read word tables from CoNLL-U, the format of Universal Dependencies treebanks and of many parsers."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator

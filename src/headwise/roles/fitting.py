@@ -1,7 +1,5 @@
 """How role masks fit a model: the calls of its attentions, its longest text, and its generate()."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 Not imported by `headwise`: use `from headwise.roles.spacy import Parser`. Needs the extra `spacy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path

@@ -3,8 +3,6 @@
 Files are written atomically and never changed. Texts that two processes parse at the same time are stored twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import secrets

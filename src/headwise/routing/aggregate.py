@@ -1,7 +1,5 @@
 """`aggregate`: replace the output projections of a model by aggregators, with a handle that undoes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Votes are H times as large as the heads they come from, and routing makes severa
 they exist for one chunk of tokens at a time, and only the concatenated heads are kept for the backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Internally, capsule dimensions come before capsules, [T, H, c, N], so that the long axis is contiguous.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -8,8 +8,6 @@ which is the reference. Importing this file imports Triton; `em_fused` does so w
 # programs are in Triton's language, whose operators and launches are untyped:
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Modules that aggregate concatenated heads, [..., H * e] to [..., d], each built from a frozen setting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

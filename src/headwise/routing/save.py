@@ -6,8 +6,6 @@ aggregators. Files are renamed to their names when complete, `headwise.json` las
 with the names of their classes; no code is stored.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import secrets

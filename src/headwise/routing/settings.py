@@ -4,8 +4,6 @@ Simple routing (Li et al. 2021, Algorithm 1), EM routing (Algorithm 2) and the m
 same votes with uniform weights).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """The tensors of a model in sharded files, where tied tensors are stored once and listed by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Simple routing of votes (Li et al. 2021, Algorithm 1, Eqs. 10-11), and its hand-derived gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

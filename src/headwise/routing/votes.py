@@ -4,8 +4,6 @@ A parameterization is a frozen setting, and `Votes` is the module that holds its
 concatenated heads [T, H * e] and of plain weight tensors, so that a backward pass can recompute them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

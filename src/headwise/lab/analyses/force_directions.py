@@ -1,7 +1,5 @@
 """The radial share of an arm's repulsion, which changes the norm of heads and not their direction."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cost of removing each head of a trained model on the test set (An et al. 2020, Figure 2; Michel et al. 2019)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

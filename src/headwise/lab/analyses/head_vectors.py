@@ -1,7 +1,5 @@
 """The mean output of each head, and how similar these vectors are (Li et al. 2021, Figure 3)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The analyses of finished runs by name, and how one is done as a job; each result is a file in the run's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Steps of the arm and of two plain models take turns on the same batches in one p
 machine affects all alike.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C, 141 nobody reads the output any more.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Batches of examples of similar length, by number of examples or of tokens, in an order that can be resumed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -3,8 +3,6 @@
 A file appears under its name only when it is complete and has the expected checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

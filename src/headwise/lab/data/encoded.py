@@ -1,7 +1,5 @@
 """Lines of a text encoded and batched for a trained model, with what role masks need to know of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading labeled texts: tab- or comma-separated files with a label and a text per line."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

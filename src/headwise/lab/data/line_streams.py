@@ -1,7 +1,5 @@
 """Answering a stream of text line by line in bounded memory."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice

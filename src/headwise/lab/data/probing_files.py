@@ -1,7 +1,5 @@
 """Probing files: SentEval's, and those of others in its form (Conneau et al. 2018; X-Probe)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

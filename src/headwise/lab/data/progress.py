@@ -1,7 +1,5 @@
 """Progress bars of long readings on stderr."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 

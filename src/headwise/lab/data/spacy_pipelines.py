@@ -1,7 +1,5 @@
 """Files and digest of a spaCy pipeline, found without loading spaCy."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training, dev and test splits by a hash of the text, so that equal texts stay together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ A learned vocabulary is byte-pair encoding (Sennrich et al. 2016) over the bytes
 and decoding restores the text exactly, in Unicode normalization form C.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

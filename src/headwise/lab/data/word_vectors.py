@@ -1,7 +1,5 @@
 """Reading word vectors such as GloVe's: `word v1 ... vn` in each line, separated by single spaces."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 

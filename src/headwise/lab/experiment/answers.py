@@ -1,7 +1,5 @@
 """Tasks whose model classifies: predictions and cross entropies on a whole split, in batches of similar length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

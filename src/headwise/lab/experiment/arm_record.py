@@ -1,7 +1,5 @@
 """The record of an arm: flat JSON with one key per field of a method, whether the method is on or not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

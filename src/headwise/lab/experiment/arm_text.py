@@ -4,8 +4,6 @@
 begins with `name=` is a setting of the arm before it. The canonical text of an arm leaves out what is default.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -1,7 +1,5 @@
 """The scores of a trained model per bin, and how similar its heads are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

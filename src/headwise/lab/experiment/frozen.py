@@ -1,7 +1,5 @@
 """A trained model that is only read: lines of a text go in, states come out; and how much its output moves."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

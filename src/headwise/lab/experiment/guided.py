@@ -1,7 +1,5 @@
 """Which roles guide the heads of an arm, and which of them are replaced by a control."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headwise.errors import DataError, SettingError, require_choice

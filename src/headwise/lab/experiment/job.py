@@ -1,7 +1,5 @@
 """A run to do, its failure, and callbacks while runs are done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods as values: what can be done to the heads of a model while it trains, and where."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headwise.disagreement.penalty import Similarity, Sum

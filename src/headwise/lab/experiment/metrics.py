@@ -1,7 +1,5 @@
 """The metrics of tasks: how per-item statistics become a score whose mean over test items it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

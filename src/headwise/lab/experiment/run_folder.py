@@ -3,8 +3,6 @@
 A run is finished exactly when `result.json` exists; that file is written last.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`Scale`, the sizes of a task's runs; `Recipe`, how they are trained; and how their fields are checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing

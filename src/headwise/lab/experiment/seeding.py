@@ -1,7 +1,5 @@
 """What makes two runs comparable: each draw has its own seed, and shared parameters start from the same bits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

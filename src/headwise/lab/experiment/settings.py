@@ -1,7 +1,5 @@
 """What determines a run, as a value that travels to the process that does it, and the versions it was done with."""
 
-from __future__ import annotations
-
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version

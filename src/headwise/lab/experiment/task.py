@@ -1,7 +1,5 @@
 """`Task`, the interface that training, comparing and tuning are written against, and the values it works with."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

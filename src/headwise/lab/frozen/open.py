@@ -1,7 +1,5 @@
 """Trained models opened for reading: a folder of Hugging Face, or a finished run of any task."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers for reading finished runs whose tokens are words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The vectors of sentences by a frozen model: the mean state of each layer and of each head, cached on disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

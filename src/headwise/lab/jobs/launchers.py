@@ -3,8 +3,6 @@
 Both libraries are optional. Every process must see the folders under the same paths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import time

@@ -1,7 +1,5 @@
 """Running jobs in parallel with progress on the console: training runs, then analyses of the trained models."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Accelerate shares a training; it does not let one process lead a command of many trainings, as here.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

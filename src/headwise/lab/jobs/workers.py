@@ -4,8 +4,6 @@ A job that fails or crashes does not stop the others, which accelerate and torch
 start processes that train one model together. Jobs call `heartbeat()` to learn whether to save and return.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Baselines of text classification: linear models of which words, and pairs of words, occur."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ELECTRA (Clark et al. 2020) on Hugging Face's modules: a generator fills gaps, a discriminator finds them."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

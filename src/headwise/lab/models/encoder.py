@@ -1,7 +1,5 @@
 """The Transformer encoder of logical inference (Tran et al. 2018) and of classification, pre- or post-norm."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Where a folder lacks parameters, transformers draws them at random and only warns, and another model is trained.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

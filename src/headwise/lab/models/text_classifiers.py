@@ -3,8 +3,6 @@
 They differ in how they make the vector of a sentence from the word vectors.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The data of a reproduction's parts and the runs they begin with: names, places, and which parts have none."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

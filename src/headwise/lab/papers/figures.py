@@ -1,7 +1,5 @@
 """Figures of any reproduction: a number's curve over its parts, and a map of head vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """A paper's table whose rows are groups of data sets: its numbers and ours, and the mean of each group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Every table and figure of the papers that can be run, by its id."""
 
-from __future__ import annotations
-
 from headwise.lab.papers.diversify.tables import DIVERSIFY
 from headwise.lab.papers.guided.tables import GUIDED
 from headwise.lab.papers.reproduction import Reproduction

@@ -1,7 +1,5 @@
 """What reproductions there are and what running them takes, before anything is run."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The JSON record of a reproduction, and RESULTS.md, rendered from all records of a paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """How large the runs of a table are at each scale, and what an arm such as "em:layers={last}" means at that size."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The classifiers are SentEval's: logistic regression, or one hidden layer of sigmoids.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

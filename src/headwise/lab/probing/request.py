@@ -1,7 +1,5 @@
 """The request of a probe, checked before anything is encoded: tasks, layers, heads, classifier and folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

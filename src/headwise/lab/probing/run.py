@@ -1,7 +1,5 @@
 """The command `headwise probe`: encode sentences once, fit classifiers, print and write the results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cells of text: how a number looks in a table, and grids of such cells in a terminal and in Markdown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

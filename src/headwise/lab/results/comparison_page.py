@@ -1,7 +1,5 @@
 """The HTML page of a comparison: the findings in a sentence, tables, figures, settings and methods."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from headwise.lab.results.cells import Grid

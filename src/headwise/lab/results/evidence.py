@@ -1,7 +1,5 @@
 """The evidence for a claim: finished runs of some arms and seeds of a comparison, and all their numbers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The grids of a comparison: verdicts, scores by bin, costs, diversity and what removing a head costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

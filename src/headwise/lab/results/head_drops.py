@@ -1,7 +1,5 @@
 """The cost of removing each head of a trained model: reading the records and summarizing them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

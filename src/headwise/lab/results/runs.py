@@ -1,7 +1,5 @@
 """Reading and checking the finished runs of a comparison."""
 
-from __future__ import annotations
-
 import json
 import math
 import zipfile

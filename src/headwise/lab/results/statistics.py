@@ -1,7 +1,5 @@
 """Intervals, tests and verdicts for runs that share their test items and seeds: both are resampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

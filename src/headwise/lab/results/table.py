@@ -1,7 +1,5 @@
 """The table of a comparison as values and as JSON: one row per arm, with intervals, differences and verdicts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Making the table of a comparison from its runs: paired differences, adjusted tests and verdicts."""
 
-from __future__ import annotations
-
 import statistics as averages
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Role masks on the heads of an encoder, made once per forward and kept while its states are decoded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from types import TracebackType

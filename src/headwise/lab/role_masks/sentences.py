@@ -3,8 +3,6 @@
 The mask of a sentence depends on the run's seed and the sentence only, so that a resumed run has the same masks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

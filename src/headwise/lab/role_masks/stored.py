@@ -1,7 +1,5 @@
 """The files in the folder of a run with roles from which masks of new sentences are made."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, NamedTuple

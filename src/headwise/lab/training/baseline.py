@@ -1,7 +1,5 @@
 """Baselines as runs: they get folders like those of arms, so that every table has their rows."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The callback of a training run: metrics per epoch, progress, and when to save or stop."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

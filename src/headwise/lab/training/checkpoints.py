@@ -1,7 +1,5 @@
 """Checkpoints sealed by digests of their files, and the weights of a run's last epochs, whose mean is tested."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

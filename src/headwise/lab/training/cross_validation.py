@@ -1,7 +1,5 @@
 """Runs made of several trainings, such as the folds of a cross-validation: one job per part, and one result."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Sequence

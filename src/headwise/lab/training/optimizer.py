@@ -1,7 +1,5 @@
 """The optimizer of every run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

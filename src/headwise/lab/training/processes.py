@@ -5,8 +5,6 @@ accelerate's `PartialState` because that opens NCCL alone on GPUs (what processe
 one process too, and deals whole batches to processes, which changes the size of a batch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The models that fine-tuning starts from: a folder of Hugging Face, a pre-training run, or each arm's own run."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One run: data, model, arm, training (or the rest of it), scores on the test split, result."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """The ablations of Li et al. 2021 on translation: which terms, which attention, which routing, which layers."""
 
-from __future__ import annotations
-
 from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction

@@ -4,8 +4,6 @@ Disagreement of the paper's later tables is output on all three kinds of attenti
 first two layers of the encoder.
 """
 
-from __future__ import annotations
-
 from headwise.lab.data.probing_files import CATEGORIES, PROBES
 from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.diversify.ablations import ABLATIONS

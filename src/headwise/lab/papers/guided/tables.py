@@ -4,8 +4,6 @@ Transformer of the paper is plain, Transformer-Guided-Attn is guided. The system
 marks with a star, are quoted here too and not run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

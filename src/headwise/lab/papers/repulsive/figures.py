@@ -1,7 +1,5 @@
 """Figures of An et al. 2020: attention over a text, reliability, entropy, diversity by strength, training curves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 ELECTRA of the paper is plain, ELECTRA + RMA is svgd on the discriminator's first layer, in pre-training alone.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 

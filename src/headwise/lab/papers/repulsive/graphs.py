@@ -5,8 +5,6 @@ GW of the paper is plain, + R is cosine-penalty, + RMA is svgd, all on the six b
 plain does, bit for bit, and is therefore in no table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

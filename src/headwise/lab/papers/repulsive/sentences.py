@@ -4,8 +4,6 @@ MA of the paper is plain, R is frobenius, RMA is svgd or spos. Step size and rep
 the released commands. The figures are `repulsive_figures`'.
 """
 
-from __future__ import annotations
-
 from headwise.lab.analyses.registry import FORCE_DIRECTIONS
 from headwise.lab.papers.claims import Claim, Contrast, claim_control
 from headwise.lab.papers.measures import Numbers

@@ -1,7 +1,5 @@
 """Figures of An et al. 2020 on texts, and, under `repulsive-v1/`, what only its first version on arXiv has."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms, compare_parts

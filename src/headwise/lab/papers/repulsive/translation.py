@@ -4,8 +4,6 @@ MA of the paper is plain, RMA is svgd (its translation runs are SVGD), R is outp
 attention outputs" after Li et al. 2018.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms, compare_parts

@@ -3,8 +3,6 @@
 A text is encoded as START, its words in lower case, END.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

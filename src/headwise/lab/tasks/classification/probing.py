@@ -1,7 +1,5 @@
 """The probing task: classification of a property of a sentence, such as its length or the number of its subject."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The data of the probing task: one probing file as words in splits, each sentence once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `demo` and `cpu` were chosen on dev, with plain attention; the epochs of `cpu` by the time of 225 runs on two cores.
 """
 
-from __future__ import annotations
-
 from headwise.lab.experiment.scale import presets
 from headwise.lab.tasks.classification.scales import ClassificationScale
 

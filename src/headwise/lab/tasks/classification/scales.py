@@ -1,7 +1,5 @@
 """The sizes of the classification task and their presets; `demo` and `cpu` were chosen on dev, without roles."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The classification task: the class of a sentence, from six published sets or a given file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

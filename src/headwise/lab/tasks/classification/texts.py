@@ -1,7 +1,5 @@
 """The texts of a classification set as words, with their labels and, where a pipeline is named, their parses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

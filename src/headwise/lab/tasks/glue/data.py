@@ -4,8 +4,6 @@ GLUE's test files have no labels. Its dev files are therefore the test split her
 hash of the first text: no settings are chosen on the test split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GLUE's files (Wang et al. 2019): the eight sets of An et al. 2020, and submissions to the test server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

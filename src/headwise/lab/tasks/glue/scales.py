@@ -1,7 +1,5 @@
 """How a pretrained model is fine-tuned on GLUE, and the presets; the sizes of the model are those of its folder."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

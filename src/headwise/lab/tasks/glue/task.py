@@ -1,7 +1,5 @@
 """The GLUE task: fine-tuning of a pretrained model, one set at a time (Wang et al. 2019; An et al. 2020, Table 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs as ids, and ids as words: the vocabulary of the graph-to-text task."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

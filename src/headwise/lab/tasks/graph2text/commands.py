@@ -1,7 +1,5 @@
 """The commands of graph2text: write texts about graphs, make a rating form for two runs, and count ratings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The data of the graph-to-text task: splits of graphs as ids, and how a batch is made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The readers of the graph-to-text task: AGENDA's preprocessed files, and a user's own file of triples."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

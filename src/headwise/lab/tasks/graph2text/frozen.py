@@ -3,8 +3,6 @@
 Each graph is its own batch: several would share a row of the attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

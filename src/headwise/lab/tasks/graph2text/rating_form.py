@@ -1,7 +1,5 @@
 """Texts of two runs: a page to read, and a blind rating form for raters with its key."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources

@@ -1,7 +1,5 @@
 """Reads the files that raters saved and counts wins, losses and ties."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

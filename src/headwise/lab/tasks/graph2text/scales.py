@@ -4,8 +4,6 @@
 `no_repeat` forbids it, and of several beams it prefers texts that are far too short.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Scores of generated texts besides BLEU: BLEU of lower orders, METEOR, ROUGE, coverage and repetition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any

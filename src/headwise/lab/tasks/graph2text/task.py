@@ -1,7 +1,5 @@
 """The graph-to-text task: GraphWriter writes an abstract from a title and a knowledge graph."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

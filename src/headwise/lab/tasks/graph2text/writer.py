@@ -1,7 +1,5 @@
 """A finished run of the graph-to-text task that writes about graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The baselines of the logical inference task: the most frequent label, and token counts."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingClassifier

@@ -4,8 +4,6 @@ It is generated, or read from the published files (Bowman et al. 2015). Training
 test set has longer ones too, in bins by number of operators (Tran et al. 2018).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

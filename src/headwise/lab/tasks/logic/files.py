@@ -1,7 +1,5 @@
 """The reader of the published logical inference files: `trainK` and `testK`, plain or gzipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A formula is `x`, `( not X )` or `( L ( op R ) )` with the operator `and` or `or
 variables a truth value; a set of worlds is an integer whose bit w is 1 if world w is in it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from headwise.errors import DataError

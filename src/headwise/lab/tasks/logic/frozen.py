@@ -1,7 +1,5 @@
 """A finished run of logic, frozen: its encoder, which reads formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

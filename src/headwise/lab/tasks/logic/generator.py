@@ -1,7 +1,5 @@
 """A generator of logical inference pairs after the description of Bowman et al. (2015)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from random import Random

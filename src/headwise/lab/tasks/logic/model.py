@@ -1,7 +1,5 @@
 """The classifier of sequence pairs: one encoder for both sides, trainable-query pooling, a small classifier."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The sizes of the logic task and their presets; `demo` and `cpu` were chosen on dev, on one CPU thread."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

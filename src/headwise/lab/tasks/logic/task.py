@@ -1,7 +1,5 @@
 """The logical inference task: which of seven relations holds between two propositional formulas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

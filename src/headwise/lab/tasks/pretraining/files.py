@@ -1,7 +1,5 @@
 """Documents to pre-train on, read in pieces from text files of any size that are never loaded whole."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

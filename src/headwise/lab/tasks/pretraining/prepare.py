@@ -3,8 +3,6 @@
 A preparation that was stopped resumes after its last complete shard.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Token ids of documents packed into rows of one length, their segments and masked positions."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ training losses, with plain heads, so that the generator learns more than word f
 initialization, short rows, many small steps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 Masks and the noise of replacements are the same in every evaluation.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from typing import Any

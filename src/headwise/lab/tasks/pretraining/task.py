@@ -1,7 +1,5 @@
 """The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Word pieces, BERT's tokenization, learned here or given as a `tokenizer.json`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The analyses of finished runs of the sentence task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from headwise.lab.experiment.task import Analysis

@@ -1,7 +1,5 @@
 """Where the heads of a trained classifier of texts attend: maps of a few texts, and how often heads agree on a word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 There is one XML file per author with a document per tweet, and `truth.txt` with lines `author:::gender:::age`.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from dataclasses import dataclass

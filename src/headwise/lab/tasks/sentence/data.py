@@ -1,7 +1,5 @@
 """The data of the sentence task: splits of labeled texts or pairs as token ids, and how a batch is made."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The readers of the sentence task: Yelp, SNLI, SICK and PAN's author profiles, and a user's own file or folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

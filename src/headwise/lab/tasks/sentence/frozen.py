@@ -1,7 +1,5 @@
 """A finished run of sentence, frozen; of one that compares two texts, the part that reads each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

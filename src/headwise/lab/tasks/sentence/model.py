@@ -1,7 +1,5 @@
 """Self-attentive sentence embedding: a bidirectional LSTM, additive multi-head attention and a classifier on heads."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

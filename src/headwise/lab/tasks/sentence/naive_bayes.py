@@ -1,7 +1,5 @@
 """Logistic regression on naive Bayes log-count ratios, the baseline `nb-lr` (Wang and Manning 2012)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sizes of the sentence task and their presets; `demo` and `cpu` were chosen on dev, with plain attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Further measures of a classifier's answers: loss, calibration and, for two classes, ranking."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """The sentence task: classes of texts and of pairs, by heads that each summarize a text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

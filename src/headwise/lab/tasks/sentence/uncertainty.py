@@ -1,7 +1,5 @@
 """The calibration of a trained classifier, and its certainty on other texts (An et al. 2020, C.4 and C.5)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

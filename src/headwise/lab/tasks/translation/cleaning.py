@@ -1,7 +1,5 @@
 """Rules for which training pairs are kept: length in subwords, length ratio, duplicates."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The commands of translation: download a corpus, and translate with a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The corpora of the translation task as descriptions: languages, files of each split, cleaning, recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Custom corpora, and what `--data` may name: a known corpus, a custom folder, or two files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headwise.errors import DataError, SettingError

@@ -1,7 +1,5 @@
 """The data of the translation task: its splits as examples, its references as text, and how a batch is made."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

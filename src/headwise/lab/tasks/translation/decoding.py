@@ -1,7 +1,5 @@
 """Translations of sources by beam search, and the losses of references."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

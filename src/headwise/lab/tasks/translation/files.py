@@ -4,8 +4,6 @@ Three formats, each possibly gzipped: plain lines; the tagged lines of the IWSLT
 the segments `<seg id="1"> text </seg>` of the official dev and test sets (`.sgm`, `.xml`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import zip_longest

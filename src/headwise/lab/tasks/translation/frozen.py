@@ -1,7 +1,5 @@
 """A finished run of translation, frozen: its encoder, which reads sources."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

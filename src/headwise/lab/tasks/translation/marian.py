@@ -1,7 +1,5 @@
 """Hugging Face's Marian with the sizes of a `Seq2Seq` and label smoothing, which Marian's own loss lacks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 `Seq2Seq` is a Hugging Face model, so `generate()` decodes it: greedy, sampling or beam search with a cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

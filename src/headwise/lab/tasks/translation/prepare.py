@@ -3,8 +3,6 @@
 The text is read as one stream, in constant memory, into a temporary folder that is renamed once it is complete.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

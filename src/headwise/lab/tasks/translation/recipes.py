@@ -4,8 +4,6 @@ The checksums of the WMT files are those TensorFlow Datasets has published with 
 are of the files at the named commit. A file whose checksum nobody published has no recipe.
 """
 
-from __future__ import annotations
-
 from headwise.lab.data.downloads import Download
 
 STATMT = "http://www.statmt.org"

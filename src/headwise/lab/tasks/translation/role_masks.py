@@ -1,7 +1,5 @@
 """Role masks of the source side of a translation: from the ids an encoder reads to words, and to their subwords."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

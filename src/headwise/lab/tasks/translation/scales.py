@@ -1,7 +1,5 @@
 """The sizes of the translation task and their presets. What was tuned was tuned on dev."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A finished run of the translation task that translates lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
