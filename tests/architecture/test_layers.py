@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -69,6 +70,11 @@ def test_a_folder_imports_only_from_layers_below_it(path: str):
     others = {other for other in imports(path) if room(other) != own}
     above = sorted(other for other in others if rank(room(other)) >= rank(own))
     assert not above, f"{path} imports {above}; only layers above its own line in LAYERS may be imported."
+
+
+def test_no_files_import_one_another_in_a_circle():
+    # a circle raises CycleError, which names its files; a package face imports the files of its own folder
+    TopologicalSorter({path: imports(path) - {path} for path in FILES}).prepare()
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if not path.startswith("lab/papers/")])

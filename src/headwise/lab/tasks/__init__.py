@@ -1,1 +1,1 @@
-"""One file a task: its data, its scales and how a batch is made."""
+"""The tasks: one package per task."""

@@ -17,7 +17,8 @@ from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.translation import decoding
-from headwise.lab.tasks.translation.task import TranslationTask, build_model
+from headwise.lab.tasks.translation.marian import build_model
+from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.tasks.translation.translator import Translator, open_translator
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import read_arm, restore_run

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from headwise.lab.data.batching import batch_by_length, to_device
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
-from headwise.lab.tasks.graph2text.data import collate
+from headwise.lab.tasks.graph2text.data import Graphs, collate
+from headwise.lab.tasks.graph2text.files import spell_out
+from headwise.lab.tasks.graph2text.scales import GraphScale
 
 if TYPE_CHECKING:
     from headwise.lab.tasks.graph2text.model import GraphWriter
@@ -140,3 +142,18 @@ def _keep_ended(
         if len(ended[graph]) < beams:
             text = texts[graph, int(places[graph, rank]) // size].tolist()
             ended[graph].append((float(best[graph, rank]) / divisor, [*text, END]))
+
+
+def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
+    """Return the text that a model writes about each graph as one line; `beams` replaces those of the scale."""
+    coder = graphs.coder
+    ids = write_texts(
+        model,
+        [coder.encode(graph) for graph in graphs.graphs],
+        beams=scale.beams if beams is None else beams,
+        longest=scale.longest,
+        length_penalty=scale.length_penalty,
+        excluded=coder.excluded,
+        no_repeat=scale.no_repeat,
+    )
+    return [spell_out(coder.decode(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]

@@ -15,9 +15,13 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 from headwise.lab.models.encoder import ScaledEmbedding
-from headwise.lab.tasks.graph2text.encoder import CORRECT, Departures, GraphEncoder
+from headwise.lab.tasks.graph2text.coder import GraphCoder
+from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED, Departures, GraphEncoder
+from headwise.lab.tasks.graph2text.scales import GraphScale
 
 IGNORED = -100
+# Name of the model that does not see the graph.
+BLIND = "no-graph"
 
 
 @dataclass(frozen=True)
@@ -294,3 +298,17 @@ class WordBias(nn.Module):
     def reset_parameters(self) -> None:
         """Make it zero."""
         nn.init.zeros_(self.bias)
+
+
+def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
+    """Return the model of a scale for a vocabulary; `blind` as in `GraphWriter`."""
+    return GraphWriter(
+        len(coder.vocabulary),
+        coder.nodes,
+        width=scale.width,
+        layers=scale.layers,
+        heads=scale.heads,
+        dropout=scale.dropout,
+        departures=RELEASED if scale.released else CORRECT,
+        blind=blind,
+    )

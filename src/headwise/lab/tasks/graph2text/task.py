@@ -22,20 +22,17 @@ from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.tasks.graph2text.coder import EncodedGraph, GraphCoder
+from headwise.lab.tasks.graph2text.coder import VOCABULARY, EncodedGraph
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
-from headwise.lab.tasks.graph2text.decoding import write_texts
-from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED
+from headwise.lab.tasks.graph2text.decoding import generate_texts
 from headwise.lab.tasks.graph2text.files import FORM, Graph, read_graphs, spell_out
-from headwise.lab.tasks.graph2text.model import GraphWriter
+from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
 
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
 BINS = (2, 5, 10, 20)
-VOCABULARY = "vocabulary.json"
-BLIND = "no-graph"
 
 
 class Graph2TextTask(Task):
@@ -149,35 +146,6 @@ class Graph2TextTask(Task):
         from headwise.lab.tasks.graph2text.frozen import open_graphs
 
         return open_graphs(folder, record)
-
-
-def generate_texts(model: GraphWriter, graphs: Graphs, scale: GraphScale, *, beams: int | None = None) -> list[str]:
-    """Return the text that a model writes about each graph as one line; `beams` replaces those of the scale."""
-    coder = graphs.coder
-    ids = write_texts(
-        model,
-        [coder.encode(graph) for graph in graphs.graphs],
-        beams=scale.beams if beams is None else beams,
-        longest=scale.longest,
-        length_penalty=scale.length_penalty,
-        excluded=coder.excluded,
-        no_repeat=scale.no_repeat,
-    )
-    return [spell_out(coder.decode(one), graph.entities) for one, graph in zip(ids, graphs.graphs, strict=True)]
-
-
-def build_writer(coder: GraphCoder, scale: GraphScale, *, blind: bool = False) -> GraphWriter:
-    """Return the model of a scale for a vocabulary; `blind` as in `GraphWriter`."""
-    return GraphWriter(
-        len(coder.vocabulary),
-        coder.nodes,
-        width=scale.width,
-        layers=scale.layers,
-        heads=scale.heads,
-        dropout=scale.dropout,
-        departures=RELEASED if scale.released else CORRECT,
-        blind=blind,
-    )
 
 
 def find_nearest_texts(train: Sequence[Graph], graphs: Sequence[Graph]) -> list[str]:

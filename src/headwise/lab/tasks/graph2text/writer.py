@@ -10,12 +10,12 @@ from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.method import OtherModel
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
+from headwise.lab.tasks.graph2text.coder import SPECIAL, VOCABULARY, GraphCoder
 from headwise.lab.tasks.graph2text.data import Graphs
+from headwise.lab.tasks.graph2text.decoding import generate_texts
 from headwise.lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples
-from headwise.lab.tasks.graph2text.model import GraphWriter
+from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GraphScale
-from headwise.lab.tasks.graph2text.task import BLIND, VOCABULARY, build_writer, generate_texts
 from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "graph2text"

@@ -1,4 +1,4 @@
-"""Hugging Face's Marian with the sizes of a `Seq2Seq` and label smoothing, which Marian's own loss lacks."""
+"""Hugging Face's Marian with the sizes of a `Seq2Seq` and label smoothing, and the choice between the two models."""
 
 import functools
 from typing import Any
@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from headwise.lab.data.subwords import END, PADDING, START
 from headwise.lab.models.electra import draw_normal
-from headwise.lab.tasks.translation.model import IGNORED, Seq2SeqConfig
+from headwise.lab.tasks.translation.model import IGNORED, Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.translation.scales import TranslationScale
 
 LONGEST = 512
 
@@ -75,3 +76,19 @@ def _draw(module: nn.Linear | nn.Embedding) -> None:
         module.weight.copy_(module.create_weight())
         return
     draw_normal(module)
+
+
+def build_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
+    """Return a new model of a scale: our Transformer or Marian."""
+    config = Seq2SeqConfig(
+        vocab_size=vocabulary_size,
+        width=scale.width,
+        hidden=scale.hidden,
+        encoder_layers=scale.encoder_layers,
+        decoder_layers=scale.decoder_layers,
+        heads=scale.heads,
+        norm_first=scale.norm_first,
+        dropout=scale.dropout,
+        label_smoothing=scale.label_smoothing,
+    )
+    return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)

@@ -35,8 +35,7 @@ from headwise.lab.tasks.translation.data import (
     prepare_translation,
 )
 from headwise.lab.tasks.translation.decoding import compute_pair_losses, decode_sources, negative_log_likelihood
-from headwise.lab.tasks.translation.marian import Marian
-from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
+from headwise.lab.tasks.translation.marian import build_model
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
@@ -217,22 +216,6 @@ class ScaledTranslation:
     def references(self, split: Literal["dev", "test"]) -> list[str]:
         """Return the target lines of a split."""
         return self.whole.references(split)[: len(getattr(self, split))]
-
-
-def build_model(scale: TranslationScale, vocabulary_size: int) -> Seq2Seq | Marian:
-    """Return a new model of a scale: our Transformer or Marian."""
-    config = Seq2SeqConfig(
-        vocab_size=vocabulary_size,
-        width=scale.width,
-        hidden=scale.hidden,
-        encoder_layers=scale.encoder_layers,
-        decoder_layers=scale.decoder_layers,
-        heads=scale.heads,
-        norm_first=scale.norm_first,
-        dropout=scale.dropout,
-        label_smoothing=scale.label_smoothing,
-    )
-    return Seq2Seq(config) if scale.model == "seq2seq" else Marian(config)
 
 
 def translate_split(

@@ -12,10 +12,10 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.tasks.translation.decoding import decode_sources, find_max_source_length
+from headwise.lab.tasks.translation.marian import build_model
 from headwise.lab.tasks.translation.prepare import TOKENIZER
 from headwise.lab.tasks.translation.role_masks import SourceMasks, read_masks
 from headwise.lab.tasks.translation.scales import TranslationScale
-from headwise.lab.tasks.translation.task import build_model
 from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
 
 TASK = "translation"
