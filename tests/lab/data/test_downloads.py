@@ -84,7 +84,7 @@ def test_a_file_arrives_whole_under_its_own_name_and_is_not_fetched_twice(server
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_transfer_that_broke_off_goes_on_or_begins_anew_where_the_server_cannot(server, tmp_path, ranges):
     server.break_after, server.ranges = 100_000, ranges
-    with pytest.raises(DataError, match=r"stopped after 100,000 of 1,280,000 bytes; run again to go on"):
+    with pytest.raises(DataError, match=r"stopped after 100,000 of 1,280,000 bytes; run again to resume"):
         fetch(recipe(server), tmp_path)
     assert not (tmp_path / "corpus.bin").exists()
     server.break_after = None
