@@ -1,7 +1,7 @@
 """Make the folder `saved` beside this file with revision 1e8b0fb of headwise, and with no other.
 
-    git worktree add ../house-of-1e8b0fb 1e8b0fb
-    PYTHONPATH=../house-of-1e8b0fb/src .venv/bin/python tests/compatibility/make_saved.py
+    git worktree add ../headwise-1e8b0fb 1e8b0fb
+    PYTHONPATH=../headwise-1e8b0fb/src .venv/bin/python tests/compatibility/make_saved.py
 
 It takes about four minutes: one run is suspended for 100 seconds before it is interrupted, so that its training time
 tells a resumed run from one started over.
