@@ -16,6 +16,7 @@ from headwise.lab.cli import main
 from headwise.lab.experiment.job import Failure
 from headwise.lab.jobs import pool
 from headwise.lab.tasks.logic import task
+from headwise.lab.tasks.logic.generator import generate
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
@@ -192,7 +193,7 @@ def test_help_imports_nothing_slow_beyond_torch():
 def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    pairs = {k: [p for p in task.generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
+    pairs = {k: [p for p in generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
     for bins, chosen in pairs.items():
         for split, part in (("train", chosen[::2]), ("test", chosen[1::2])):
             lines = "".join(f"{p.relation}\t{p.premise}\t{p.hypothesis}\n" for p in part)

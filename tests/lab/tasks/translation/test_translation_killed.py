@@ -23,7 +23,7 @@ ARMS = {
 # the command itself, whose demo is a toy: batches are accumulated, epochs averaged
 COMMAND = """
 import dataclasses, sys
-from headwise.lab.cli import main
+from headwise.lab.cli.main import main
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES as scales
 
 scales["demo"] = dataclasses.replace(
@@ -31,7 +31,7 @@ scales["demo"] = dataclasses.replace(
     tokens=128, epochs=4, warmup_steps=5, accumulation=3, averaged=3, beams=2, train_examples=280, dev_examples=8,
     test_examples=12, compile_routing=False,
 )
-cli.main(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 
