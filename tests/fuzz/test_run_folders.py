@@ -1,0 +1,168 @@
+"""Mutated files of finished runs, comparisons, checkpoints and caches: a result or a sentence, within two seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_json_lines
+from headwise.lab.data.arrays import Ragged, cache_arrays
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.finished import require_intact
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.frozen.vectors import encodings
+from headwise.lab.results.evidence import read_numbers
+from headwise.lab.results.runs import read_results
+from headwise.lab.tasks.translation.data import open_prepared
+from headwise.lab.training.checkpoints import seal_checkpoint, verify_checkpoint
+from headwise.lab.training.train import read_state
+
+SAVED = Path(__file__).parents[1] / "compatibility" / "saved"
+SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
+LOGIC = "logic/svgd+em@capsules=4/seed-0"
+CLASSIFICATION = "classification/guided@roles=rare_window/seed-0"
+TRANSLATION = "translation/output@kinds=cross/seed-0"
+
+
+class Reading(NamedTuple):
+    """A file of what an earlier version saved, which has no digests; how it is read, and how mutated."""
+
+    file: str
+    read: Callable[[Path], object]
+    mutate: Mutation = mutate_json
+
+
+def frozen(run: str) -> Callable[[Path], object]:
+    return lambda saved: open_frozen(saved / run)
+
+
+READINGS = {
+    "logic: settings": Reading(f"{LOGIC}/settings.json", frozen(LOGIC)),
+    "logic: vocabulary": Reading(f"{LOGIC}/vocabulary.json", frozen(LOGIC)),
+    "logic: weights": Reading(f"{LOGIC}/model.safetensors", frozen(LOGIC), mutate_bytes),
+    "logic: result": Reading(f"{LOGIC}/result.json", frozen(LOGIC)),
+    "classification: settings": Reading(f"{CLASSIFICATION}/settings.json", frozen(CLASSIFICATION)),
+    "classification: roles": Reading(f"{CLASSIFICATION}/roles.json", frozen(CLASSIFICATION)),
+    "classification: rarities": Reading(f"{CLASSIFICATION}/idf.json", frozen(CLASSIFICATION)),
+    "translation: settings": Reading(f"{TRANSLATION}/settings.json", frozen(TRANSLATION)),
+    "translation: subwords": Reading(f"{TRANSLATION}/tokenizer.json", frozen(TRANSLATION)),
+    "table: result": Reading(f"{LOGIC}/result.json", lambda saved: read_results(saved / "logic")),
+    "table: numbers": Reading(f"{LOGIC}/result.json", lambda saved: read_numbers(saved / LOGIC)),
+    "table: analysis": Reading(f"{LOGIC}/analysis-redundancy.json", lambda saved: read_results(saved / "logic")),
+    "table: steps": Reading(f"{LOGIC}/analysis-step-time.json", lambda saved: read_results(saved / "logic")),
+    "table: epochs": Reading(f"{LOGIC}/epochs.jsonl", lambda saved: read_results(saved / "logic"), mutate_json_lines),
+    "table: answers": Reading(f"{LOGIC}/predictions.npz", lambda saved: read_results(saved / "logic"), mutate_bytes),
+    "table: items": Reading("logic/test.npz", lambda saved: read_results(saved / "logic"), mutate_bytes),
+    "table: comparison": Reading("logic/comparison.json", lambda saved: read_results(saved / "logic")),
+    "table: tests": Reading("translation/paired-tests.json", lambda saved: read_results(saved / "translation")),
+    "progress": Reading(f"{TRANSLATION}/progress.json", lambda saved: run_folder.read_progress(saved / TRANSLATION)),
+    "report": Reading("report.json", lambda saved: hw.load_report(saved / "report.json")),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """What version 1e8b0fb saved."""
+    return shutil.copytree(SAVED, tmp_path / "saved")
+
+
+def share_inputs(name: str, inputs: int) -> int:
+    """Return the inputs of one file where those of a reader are shared by all of its files."""
+    files = sum(other.partition(":")[0] == name.partition(":")[0] for other in READINGS)
+    return max(40, inputs // files)
+
+
+@pytest.mark.parametrize("inputs", [40, SLOW])
+@pytest.mark.parametrize("name", READINGS)
+def test_a_mutated_file_of_a_run(name: str, saved: Path, inputs: int):
+    reading, count = READINGS[name], share_inputs(name, inputs)
+    tally = fuzz(lambda: reading.read(saved), saved / reading.file, mutate=reading.mutate, inputs=count)
+    assert tally.read + tally.refused == count
+
+
+def test_a_sealed_run_is_read_only_as_it_was_written(saved: Path):
+    from lab.sealing import seal_again
+
+    run = saved / LOGIC
+    seal_again(run)
+    for name in ("settings.json", "vocabulary.json", "model.safetensors", "predictions.npz", "epochs.jsonl"):
+        tally = fuzz(lambda: require_intact(run), run / name, inputs=200)
+        # some mutations leave a file as it is
+        assert tally.read < 10
+        assert all(name in message for message in tally.messages.values())
+
+
+@pytest.mark.parametrize("inputs", [40, SLOW])
+@pytest.mark.parametrize("name", ["run.pt", "manifest.json"])
+def test_a_mutated_checkpoint(name: str, saved: Path, inputs: int):
+    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+
+    def read() -> Any:
+        # its maker can seal it
+        if name != "manifest.json":
+            seal_checkpoint(checkpoint)
+        verify_checkpoint(checkpoint)
+        return read_state(checkpoint)
+
+    fuzz(read, checkpoint / name, mutate=mutate_json if name == "manifest.json" else mutate_bytes, inputs=inputs // 2)
+
+
+@pytest.mark.parametrize("inputs", [40, SLOW])
+@pytest.mark.parametrize("name", ["record.json", "tokenizer.json", "dev.source.ids.npy", "dev.source.offsets.npy"])
+def test_a_mutated_file_of_prepared_data(name: str, saved: Path, inputs: int):
+    (folder,) = saved.glob("translation/data/translation-*")
+    mutate = mutate_json if name.endswith(".json") else mutate_bytes
+    fuzz(lambda: list(open_prepared(folder).dev), folder / name, mutate=mutate, inputs=inputs // 4)
+
+
+@pytest.mark.parametrize("inputs", [200, SLOW])
+def test_a_damaged_cache_of_arrays_is_made_again(inputs: int, tmp_path: Path):
+    made = Ragged.of([[4, 5, 600], [6], [], [7] * 300]).pack("text") | {"labels": np.arange(40.0)}
+    cache_arrays(tmp_path, "data", lambda: made)
+    path = tmp_path / "data.npz"
+
+    def read() -> None:
+        found = cache_arrays(tmp_path, "data", lambda: made)
+        assert found.keys() == made.keys()
+        assert all(np.array_equal(found[name], array) for name, array in made.items())
+
+    assert fuzz(read, path, inputs=inputs).read == inputs
+
+
+@pytest.mark.parametrize("inputs", [60, SLOW])
+@pytest.mark.parametrize("name", ["layers.npy", "heads-0.npy", "shapes.json"])
+def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, saved: Path, tmp_path: Path):
+    opened, sentences = open_frozen(saved / CLASSIFICATION), ["a fine plot .", "film"]
+
+    def read() -> Any:
+        with torch.no_grad():
+            return encodings(opened, sentences, tmp_path / "cache", model="m")
+
+    layers, heads = np.array(read().layers), np.array(read().heads[0])
+    (place,) = (tmp_path / "cache").iterdir()
+
+    def compare() -> None:
+        found = read()
+        np.testing.assert_allclose(found.layers, layers, atol=1e-5)
+        np.testing.assert_allclose(found.heads[0], heads, atol=1e-5)
+
+    mutate = mutate_json if name == "shapes.json" else mutate_bytes
+    assert fuzz(compare, place / name, mutate=mutate, inputs=inputs // 3).read == inputs // 3
+
+
+def test_the_names_of_files_in_a_manifest_stay_in_the_checkpoint(saved: Path):
+    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    outside = checkpoint.parent / "settings.json"
+    digests = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(digests | {"../settings.json": "0" * 32}))
+    with pytest.raises(hw.DataError, match="has no digest"):
+        verify_checkpoint(checkpoint)
+    assert outside.exists()

@@ -1,0 +1,56 @@
+"""Mutated folders of `headwise.save`: a model or a sentence, within two seconds and without much memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json
+from headwise.digests import is_sealed
+from routing.hostile import RECORD, tensor_file
+from routing.test_hostile_folders import make_bert
+
+SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "bert"
+    make_bert().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A folder of an earlier version, whose record has no digests that would tell of any change."""
+    folder = shutil.copytree(whole, tmp_path / "bert")
+    record = json.loads((folder / RECORD).read_text())
+    assert is_sealed(record)
+    (folder / RECORD).write_text(json.dumps({name: value for name, value in record.items() if "digest" not in name}))
+    return folder
+
+
+@pytest.mark.parametrize("inputs", [100, SLOW])
+@pytest.mark.parametrize("mutate", [mutate_json, mutate_bytes])
+def test_a_mutated_record(folder: Path, inputs: int, mutate: Mutation):
+    tally = fuzz(lambda: hw.load(folder), folder / RECORD, mutate=mutate, inputs=inputs // 2)
+    assert tally.refused > inputs / 4
+
+
+@pytest.mark.parametrize("inputs", [100, SLOW])
+def test_mutated_tensors(folder: Path, inputs: int):
+    fuzz(lambda: hw.load(folder), tensor_file(folder), inputs=inputs)
+
+
+@pytest.mark.parametrize("inputs", [100, SLOW])
+def test_of_a_sealed_folder_every_change_of_the_tensors_is_refused(whole: Path, tmp_path: Path, inputs: int):
+    folder = shutil.copytree(whole, tmp_path / "bert")
+    content = tensor_file(folder).read_bytes()
+    tally = fuzz(lambda: hw.load(folder), tensor_file(folder), inputs=inputs)
+    # some mutations leave a file as it is
+    assert tally.read < 0.01 * inputs + 5
+    assert tensor_file(folder).read_bytes() == content

@@ -1,0 +1,165 @@
+"""What is no file, no text or without end is refused in a sentence; nothing is waited for, and memory stays bounded."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import socket
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+from fuzz.mutate import read_in_time
+from headwise.errors import DataError
+from headwise.input_files import describe_place, is_file, open_input, read_numbered_lines, read_whole
+from headwise.lab.data.arrays import digest, find_plain_or_gz, require_files
+from headwise.lab.data.documents import find_files, read_pieces
+from headwise.lab.data.encoded import read_sentences
+from headwise.lab.data.labeled_texts import find_layout, read_texts
+from headwise.lab.data.probing_files import find_probing_file, read_probing
+from headwise.lab.data.subwords import read_tokenizer
+from headwise.lab.data.word_vectors import read_word_vectors
+from headwise.lab.experiment.run_folder import read_json
+from headwise.lab.probing.request import find_task_files
+from headwise.lab.tasks.graph2text.files import read_graphs, read_triples
+from headwise.lab.tasks.logic.files import read_pairs
+from headwise.lab.tasks.sentence.author_profiles import read_profiles
+from headwise.lab.tasks.sentence.files import read_set
+from headwise.lab.tasks.translation.custom_corpus import find_corpus
+from headwise.lab.tasks.translation.files import read_side
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "lines": ("a.txt", lambda path: list(read_numbered_lines(path))),
+    "whole": ("a.bin", read_whole),
+    "digest": ("a.bin", lambda path: digest("", [path])),
+    "conllu": ("a.conllu", hw.read_conllu),
+    "idf": ("idf.json", hw.IDF.load),
+    "json": ("settings.json", read_json),
+    "sentences": ("a.txt", read_sentences),
+    "texts": ("a.tsv", read_texts),
+    "csv": ("a.csv", read_texts),
+    "probing": ("tense.txt", read_probing),
+    "tokenizer": ("tokenizer.json", read_tokenizer),
+    "vectors": ("glove.txt", lambda path: read_word_vectors(path, ["a"], 2)),
+    "triples": ("a.tsv", read_triples),
+    "graphs": ("a.tsv", read_graphs),
+    "logic": ("train0", lambda path: list(read_pairs(path, 0))),
+    "documents": ("a.txt", lambda path: sum(1 for _ in read_pieces(path))),
+    "objects": ("a.jsonl", lambda path: sum(1 for _ in read_pieces(path))),
+    "set": ("a.csv", read_set),
+    "side": ("a.de", lambda path: list(read_side(path))),
+    "talks": ("train.tags.de-en.de", lambda path: list(read_side(path))),
+    "segments": ("a.sgm", lambda path: list(read_side(path))),
+}
+FINDERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "plain or packed": ("a.txt", lambda path: find_plain_or_gz(path.parent, path.name)),
+    "files": ("a.txt", lambda path: require_files(path.parent, [path.name])),
+    "layout": ("train.tsv", lambda path: find_layout(path.parent)),
+    "probing file": ("past_present.txt", lambda path: find_probing_file(path.with_suffix(""))),
+    "probing files": ("past_present.txt", lambda path: find_task_files(path.parent, ["all"])),
+    "graphs": ("train.tsv", lambda path: read_graphs(path.parent)),
+    "text": ("a.txt", find_files),
+    "texts": ("a.txt", lambda path: find_files(path.parent)),
+    "reviews": ("review.json", lambda path: read_set(path.parent)),
+    "truth": ("truth.txt", lambda path: read_profiles(path.parent)),
+    "two files": ("a.de", lambda path: find_corpus(Path(f"{path},{path.with_suffix('.en')}"))),
+}
+UNPACKED = {"whole", "digest", "idf", "json", "tokenizer"}
+
+
+@pytest.mark.parametrize(("file", "read"), [*READERS.values(), *FINDERS.values()], ids=[*READERS, *FINDERS])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
+    file: str, read: Callable[[Path], object], tmp_path: Path
+):
+    os.mkfifo(tmp_path / file)
+
+    def refused() -> None:
+        with pytest.raises(DataError, match=r"is a pipe; expected a file: save what it gives to one, and name that"):
+            read(tmp_path / file)
+
+    read_in_time(refused)
+
+
+def test_a_profile_that_is_a_pipe_is_refused(tmp_path: Path):
+    (tmp_path / "truth.txt").write_text("a0:::f:::18-24\n")
+    os.mkfifo(tmp_path / "a0.xml")
+    with pytest.raises(DataError, match=r"a0\.xml is a pipe"):
+        read_profiles(tmp_path)
+
+
+def test_what_is_at_a_place_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert [describe_place(tmp_path / name) for name in ("", "file", "none")] == [
+        "is a folder",
+        "is a file",
+        "does not exist",
+    ]
+    assert [is_file(tmp_path / name) for name in ("", "file", "none", "file/none", "a\0")] == [
+        False,
+        True,
+        *[False] * 3,
+    ]
+    with pytest.raises(DataError, match=r"null is a device; expected a file"):
+        is_file(Path(os.devnull))
+    with pytest.raises(DataError, match=r"null is a device; expected a file"), open_input(Path(os.devnull)):
+        pass
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(DataError, match=r"socket is a socket; expected a file"):
+            is_file(tmp_path / "socket")
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long\); name another file or folder"):
+        is_file(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("name", ["", "none", "a\0b", "x" * 300])
+def test_what_cannot_be_opened_is_refused(name: str, tmp_path: Path):
+    with pytest.raises(DataError, match=r"cannot be read \(.+\); expected a file"):
+        list(read_numbered_lines(tmp_path / name))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lines_end_as_they_may_and_a_mark_of_the_byte_order_is_no_text(packed: bool, tmp_path: Path):
+    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    content = "\ufeffone\r\n\n\ufefftwo\u2028\x0b\nthree".encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    assert list(read_numbered_lines(path)) == [(1, "one"), (2, ""), (3, "\ufefftwo\u2028\x0b"), (4, "three")]
+
+
+def test_a_line_may_be_as_long_as_the_bound_and_no_longer(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    for end in ("", "\n"):
+        path.write_text(f"x\n{'y' * 100}{end}")
+        assert list(read_numbered_lines(path, 100)) == [(1, "x"), (2, "y" * 100)]
+        path.write_text(f"x\n{'y' * 101}{end}")
+        with pytest.raises(DataError, match=r"a\.txt, line 2: longer than 100 bytes; expected .* break the line"):
+            list(read_numbered_lines(path, 100))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a packed file of one line of 150 MiB."""
+    path = tmp_path_factory.mktemp("endless") / "a.gz"
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        for _ in range(150):
+            stream.write(b"a" * (1 << 20))
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(READERS.keys() - UNPACKED))
+def test_a_small_packed_file_of_one_endless_line_does_not_fill_the_memory(name: str, endless: Path, tmp_path: Path):
+    file, read = READERS[name]
+    path = tmp_path / f"{file}.gz"
+    path.hardlink_to(endless)
+    tracemalloc.start()
+    try:
+        if name == "documents":
+            read(path)
+        else:
+            with pytest.raises(DataError, match=r"line 1: longer than [\d,]+ bytes; expected .*: break the line"):
+                read(path)
+        assert tracemalloc.get_traced_memory()[1] < (140 << 20)
+    finally:
+        tracemalloc.stop()
