@@ -170,3 +170,39 @@ class NormedValuesAttention(SeparateAttention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.join(F.scaled_dot_product_attention(q, k, F.rms_norm(v, (self.head_dim,)))))
+
+
+class RotatedValuesAttention(SeparateAttention):
+    """RoFormer's values: rotated by their position, as queries and keys are."""
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """[B, H, L, e] with the first two features of each head turned by the angle of their position."""
+        angle = torch.arange(heads.shape[-2], dtype=heads.dtype)
+        x, y, *rest = heads.unbind(-1)
+        return torch.stack([x * angle.cos() - y * angle.sin(), x * angle.sin() + y * angle.cos(), *rest], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.rotate(self.split(projection(x))) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.join(F.scaled_dot_product_attention(q, k, v)))
+
+
+class SinglePrecisionAttention(SeparateAttention):
+    """Canine's mask: the least number of the scores' dtype, times a mask in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        scores = q @ k.mT / self.head_dim**0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.float32).tril()
+        scores = scores + (1.0 - hidden) * torch.finfo(scores.dtype).min
+        return self.o_proj(self.join(scores.softmax(-1) @ v))
+
+
+class MixedHeadsAttention(SeparateAttention):
+    """The heads of each query are mixed by a matrix that starts at the identity: the rest of it is zero."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.mixing = nn.Parameter(torch.zeros(self.num_heads, self.num_heads))
+
+    def join(self, heads: Tensor) -> Tensor:
+        return super().join(heads + torch.einsum("gh,bhle->bgle", self.mixing, heads))

@@ -18,7 +18,7 @@ def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
     """Wrong rows for a rightly read site: label and site."""
     if site.num_heads % 2 == 0 and site.key_value_heads % 2 == 0:
         yield "half the heads", _resized(site, 0.5)
-    factor = next(p for p in (2, 3, 5, 7) if site.head_size % p == 0)
+    factor = next(p for p in (2, 3, 5, 7) if all(head_slice.head_size % p == 0 for head_slice in site.slices))
     yield f"{factor} times the heads", _resized(site, factor)
     query, key, value = site.slices
     yield "keys and values swapped", replace(site, slices=(query, *_swapped(key, value)))
@@ -27,18 +27,18 @@ def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
         yield "queries and values swapped", _queries_and_values_swapped(site)
     fused = [head_slice for head_slice in site.slices if head_slice.owner is value.owner]
     if len(fused) > 1 and query.heads == key.heads:
-        size, count = site.head_size, site.num_heads
-        apart = any(head_slice.stride > size for head_slice in fused)
+        apart = any(head_slice.stride > head_slice.head_size for head_slice in fused)
         label = "alternating heads read as blocks" if apart else "blocks read as alternating heads"
-        read = {
-            head_slice.projection: replace(
+        together = sum(head_slice.head_size for head_slice in fused)
+        read, start = {}, 0
+        for head_slice in fused:
+            read[head_slice.projection] = replace(
                 head_slice,
-                start=index * count * size if apart else index * size,
-                stride=size if apart else len(fused) * size,
-                bias_start=index * count * size if apart else index * size,
+                start=start,
+                stride=head_slice.head_size if apart else together,
+                bias_start=start if head_slice.bias_owner is None else 0,
             )
-            for index, head_slice in enumerate(fused)
-        }
+            start += head_slice.head_size * (head_slice.heads if apart else 1)
         yield (
             label,
             replace(site, slices=tuple(read.get(head_slice.projection, head_slice) for head_slice in site.slices)),
@@ -71,7 +71,8 @@ def _resized(site: Site, factor: float) -> Site:
         heads, size = round(head_slice.heads * factor), round(head_slice.head_size / factor)
         # heads that alternate start inside the first of them, blocks where the block does
         start = head_slice.start if head_slice.stride == head_slice.head_size else round(head_slice.start / factor)
-        return replace(head_slice, heads=heads, head_size=size, stride=round(head_slice.stride / factor), start=start)
+        strides = {"stride": round(head_slice.stride / factor), "bias_stride": round(head_slice.bias_stride / factor)}
+        return replace(head_slice, heads=heads, head_size=size, start=start, **strides)
 
     return replace(
         site,

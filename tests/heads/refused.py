@@ -1,4 +1,4 @@
-"""What `find_heads` refuses and `verify` disproves, and why: one table, used by the tests and by docs/any-model.md."""
+"""What `find_heads` refuses, and why: one table, used by the tests and by docs/any-model.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.families import HEADS, LAYERS, TOKENS, VOCABULARY, WIDTH, from_transformers
+from heads.family import HEADS, LAYERS, TOKENS, VOCABULARY, WIDTH, from_transformers
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class Refused:
         name: What the kind is called.
         families: Where it is found.
         make: Builds a tiny random one; call `build` instead.
-        found: What `find_heads` says of it; empty when it finds heads and `verify` refuses them.
-        disproved: What `verify` says of it.
+        found: What `find_heads` says of it.
         why: The reason, for the documentation.
         way_out: What the user can do, for the documentation.
     """
@@ -30,8 +29,7 @@ class Refused:
     make: Callable[[], nn.Module]
     why: str
     way_out: str
-    found: str = ""
-    disproved: str = ""
+    found: str
 
     def build(self) -> nn.Module:
         """The model, in evaluation mode, the same at each call."""
@@ -56,32 +54,13 @@ _SIZES = {
     "max_position_embeddings": 40,
 }
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_OWN_ROW = "a layout of your own reads its projections all the same, for repulsion"
 _LEFT_OUT = 'leave it out: `exclude=("...",)`'
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
-        "latent attention",
-        "DeepSeek-V2 and V3, Kimi, GLM-5",
-        from_transformers(
-            "DeepseekV2Model",
-            "DeepseekV2Config",
-            **_SIZES,
-            **_SPECIAL,
-            num_key_value_heads=HEADS,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=4,
-            v_head_dim=8,
-            first_k_dense_replace=LAYERS,
-        ),
-        why="all heads share one narrow key/value state, and a head's key and value differ in size",
-        way_out="none yet",
-        found="no attention heads found in DeepseekV2Model",
-    ),
-    Refused(
         "linear attention mixed with softmax attention",
-        "Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear",
+        "Qwen3-Next, Qwen3.5, MiniMax, OLMo Hybrid, Kimi Linear",
         from_transformers(
             "Qwen3NextModel",
             "Qwen3NextConfig",
@@ -100,40 +79,8 @@ REFUSED: tuple[Refused, ...] = (
             shared_expert_intermediate_size=16,
         ),
         why="it has no attention weights; the softmax layers are found",
-        way_out='`exclude=("*.linear_attn",)`',
-        found=r"1 modules of Qwen3NextModel look like attention and fit no layout.*in addition to 1 that do",
-    ),
-    Refused(
-        "heads fused per group",
-        "Falcon 40B and 180B, InternLM2",
-        from_transformers(
-            "FalconModel",
-            "FalconConfig",
-            **_SIZES,
-            **_SPECIAL,
-            num_kv_heads=2,
-            new_decoder_architecture=True,
-        ),
-        why="the keys of two groups have the query heads of a group between them, so heads are not evenly spaced",
-        way_out="none yet",
-        found="no attention heads found in FalconModel",
-    ),
-    Refused(
-        "heads fused for several devices",
-        "CodeGen",
-        from_transformers(
-            "CodeGenModel",
-            "CodeGenConfig",
-            vocab_size=VOCABULARY,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            rotary_dim=4,
-            n_positions=40,
-        ),
-        why="as above: [query; value; key] for each of four devices",
-        way_out="none yet",
-        found="no attention heads found in CodeGenModel",
+        way_out='`exclude=("*.linear_attn",)`, or what the message names',
+        found=r"1 attentions .* no regular heads, in addition to 1 that are:.*is linear attention: it keeps a state",
     ),
     Refused(
         "projections of three dimensions",
@@ -141,17 +88,17 @@ REFUSED: tuple[Refused, ...] = (
         from_transformers(
             "XLNetModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS, d_inner=48
         ),
-        why="heads are read from matrices, and its projections are [d, H, e] parameters",
-        way_out="none yet",
+        why="its projections are [d, H, e] parameters with names of one letter, among others without heads",
+        way_out='a layout, for repulsion: `SeparateParameters(query=("q",), key=("k",), value=("v",), axes="d h e")`',
         found="no attention heads found in XLNetModel",
     ),
     Refused(
         "convolutions as projections",
-        "SqueezeBERT, CvT",
+        "SqueezeBERT, CvT, the image tokenizers of Chameleon and Janus",
         from_transformers("SqueezeBertModel", "SqueezeBertConfig", **_SIZES, embedding_size=WIDTH),
-        why="heads are read from matrices, and its projections are grouped convolutions",
-        way_out="none yet",
-        found="no attention heads found in SqueezeBertModel",
+        why="heads are read from matrices, and its projections are convolutions",
+        way_out=_LEFT_OUT,
+        found="SqueezeBertSelfAttention projects with convolutions",
     ),
     Refused(
         "several queries, keys or values per head",
@@ -176,22 +123,84 @@ REFUSED: tuple[Refused, ...] = (
         ),
         why="one projection serves as query and key; the local attention is found",
         way_out=_LEFT_OUT,
-        found="LSHSelfAttention with query_key.weight",
-    ),
-    Refused(
-        "a norm over all heads before the output projection",
-        "BitNet",
-        from_transformers("BitNetModel", "BitNetConfig", **_SIZES, **_SPECIAL, num_key_value_heads=2),
-        why="the input of W_O from one head depends on all other heads",
-        way_out="repulsion is still correct; outputs, aggregators and ablation see normalized heads",
-        disproved="changing the query features of head 0 changed the heads of heads 1, 2, 3",
+        found="LSHSelfAttention has one projection for queries and keys",
     ),
     Refused(
         "differential attention",
         "DiffLlama",
         from_transformers("DiffLlamaModel", "DiffLlamaConfig", **_SIZES, **_SPECIAL, num_key_value_heads=HEADS),
         why="two heads share their values, and one is subtracted from the other",
-        way_out="none yet",
-        disproved="DiffLlamaAttention",
+        way_out=_OWN_ROW,
+        found="DiffLlamaAttention is differential attention",
+    ),
+    Refused(
+        "talking heads",
+        "DeBERTa with `talking_head`, CaiT",
+        from_transformers("DebertaModel", "DebertaConfig", **_SIZES, talking_head=True),
+        why="a matrix of heads by heads mixes the scores of all heads",
+        way_out=_OWN_ROW,
+        found="DisentangledSelfAttention mixes its 4 heads by head_logits_proj",
+    ),
+    Refused(
+        "masks from the values of all heads",
+        "Doge",
+        from_transformers("DogeModel", "DogeConfig", **_SIZES, **_SPECIAL, num_key_value_heads=2),
+        why="which keys a head may attend to depends on the values of all heads",
+        way_out=_OWN_ROW,
+        found="DogeAttention masks the keys of a head by the values of all heads",
+    ),
+    Refused(
+        "auto-correlation",
+        "Autoformer",
+        from_transformers(
+            "AutoformerModel",
+            "AutoformerConfig",
+            prediction_length=5,
+            context_length=8,
+            lags_sequence=[1, 2, 7],
+            num_time_features=2,
+            d_model=WIDTH,
+            encoder_layers=LAYERS,
+            decoder_layers=LAYERS,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            moving_average=3,
+        ),
+        why="all heads together choose delays, by which values are shifted; there are no attention weights",
+        way_out=_OWN_ROW,
+        found="AutoformerAttention is no softmax attention: all heads together choose delays",
+    ),
+    Refused(
+        "weights of blocks",
+        "MRA",
+        from_transformers("MraModel", "MraConfig", **{**_SIZES, "max_position_embeddings": 64}),
+        why="queries and keys of a block are averaged, so the query of one token changes what others get",
+        way_out=_OWN_ROW,
+        found="MraSelfAttention averages blocks of queries and keys",
+    ),
+    Refused(
+        "two sequences in one call",
+        "the encoder of PEGASUS-X",
+        from_transformers(
+            "PegasusXModel",
+            "PegasusXConfig",
+            vocab_size=VOCABULARY,
+            d_model=WIDTH,
+            encoder_layers=LAYERS,
+            decoder_layers=LAYERS,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=40,
+            block_size=4,
+            num_global_tokens=3,
+            **_SPECIAL,
+        ),
+        why="tokens and global tokens pass through the same projections, so a call has two outputs",
+        way_out='`exclude=("encoder.layers.*.self_attn",)`',
+        found=r"in addition to 4 that are:.*PegasusXGlobalLocalAttention projects two sequences.*encoder\.layers\.\*",
     ),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from heads.attentions import SeparateAttention
+from heads.attentions import LinearAttention, SeparateAttention
 
 
 def test_an_ablated_head_equals_zeroed_columns_of_the_output_projection():
@@ -24,7 +24,26 @@ def test_an_ablated_head_equals_zeroed_columns_of_the_output_projection():
     assert not torch.allclose(whole, without)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [([1, 3],), ((3, 1),), (range(1, 4, 2),), ({1, 3},), (torch.tensor([1, 3]),), (1, [3]), (torch.tensor(1), 3)],
+)
+def test_heads_are_given_one_by_one_or_in_a_list_and_hold_for_every_site(given: tuple):
+    model = nn.Sequential(SeparateAttention(), SeparateAttention())
+    heads, x = hw.find_heads(model), torch.randn(2, 6, 12)
+    with hw.ablate(heads, 1, 3):
+        expected = model(x)
+    with hw.ablate(heads, *given) as ablation, hw.Taps(heads, outputs=True) as taps:
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+        for capture in taps.read():
+            assert [bool((capture.outputs[:, :, head] == 0).all()) for head in range(4)] == [False, True, False, True]
+    assert sorted(ablation.indices) == [1, 3]
+    with hw.ablate(heads.where("1"), *given):
+        assert not torch.allclose(model(x), expected)
+
+
 def test_importance_is_the_drop_of_the_users_score_for_every_head():
+    torch.manual_seed(0)
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
     ).eval()
@@ -43,11 +62,23 @@ def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
     heads = hw.find_heads(SeparateAttention())
     with pytest.raises(hw.SettingError, match="at most 3"):
         hw.ablate(heads, 4)
-    with pytest.raises(hw.SettingError, match="given no head"):
-        hw.ablate(heads)
+    for nothing in ((), ([],), (torch.tensor([]),)):
+        with pytest.raises(hw.SettingError, match="given no head"):
+            hw.ablate(heads, *nothing)
+    wrong = [
+        ([0, 4], "4"),
+        ([-1], "-1"),
+        ([0.0], r"0\.0"),
+        ("0", "'0'"),
+        ([[0]], r"\[0\]"),
+        (torch.ones(4) > 0, "True"),
+    ]
+    for given, told in wrong:
+        with pytest.raises(hw.SettingError, match=f"head of the model is {told}; expected an integer of .* at most 3"):
+            hw.ablate(heads, given)
     with pytest.raises(hw.NotFired, match="no forward pass"):
         hw.importance(heads, lambda: 1.0)
-    without = SeparateAttention()
+    without = LinearAttention()
     del without.o_proj
     with pytest.raises(hw.LayoutError, match="no output projection was found"):
         hw.ablate(hw.find_heads(without), 0)

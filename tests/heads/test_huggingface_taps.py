@@ -18,7 +18,7 @@ import headwise as hw
 from heads.families import FAMILIES, Family
 
 INTERFACED = [family for family in FAMILIES if family.interface]
-REACHED = [family for family in FAMILIES if family.interface or family.name == "torch.nn.Transformer"]
+REACHED = [family for family in FAMILIES if family.interface or family.name.startswith(("torch", "timm"))]
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
@@ -137,15 +137,20 @@ def test_outputs_are_the_weighted_sums_of_the_values(family: Family):
         groups = capture.site.num_heads // capture.site.key_value_heads
         values = capture.values.repeat_interleave(groups, dim=2)
         expected = torch.einsum("bhqk,bkhe->bqhe", capture.weights, values)
-        torch.testing.assert_close(capture.outputs, expected)
+        # NeoMME takes the own value out of what its heads compute, and gates it
+        if family.name != "NeoMME":
+            torch.testing.assert_close(capture.outputs, expected)
         sums = capture.weights.sum(-1)
-        torch.testing.assert_close(sums, torch.ones_like(sums))
+        if family.name == "GPT-OSS":
+            assert bool((sums < 1.0).all())
+        else:
+            torch.testing.assert_close(sums, torch.ones_like(sums))
     for before, after in zip(plain, tapped, strict=True):
         torch.testing.assert_close(before, after, atol=2e-6, rtol=1e-4)
     assert same(plain, results(model, inputs)) or isinstance(model, nn.Transformer)
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "Whisper", "ModernBERT", "Gemma"])
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "Whisper", "ModernBERT", "Gemma", "GPT-OSS"])
 def test_weights_are_those_the_familys_own_eager_attention_returns(name: str):
     family = BY_NAME[name]
     model, inputs = family.build(), family.inputs(padded=family.maskable)
@@ -183,7 +188,7 @@ def test_each_call_has_the_padding_it_received(family: Family):
             assert keep is None or bool(keep.all())
     for capture in padded:
         site = capture.site
-        if family.name == "CLIP" and site.name.startswith("vision"):
+        if family.name in ("CLIP", "Kosmos-2") and not site.name.startswith("text"):
             assert capture.key_keep is None
             continue
         reads_source = site.kind in ("self", "cross") or "encoder_hidden_states" in family.inputs()
@@ -201,7 +206,8 @@ def test_each_call_has_the_padding_it_received(family: Family):
             mask = inputs["encoder_attention_mask"]
         assert torch.equal(keep, mask.bool())
         assert not bool(keep.all())
-        if site.kind != "cross":
+        # Funnel pools its queries between blocks
+        if site.kind != "cross" and capture.outputs.shape[1] == keep.shape[1]:
             assert torch.equal(capture.query_keep, keep)
 
 
@@ -250,7 +256,7 @@ def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: F
     penalty().backward()
     for head_slice in heads.slices():
         if head_slice.projection == "value":
-            gradient = head_slice.view(head_slice.parameter.grad)
+            gradient = head_slice.gather([part.parameter.grad for part in head_slice.parts])
             assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), head_slice.name
 
 
@@ -285,7 +291,7 @@ def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_ref
         penalty()
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-v2", "timm ViT"])
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "DeBERTa"])
 def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
     model = BY_NAME[name].build()
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
@@ -304,14 +310,14 @@ def test_an_implementation_without_scores_is_refused():
 def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
     from headwise.heads import huggingface
 
-    explicit = huggingface._attend_explicitly
+    compute = huggingface._compute_weights
     computed: list[str] = []
 
     def counted(module, *args, **settings):
         computed.append(type(module).__name__)
-        return explicit(module, *args, **settings)
+        return compute(module, *args, **settings)
 
-    monkeypatch.setattr(huggingface, "_attend_explicitly", counted)
+    monkeypatch.setattr(huggingface, "_compute_weights", counted)
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs(padded=True)
     heads = hw.find_heads(model)

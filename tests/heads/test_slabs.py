@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.head_slice import HeadSlice, check_head_slice
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.head_stack import HeadStack
+from headwise.heads.slice_checks import check_head_slice
 
 
 @pytest.mark.parametrize(
@@ -73,3 +77,104 @@ def test_what_stands_in_the_way_of_a_weight_is_said_whenever_it_is_asked_for():
     for ask in (lambda: head_slice.parameter, lambda: head_slice.view(torch.zeros(6, 4))):
         with pytest.raises(hw.LayoutError, match=r"^k\.weight is quantized; use the full weights\.$"):
             ask()
+
+
+def held(tensor: Tensor) -> nn.Module:
+    owner = nn.Module()
+    owner.weight = nn.Parameter(tensor)
+    return owner
+
+
+# how 3 heads of 2 features on 5 inputs lie in a parameter, and the same heads as [M, e, d] or [M, d, e]
+ARRANGED = {
+    "[H, d, e]": ((3, 5, 2), {"feature_axis": 2, "input_axis": 1}, lambda w: w),
+    "[H, e, d]": ((3, 2, 5), {"feature_axis": 1, "input_axis": 2}, lambda w: w),
+    "[d, H, e]": ((5, 3, 2), {"axis": 1, "feature_axis": 2, "input_axis": 0}, lambda w: w.transpose(0, 1)),
+    "[e, d, H]": ((2, 5, 3), {"axis": 2, "feature_axis": 0, "input_axis": 1}, lambda w: w.permute(2, 0, 1)),
+    "[4, d, H, e], the third": (
+        (4, 5, 3, 2),
+        {"axis": 2, "feature_axis": 3, "input_axis": 1, "start_axis": 0, "start": 2},
+        lambda w: w[2].transpose(0, 1),
+    ),
+    "[d, 4, H e], the third": (
+        (5, 4, 6),
+        {"axis": 2, "feature_axis": 2, "input_axis": 0, "start_axis": 1, "start": 2},
+        lambda w: w[:, 2].unflatten(1, (3, 2)).transpose(0, 1),
+    ),
+    "rows (e h)": ((6, 5), {"stride": 1, "step": 3}, lambda w: w.unflatten(0, (2, 3)).transpose(0, 1)),
+    "columns (e h)": ((5, 6), {"axis": 1, "stride": 1, "step": 3}, lambda w: w.unflatten(1, (2, 3)).permute(2, 0, 1)),
+    "rows (e 4 h), the third": (
+        (24, 5),
+        {"start": 6, "stride": 1, "step": 12},
+        lambda w: w.unflatten(0, (2, 4, 3))[:, 2].transpose(0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("arranged", ARRANGED)
+def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: bool):
+    shape, settings, expected = ARRANGED[arranged]
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    if transposed:
+        tensor = tensor.mT.contiguous().mT
+    owner = held(tensor)
+    head_slice = HeadSlice("query", "w", owner, "weight", 3, 2, **settings)
+    check_head_slice(head_slice)
+    view = head_slice.view(tensor)
+    assert view.shape == ((3, 5, 2) if head_slice.transposed else (3, 2, 5))
+    torch.testing.assert_close(view, expected(tensor))
+    torch.testing.assert_close(head_slice.read(), expected(tensor))
+    view[1] = -1.0
+    assert int((tensor == -1.0).sum()) == 10
+    assert bool((expected(tensor)[1] == -1.0).all())
+
+
+@pytest.mark.parametrize(("start", "stride", "step"), [(0, 1, 3), (3, 1, 9), (1, 9, 3)])
+def test_features_that_alternate_are_what_the_rows_of_a_head_compute(start: int, stride: int, step: int):
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 27).double()
+    head_slice = HeadSlice("value", "weight", linear, "weight", 3, 2, start=start, stride=stride, step=step)
+    check_head_slice(head_slice)
+    x = torch.randn(5, 7, 4, dtype=torch.float64)
+    output = linear(x)
+    features = head_slice.features(output)
+    expected = torch.einsum("bld,hed->blhe", x, head_slice.read()) + head_slice.bias_view(linear.bias)
+    torch.testing.assert_close(features, expected)
+    (own,) = torch.autograd.grad(features[:, :, 1].sum(), output)
+    assert own.sum((0, 1)).nonzero().flatten().tolist() == [start + stride, start + stride + step]
+
+
+def test_a_bias_of_several_axes_is_read_as_its_weight_is():
+    bias = torch.arange(12.0).view(2, 3, 2)
+    head_slice = HeadSlice("key", "w", held(torch.zeros(3, 5, 2)), "weight", 3, 2, feature_axis=2, input_axis=1)
+    torch.testing.assert_close(head_slice.bias_view(bias[0]), bias[0])
+    second = replace(head_slice, bias_start=6, bias_stride=2)
+    torch.testing.assert_close(second.bias_view(bias), bias[1])
+
+
+def test_heads_beyond_the_axes_of_their_parameter_are_refused():
+    owner = held(torch.zeros(3, 5, 2))
+    with pytest.raises(hw.LayoutError, match=r"4 heads along axis 0, of 2 features along axis 2, .* shape \(3, 5, 2\)"):
+        check_head_slice(HeadSlice("key", "w", owner, "weight", 4, 2, feature_axis=2, input_axis=1))
+    with pytest.raises(hw.LayoutError, match=r"from 1 along axis 0, do not fit"):
+        check_head_slice(HeadSlice("key", "w", owner, "weight", 3, 2, feature_axis=2, input_axis=1, start=1))
+    with pytest.raises(hw.LayoutError, match=r"not a plain floating-point tensor of 3 axes \(found .* \(6, 5\)\)"):
+        check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, feature_axis=2, input_axis=1))
+    with pytest.raises(hw.LayoutError, match="3 heads of 2 rows from 0 every 1 in steps of 2 do not fit"):
+        check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, stride=1, step=2))
+
+
+def test_a_stack_reads_heads_that_are_parameters_of_their_own():
+    linears = nn.ModuleList([nn.Linear(5, 2) for _ in range(3)])
+    members = [HeadSlice("query", f"{i}.weight", linear, "weight", 1, 2) for i, linear in enumerate(linears)]
+    stack = HeadStack.build("query", "heads.*.weight", linears, members)
+    check_head_slice(stack)
+    assert (stack.heads, stack.head_size, stack.across, stack.module, stack.transposed) == (3, 2, 5, None, False)
+    torch.testing.assert_close(stack.read(), torch.stack([linear.weight.detach() for linear in linears]))
+    with pytest.raises(hw.LayoutError, match=r"heads\.\*\.weight are 3 parameters, one for each head; read them with"):
+        _ = stack.parameter
+    assert stack.with_parts(members[::-1]).parts == tuple(members[::-1])
+    bad = HeadStack.build("query", "heads.*.weight", linears, [*members[:2], replace(members[2], start=1)])
+    with pytest.raises(hw.LayoutError, match="1 heads of 2 rows from 1"):
+        check_head_slice(bad)

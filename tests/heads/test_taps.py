@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertModel
 
 import headwise as hw
-from heads.attentions import SeparateAttention
+from heads.attentions import LinearAttention, SeparateAttention
+from headwise.heads import huggingface
 from headwise.heads.taps import UNREAD_CALLS
+from headwise.nn import additive as additive_module
+from headwise.nn import checkpointing, multihead
 
 
 def encoder(layers: int = 2) -> nn.TransformerEncoder:
@@ -178,6 +182,50 @@ def test_paused_and_removed_taps_capture_nothing():
     assert model.layers[0].self_attn.observers == ()
 
 
+def bert() -> BertModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    return BertModel(BertConfig(vocab_size=20, **sizes), add_pooling_layer=False)
+
+
+def additive() -> hw.nn.AdditiveAttention:
+    return hw.nn.AdditiveAttention(8, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "wanted"),
+    [(encoder, "weights"), (encoder, "mean_weights"), (bert, "weights"), (bert, "mean_weights"), (additive, "weights")],
+)
+def test_weights_are_not_computed_while_taps_are_paused_nor_in_evaluation_of_those_for_training(
+    build, wanted, monkeypatch
+):
+    model = build()
+    inputs = torch.randint(20, (3, 5)) if build is bert else torch.randn(3, 5, 8)
+    computed = []
+    original = checkpointing.resolve_request
+
+    def watch(*arguments, **options):
+        answer = original(*arguments, **options)
+        computed.append(answer.weights or answer.mean_weights)
+        return answer
+
+    for module in (multihead, additive_module, huggingface):
+        monkeypatch.setattr(module, "resolve_request", watch)
+    taps = hw.Taps(hw.find_heads(model), training_only=True, **{wanted: True})
+    model.eval()
+    model(inputs)
+    model.train()
+    with torch.no_grad():
+        model(inputs)
+    with taps.paused():
+        model(inputs)
+    assert computed
+    assert not any(computed)
+    model(inputs)
+    assert any(computed)
+    assert all(getattr(capture, wanted) is not None for capture in taps.read())
+
+
 def test_recomputation_by_checkpointing_is_not_captured_again():
     model = encoder(1)
     x = torch.randn(3, 5, 8, requires_grad=True)
@@ -189,7 +237,7 @@ def test_recomputation_by_checkpointing_is_not_captured_again():
             taps.read()
 
 
-def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
+def test_a_users_module_gives_outputs_and_values_and_weights_where_it_calls_the_fused_kernel():
     model = SeparateAttention(key_value_heads=2)
     heads = hw.find_heads(model)
     x, padding = torch.randn(3, 6, 12), torch.zeros(3, 6, dtype=torch.bool)
@@ -200,8 +248,12 @@ def test_a_users_module_gives_outputs_and_values_but_refuses_weights():
     assert capture.outputs.shape == (3, 6, 4, 5)
     torch.testing.assert_close(capture.values, model.v_proj(x).unflatten(-1, (2, 5)))
     assert torch.equal(capture.key_keep, ~padding)
+    with hw.Taps(heads, weights=True) as taps:
+        model(x, key_padding_mask=padding)
+        assert bool((taps.read()[0].weights[2, :, :, 4:] == 0.0).all())
+    model = LinearAttention(key_value_heads=2)
     with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
-        hw.Taps(heads, weights=True)
+        hw.Taps(hw.find_heads(model), weights=True)
     assert not model._forward_pre_hooks
 
 

@@ -16,10 +16,13 @@ from heads.attentions import (
     JointlyNormedAttention,
     KeyValueAttention,
     LinearAttention,
+    MixedHeadsAttention,
     NormedValuesAttention,
     PointwiseGates,
+    RotatedValuesAttention,
     SeparateAttention,
     ShuffledAttention,
+    SinglePrecisionAttention,
     StridedAttention,
     SwappedAttention,
 )
@@ -137,6 +140,38 @@ def test_gates_after_attention_and_norms_over_all_heads_do_not_hide_true_heads(a
     assert hw.verify(heads, (X,)).sites == ("",)
 
 
+def test_values_that_are_rotated_by_their_position_are_values_of_a_head():
+    assert hw.verify(hw.find_heads(RotatedValuesAttention()), (X,)).sites == ("",)
+
+
+def test_code_that_takes_float32_alone_is_proved_in_float32():
+    heads = hw.find_heads(SinglePrecisionAttention())
+    assert hw.verify(heads, (X,)).sites == ("",)
+    (site,) = heads.sites
+    query, key, value = site.slices
+    swapped = (replace(value, projection="query"), key, replace(query, projection="value"))
+    with pytest.raises(hw.LayoutError, match="misreads"):
+        hw.verify(Heads(heads.model, (replace(site, slices=swapped),)), (X,))
+
+
+def test_heads_that_are_not_finite_prove_nothing():
+    class Divided(SeparateAttention):
+        def join(self, heads):
+            return super().join(heads) / 0.0
+
+    with pytest.raises(hw.LayoutError, match="its heads are not finite"):
+        hw.verify(hw.find_heads(Divided()), (X,))
+
+
+def test_a_parameter_that_is_still_zero_hides_nothing():
+    model = MixedHeadsAttention()
+    with pytest.raises(
+        hw.LayoutError, match="changing the query features of head 0 changed the heads of heads 1, 2, 3"
+    ):
+        hw.verify(hw.find_heads(model), (X,))
+    assert not model.mixing.any()
+
+
 def test_gated_queries_are_read_beside_their_gates():
     (site,) = hw.find_heads(GatedAttention(key_value_heads=2)).sites
     assert (site.layout, site.num_heads, site.key_value_heads) == ("separate gated", 4, 2)
@@ -168,12 +203,12 @@ def test_fused_blocks_verify_in_the_order_their_row_names_and_in_no_other(order,
     model = FusedAttention(order, key_value_heads=key_value_heads)
     for read in (("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")):
         row = hw.FusedLinear("mine", ("qkv",), ("proj",), order=read)
-        heads = hw.find_heads(model, (row,))
         if read == order:
-            assert hw.verify(heads, (X,)).sites == ("",)
+            assert hw.verify(hw.find_heads(model, (row,)), (X,)).sites == ("",)
         else:
+            # some are told by the cheap experiment of find_heads
             with pytest.raises(hw.LayoutError, match="layout 'mine' with 4 heads of 5 misreads FusedAttention"):
-                hw.verify(heads, (X,))
+                hw.verify(hw.find_heads(model, (row,)), (X,))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -13,6 +13,9 @@ from heads.families import FAMILIES, Family
 from heads.misreadings import misreadings, reordered
 from headwise.heads.heads import Heads
 
+# Their misreadings are those of tests/heads/test_runs.py.
+IN_RUNS = ("Falcon, 40B and 180B", "CodeGen")
+
 
 class Misread(Exception):
     """An experiment said so, and no other check."""
@@ -33,7 +36,7 @@ def test_the_right_reading_of_every_site_is_proved(family: Family):
     assert hw.verify(heads, family.inputs()).sites == tuple(site.name for site in heads)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name not in IN_RUNS], ids=str)
 def test_every_wrong_reading_of_every_kind_of_site_is_rejected(family: Family):
     heads = hw.find_heads(family.build())
     inputs = family.inputs()

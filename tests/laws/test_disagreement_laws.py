@@ -127,6 +127,23 @@ def test_orthogonal_heads_are_one_over_h_alike(heads: int, extra: int, seed: int
 
 @law
 @given(sizes=SIZES, seed=SEEDS)
+def test_heads_that_cancel_score_least_and_are_functions_of_one_another(
+    sizes: tuple[int, int, int, int], seed: int
+) -> None:
+    batch, length, heads, _ = sizes
+    outputs = draw_vectors((batch, length, heads, 3), seed)
+    pairs = torch.cat([outputs, -outputs], dim=2)
+    for score in (disagreement.output_similarity, disagreement.subspace_similarity):
+        assert score(outputs).item() >= 0.0
+        assert score(pairs).item() == pytest.approx(0.0, abs=EXACT)
+    # below orthogonal heads, and no more diverse than one
+    one = draw_vectors((20, 5, 1, 3), seed)
+    assert disagreement.output_similarity(torch.cat([one, -one], dim=2)).item() < 1 / 2
+    assert metrics.linear_cka(torch.cat([one, -one], dim=2)).item() == pytest.approx(1.0)
+
+
+@law
+@given(sizes=SIZES, seed=SEEDS)
 def test_collapsed_heads_are_wholly_alike(sizes: tuple[int, int, int, int], seed: int) -> None:
     outputs = draw_vectors(sizes, seed)[:, :, :1].expand(sizes)
     weights = draw_weights(sizes, seed)[:, :1].expand(-1, sizes[2], -1, -1)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headwise.repulsion.gram import geometry
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
+from headwise.strength import Relative
 
 EPS = torch.finfo(torch.float64).eps
 

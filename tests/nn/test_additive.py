@@ -224,3 +224,13 @@ def test_verify_refuses_rows_that_are_no_heads():
     site = dataclasses.replace(heads.sites[0], slices=(dataclasses.replace(head_slice, heads=2, head_size=1, start=1),))
     with pytest.raises(hw.LayoutError, match=r"changing the query of head 0 changes the outputs of heads \[1\]"):
         hw.verify(dataclasses.replace(heads, sites=(site,)), inputs)
+
+
+def test_the_mean_of_the_weights_over_heads_can_be_read():
+    torch.manual_seed(2)
+    attention = hw.nn.AdditiveAttention(6, 5, 3)
+    taps = hw.Taps(hw.find_heads(attention), mean_weights=True)
+    _, weights = attention(torch.randn(2, 4, 6), torch.tensor([[False] * 4, [False, False, True, True]]))
+    (capture,) = taps.read()
+    assert capture.weights is None
+    torch.testing.assert_close(capture.mean_weights, weights.mean(1, keepdim=True))

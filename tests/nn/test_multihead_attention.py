@@ -133,7 +133,7 @@ def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(data):
         with torch.set_grad_enabled(gradients):
             output, weights = module(*given_inputs, **arguments)
         slopes = None
-        if gradients and not empty:
+        if gradients:
             # inputs and masks given twice have one gradient
             wanted = [*module.parameters(), *{id(tensor): tensor for tensor in learned}.values()]
             slopes = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
@@ -148,7 +148,9 @@ def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(data):
         largest = max((float(tensor.detach().nan_to_num().abs().max()) for tensor in wanted), default=0.0)
         size = 100 * torch.finfo(flags["dtype"]).eps * max(1.0, largest)
         for tensor, expected_tensor in zip(found, wanted, strict=True):
-            torch.testing.assert_close(tensor, expected_tensor, rtol=0, atol=size, equal_nan=True)
+            # torch returns NaN where a query has no key, unless its fused attention runs; ours is a number always
+            known = torch.where(expected_tensor.isnan(), tensor, expected_tensor) if empty else expected_tensor
+            torch.testing.assert_close(tensor, known, rtol=0, atol=size)
 
 
 def test_dropout_drops_weights_as_torch_does():

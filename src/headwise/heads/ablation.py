@@ -1,10 +1,11 @@
-"""Removing heads from a model, and how much each one matters.
+"""Removing heads from a model.
 
 A head is removed by zeroing its slice of the output projection's input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument
+from headwise.nn.scores import Observer
+
+
+@dataclass(eq=False)
+class _Removal:
+    """A site whose heads are removed, and whether a forward pass reached it.
+
+    Its own object, so that layers that torch.compile compiles one by one share a graph.
+    """
+
+    site: Site
+    reached: bool = False
 
 
 class Ablation(Handle):
@@ -27,22 +40,28 @@ class Ablation(Handle):
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
         super().__init__()
         self.heads, self.indices = heads, indices
-        self._reached: set[str] = set()
         # all output projections are found before the first is hooked: an error leaves the model as it was
-        for site, output_projection in [(site, site.expose()) for site in heads.sites]:
+        within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
+        projections = [None if own else site.expose() for site, own in zip(heads.sites, within, strict=True)]
+        self._removals = [_Removal(site) for site in heads.sites]
+        for removal, output_projection in zip(self._removals, projections, strict=True):
+            if output_projection is None:
+                listener = Observer(_ignore, edit=partial(self._zero_outputs, removal))
+                self._removers.append(removal.site.reach_scores().listen(listener))
+                continue
             projection = output_projection.module
             # before all other hooks, so that these read the input that W_O gets
-            self._hook_before(projection, self._make_zeroing(site), prepend=True)
-            self._hook_before(site.module, _make_check(site, output_projection, projection))
+            self._hook_before(projection, self._make_zeroing(removal), prepend=True)
+            self._hook_before(removal.site.module, _make_check(removal.site, output_projection, projection))
 
     @property
     def called(self) -> bool:
         """Whether a forward pass went through every ablated site."""
-        return all(site.name in self._reached for site in self.heads.sites)
+        return all(removal.reached for removal in self._removals)
 
     def verify(self) -> None:
         """Raise `NotFired` unless a forward pass went through every ablated site."""
-        silent = [site.label for site in self.heads.sites if site.name not in self._reached]
+        silent = [removal.site.label for removal in self._removals if not removal.reached]
         if silent:
             raise NotFired(
                 f"no forward pass went through the ablated heads of {len(silent)} of {len(self.heads)} sites "
@@ -52,25 +71,45 @@ class Ablation(Handle):
     def _on_exit(self) -> None:
         self.verify()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_reached": set()}
+    def _describe(self) -> str:
+        return f"heads {', '.join(map(str, self.indices))} of each of {len(self.heads)} sites"
 
-    def _make_zeroing(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_removals": [_Removal(site) for site in self.heads.sites]}
+
+    def _make_zeroing(self, removal: _Removal) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+        site = removal.site
+
         def zero(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if is_in_checkpoint():
-                raise NotFired(
-                    f"{site.label}: heads are removed for evaluation; a backward pass after the block "
-                    "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
-                    "or gradients."
-                )
-            self._reached.add(site.name)
             outputs = read_first_argument(module, args, kwargs)
+            keep = self._make_factors(removal, outputs)
             require_joined(outputs, site)
-            keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
-            keep[list(self.indices)] = 0.0
             return replace_first_argument(args, kwargs, site.scale_heads(outputs, keep))
 
         return zero
+
+    def _zero_outputs(self, removal: _Removal, outputs: Tensor) -> Tensor:
+        """Return the outputs of heads [B, Q, H, e] without those removed, where they pass through no module."""
+        keep = self._make_factors(removal, outputs)
+        return outputs * removal.site.select_own_heads(keep, 0, outputs.shape[2])[:, None]
+
+    def _make_factors(self, removal: _Removal, outputs: Tensor) -> Tensor:
+        """Return 0 for the heads that are removed and 1 for the others, [H]."""
+        site = removal.site
+        if is_in_checkpoint():
+            raise NotFired(
+                f"{site.label}: heads are removed for evaluation; a backward pass after the block "
+                "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
+                "or gradients."
+            )
+        removal.reached = True
+        keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
+        keep[list(self.indices)] = 0.0
+        return keep
+
+
+def _ignore(_attended: object) -> None:
+    return None
 
 
 def _make_check(
@@ -87,37 +126,19 @@ def _make_check(
     return require
 
 
-@dataclass(frozen=True)
-class Importance:
-    """What removing each head costs.
-
-    Attributes:
-        baseline: The score of the whole model.
-        drops: Baseline minus the score without the head, for each site [H]; negative where removal helps.
-    """
-
-    baseline: float
-    drops: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        lines = [f"score of the whole model {self.baseline:.4g}; drop without each head:"]
-        width = max(len(name) for name in self.drops)
-        for name, drops in self.drops.items():
-            lines.append(f"{name.ljust(width)}  " + " ".join(f"{float(drop):+.4f}" for drop in drops))
-        return "\n".join(lines)
-
-
-def ablate(heads: Heads, *indices: int) -> Ablation:
+def ablate(heads: Heads, *indices: int | Iterable[int]) -> Ablation:
     """Remove heads, by index, from every site of `heads`; returns a handle that restores them.
 
     O_h = 0 for each h in `indices` before W_O (Michel et al. 2019 call it masking a head).
 
     Args:
-        heads: The sites; select one with `.where(...)` or `.layer(...)`.
-        indices: Heads to remove, from 0.
+        heads: The sites. The indices hold for each of them: `ablate(heads, [0, 3])` of a model of six sites removes
+            twelve heads. Select one site with `.where(...)` or `.layer(...)`.
+        indices: Heads to remove, from 0, one by one or in a list: `ablate(heads, 0, 3)` is `ablate(heads, [0, 3])`. A
+            tensor or an array of integers is a list too.
 
     Raises:
-        SettingError: No index was given, or a site does not have that many heads.
+        SettingError: No index was given, one is no integer, or a site does not have that many heads.
         LayoutError: The output projection of a site was not found.
 
     Example:
@@ -129,43 +150,16 @@ def ablate(heads: Heads, *indices: int) -> Ablation:
         True
     """
     require_heads(heads)
-    if not indices:
+    listed = tuple(index for given in indices for index in _list_indices(given))
+    if not listed:
         raise SettingError("ablate was given no head; expected at least one index, counted from 0.")
     for site in heads.sites:
-        for index in indices:
+        for index in listed:
             require_integer(f"head of {site.label}", index, high=site.num_heads - 1)
-    return Ablation(heads, indices)
+    return Ablation(heads, listed)
 
 
-@torch.no_grad()
-def importance(heads: Heads, score: Callable[[], float]) -> Importance:
-    """Return how much the score drops when each head is removed alone.
-
-    Args:
-        heads: The sites whose heads are removed, one at a time.
-        score: Runs the model on the user's data and returns its score; called once for the whole model and once per
-            head, without gradients.
-
-    Raises:
-        NotFired: `score` did not run the model.
-
-    Example:
-        >>> import headwise as hw
-        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-        >>> x = torch.randn(3, 5, 8)
-        >>> result = importance(hw.find_heads(model), lambda: float(model(x).std()))
-        >>> result.drops["self_attn"].shape
-        torch.Size([2])
-    """
-    require_heads(heads)
-    baseline = float(score())
-    drops: dict[str, Tensor] = {}
-    for site in heads.sites:
-        one = Heads(heads.model, (site,), heads.projections, heads.found)
-        scores = []
-        for head in range(site.num_heads):
-            with ablate(one, head) as ablation:
-                scores.append(float(score()))
-                ablation.verify()
-        drops[site.name or "(model)"] = baseline - torch.tensor(scores, dtype=torch.float64)
-    return Importance(baseline, drops)
+def _list_indices(given: Any) -> list[Any]:
+    """Return the indices in a list, a tensor or an array, or the one index."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]

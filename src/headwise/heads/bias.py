@@ -1,7 +1,7 @@
 """A separate bias on the attention scores of each head of an existing model."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,17 @@ from headwise.nn.scores import ScoreCall
 BiasFunction = Callable[[Site, ScoreCall], Tensor | None]
 
 
+@dataclass(eq=False)
+class _Count:
+    """A site and its calls that had a bias.
+
+    Its own object, so that layers that torch.compile compiles one by one share a graph.
+    """
+
+    site: Site
+    calls: int = 0
+
+
 class HeadBias(Handle):
     """A bias on the scores of heads, until `remove()` or the end of a `with` block; returned by `bias_heads`.
 
@@ -25,7 +36,6 @@ class HeadBias(Handle):
 
     Attributes:
         heads: The sites.
-        calls: Calls of each site that had a bias, by its name; 1 where it had one in a compiled model.
     """
 
     def __init__(self, heads: Heads, bias: Tensor | BiasFunction) -> None:
@@ -36,13 +46,18 @@ class HeadBias(Handle):
             raise MaskError(f"bias is a {type(bias).__name__}; expected a tensor, or a function of (site, call).")
         super().__init__()
         self.heads, self.bias = heads, bias
-        self.calls = {site.name: 0 for site in heads.sites}
+        self._counts = [_Count(site) for site in heads.sites]
         try:
-            for site in heads.sites:
-                self._removers.append(site.reach_scores().listen(partial(self.compute, site)))
+            for count in self._counts:
+                self._removers.append(count.site.reach_scores().listen(partial(self._compute, count)))
         except BaseException:
             self.remove()
             raise
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls of each site that had a bias, by its name; 1 where it had one in a compiled model."""
+        return {count.site.name: count.calls for count in self._counts}
 
     def verify(self) -> None:
         """Raise `NotFired` unless every site had a bias in some call."""
@@ -57,15 +72,16 @@ class HeadBias(Handle):
     def _on_exit(self) -> None:
         self.verify()
 
+    def _describe(self) -> str:
+        what = f"tensor {tuple(self.bias.shape)}" if isinstance(self.bias, Tensor) else "function"
+        return f"{what} on {len(self.heads)} sites"
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "bias": None, "calls": dict.fromkeys(self.calls, 0)}
+        return {**super().__getstate__(), "bias": None, "_counts": [_Count(site) for site in self.heads.sites]}
 
-    def compute(self, site: Site, call: ScoreCall) -> Tensor | None:
-        """Return the bias of one call of one site, broadcastable to [B, H, Q, K]; None where it has none.
-
-        Raises:
-            MaskError: It does not fit the call.
-        """
+    def _compute(self, count: _Count, call: ScoreCall) -> Tensor | None:
+        """Return the bias of one call of one site, broadcastable to [B, H, Q, K]; None where it has none."""
+        site = count.site
         if call.cached and site.kind != "cross" and call.first + call.queries > call.keys:
             # a window of keys is cached: these are the newest
             call = replace(call, first_key=call.first + call.queries - call.keys)
@@ -90,9 +106,9 @@ class HeadBias(Handle):
             raise MaskError(_describe_dtype(found))
         if torch.compiler.is_compiling():
             # a number that grows would recompile at every call
-            self.calls[site.name] = 1
+            count.calls = 1
         elif not is_recomputing():
-            self.calls[site.name] += 1
+            count.calls += 1
         return site.select_own_heads(found, 1, computed).to(call.device)
 
 
@@ -104,7 +120,7 @@ def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
 
     Args:
         heads: The sites. Their scores must be reached: torch's multi-head attention, headwise's, or a module that calls
-            the attention interface of transformers.
+            torch's `scaled_dot_product_attention` or the attention interface of transformers.
         bias: Additive, [B or 1, H or 1, Q or 1, K], floating; -inf forbids. Or a function (site, call) -> such a tensor
             or None, where `call` has batch, heads, queries, keys, `query_positions`, dtype and device. With a cache,
             the rows and columns of this call are taken from a tensor made for the whole length. Without gradients, a

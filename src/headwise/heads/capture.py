@@ -9,14 +9,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
 from headwise.heads.heads import Site
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
+# Arguments that hold other keys than a call's own tokens, and their mask.
+CROSSED = (("encoder_hidden_states", "encoder_attention_mask"), ("inputs", "inputs_mask"))
+# Modules of transformers whose boolean masks are True where a key is hidden.
+HIDING = ("MptAttention", "Gemma3nAudioAttention")
 
-@dataclass
+
+@dataclass(repr=False)
 class Capture:
     """What one call of one site computed.
 
@@ -55,6 +61,11 @@ class Capture:
         if self.outputs is not None:
             return self.outputs.shape[0] * self.outputs.shape[1]
         return 0 if self.weights is None else self.weights.shape[0] * self.weights.shape[2]
+
+    def __repr__(self) -> str:
+        held = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "site")
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in held if tensor is not None)
+        return f"Capture({self.site.label}: {shapes or 'nothing yet'})"
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Self:
         # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
@@ -115,7 +126,7 @@ class OpenCapture:
         if outputs and capture.outputs is None:
             raise NotFired(
                 f"{name} was called but its outputs were not computed in the call: its output projection may have been "
-                "replaced after this was attached. Attach after aggregate()."
+                "replaced after this was attached, or takes the heads of several calls. Attach after aggregate()."
             )
         if values:
             self._require_values(name)
@@ -212,10 +223,18 @@ def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tens
         return valid_keys(mask) if mask.dim() == 2 else None
     if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return None
-    crossed = arguments.get("encoder_hidden_states") is not None and "encoder_attention_mask" in arguments
-    names = ("encoder_attention_mask",) if crossed else ("attention_mask", "mask")
-    mask = next((arguments[name] for name in names if isinstance(arguments.get(name), Tensor)), None)
-    return find_real_keys(mask) if isinstance(mask, Tensor) else None
+    given = dict(arguments)
+    if isinstance(inputs := given.get("attention_inputs"), tuple) and len(inputs) == 4:
+        # Funnel: positions, token types, mask, mask of positions
+        given["attention_mask"] = inputs[2]
+    # keys of another sequence, with its mask
+    crossed = [mask for keys, mask in CROSSED if given.get(keys) is not None and mask in given]
+    names = crossed or ["attention_mask", "mask"]
+    mask = next((given[name] for name in names if isinstance(given.get(name), Tensor)), None)
+    if not isinstance(mask, Tensor):
+        return None
+    hides = mask.dtype == torch.bool and type(module).__name__ in HIDING
+    return find_real_keys(~mask if hides else mask)
 
 
 def find_real_keys(mask: Tensor) -> Tensor | None:

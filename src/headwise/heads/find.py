@@ -5,18 +5,28 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headwise.errors import LayoutError, SettingError
-from headwise.heads.head_slice import check_head_slice
+from headwise.errors import LayoutError, SettingError, require_integer
+from headwise.heads.adapters import find_saved, has_adapters
+from headwise.heads.arrangement import require_arranged
+from headwise.heads.head_list import HeadList
+from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
+from headwise.heads.irregular import attends, find_irregularity, find_mixing
 from headwise.heads.layout_steps import find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.layouts_latent import LatentLinears
+from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
+from headwise.heads.refusal import ROW, Named, describe_failure
+from headwise.heads.sdpa import connect_called_scores
+from headwise.heads.slice_checks import check_head_slice, check_head_slices
+from headwise.nn.compiled import unwrap_compiled, without_wrappers
 
 # Falcon and GPT-BigCode store the same attribute in several ways; these flags tell which.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
@@ -25,6 +35,7 @@ LAYOUTS: tuple[Layout, ...] = (
     TorchMultihead(),
     AdditiveQueries(),
     SeparateLinears(),
+    LatentLinears(),
     FusedLinear("fused", ("qkv",), ("proj", "projection", "..output.dense")),
     FusedLinear("fused", ("Wqkv",), ("Wo", "out_proj")),
     FusedLinear("fused", ("qkv_proj",), ("o_proj",)),
@@ -48,36 +59,57 @@ LAYOUTS: tuple[Layout, ...] = (
         interleaved=True,
         when=(_PLAIN_FALCON, ("multi_query", (None, False))),
     ),
+    FusedLinear(
+        "interleaved groups",
+        ("query_key_value",),
+        ("dense",),
+        interleaved=True,
+        when=(("new_decoder_architecture", (True,)),),
+    ),
     FusedLinear("interleaved", ("in_proj",), ("..output.dense",), interleaved=True),
-)
-
-ROW = (
-    "find_heads(model, (SeparateLinears(query=('wq',), key=('wk',), value=('wv',), output=('wo',), "
-    "num_heads=('heads',)), *headwise.LAYOUTS))"
+    # CodeGen: the parts of four devices
+    FusedLinear(
+        "fused in parts",
+        ("qkv_proj",),
+        ("out_proj",),
+        order=("query", "value", "key"),
+        parts=4,
+        when=(("pos_embd_dim", (...,)),),
+    ),
+    SeparateParameters(),
+    FusedParameter(),
+    HeadList(),
 )
 
 
 def find_heads(
-    model: nn.Module, layouts: Layout | Sequence[Layout] = LAYOUTS, *, exclude: str | Sequence[str] = ()
+    model: nn.Module,
+    layouts: Layout | Sequence[Layout] = LAYOUTS,
+    *,
+    exclude: str | Sequence[str] = (),
+    num_heads: int | None = None,
 ) -> Heads:
     """Return the attention heads of a model.
 
     Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is
     guessed: if no row fits, or if some modules fit and others that project queries, keys and values
-    do not, those are listed in the error. A module shared between layers is one site. For a model wrapped in
-    DistributedDataParallel, the heads and names are those of the wrapped model.
+    do not, those are listed in the error. A user's own attention that can be called with tokens alone is called on four
+    of them, in a copy that shares its parameters: heads that are "(d h)" and not "(h d)" are refused. A module shared
+    between layers is one site. For a model wrapped in DistributedDataParallel or by torch.compile, the heads and names
+    are those of the wrapped model; modules that were compiled inside a model keep their names too.
 
     Args:
         model: Any module that holds attention modules, or is one.
         layouts: Rows to try, or one. Put your own first: `find_heads(model, (my_row, *headwise.LAYOUTS))`.
         exclude: Shell patterns of module names to leave out, with their submodules, for example ("*.linear_attn",).
+        num_heads: Number of query heads of the modules that do not tell it themselves.
 
     Returns:
         The heads of all sites found, in the order of the model's modules.
 
     Raises:
-        LayoutError: No module fits a row; a row fits but its sizes do not; a module looks like attention and fits
-            no row; or a pattern of `exclude` matches nothing.
+        LayoutError: No module fits a row; a row fits but its sizes, or the order of its heads, do not; a module looks
+            like attention and fits no row; or a pattern of `exclude` matches nothing, or `num_heads` no module.
         SettingError: `model` is not a module, or `layouts` holds something that is not a row.
 
     Example:
@@ -88,36 +120,153 @@ def find_heads(
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
-    replicated = isinstance(model, DistributedDataParallel)
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    layouts = _check_layouts(layouts)
+    rows = _check_layouts(layouts)
+    inner, replicated = unwrap_model(model)
+    with without_wrappers(inner):
+        return replace(_find(inner, rows, exclude, num_heads), replicated=replicated)
+
+
+def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the model inside torch.compile and DistributedDataParallel, and whether the latter was there."""
+    replicated = False
+    while (inner := unwrap_compiled(model)) is not model or isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel):
+            inner, replicated = model.module, True
+        model = inner
+    return model, replicated
+
+
+def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None) -> Heads:
+    own = [row not in LAYOUTS for row in rows]
     modules = _exclude(model, exclude)
-    sites = [site for name, module in modules if (site := _match(model, name, module, layouts)) is not None]
-    unread = _find_unread(modules, sites)
+    found, clauses = _match_all(model, modules, list(zip(_give_count(rows, num_heads), own, strict=True)))
+    sites, outer = _take_inner(found)
+    unread = _find_unread(modules, sites, outer, clauses)
     if not sites or unread:
-        raise LayoutError(_describe_failure(model, layouts, sites, unread or _find_candidates(modules)))
+        clauses |= {name: clause for name, part in unread if (clause := find_irregularity(part)) is not None}
+        raise LayoutError(describe_failure(model, [row.name for row in rows], len(sites), unread, clauses))
+    if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
+        told = ", ".join(sorted({str(site.num_heads) for site in sites}))
+        raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
+    require_arranged(model, sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
-    return Heads(model, _connect_scores(model, sites), replicated=replicated)
+    return Heads(model, _connect_scores(model, sites))
 
 
-def _match(model: nn.Module, name: str, module: nn.Module, layouts: Sequence[Layout]) -> Site | None:
-    """Return the site of a module by the first row that fits it."""
-    site = next((site for layout in layouts if (site := layout.site(model, name, module)) is not None), None)
-    if site is not None:
-        for head_slice in (*site.slices, *(() if site.output is None else (site.output,))):
-            check_head_slice(head_slice)
-    return site
+def _match_all(
+    model: nn.Module, modules: Sequence[Named], rows: Sequence[tuple[Layout, bool]]
+) -> tuple[list[Site], dict[str, str]]:
+    """Return the sites of modules, and what is not regular in those that fit a row all the same, by name."""
+    sites: list[Site] = []
+    clauses: dict[str, str] = {}
+    # a head in a list of heads is part of the attention that holds the list
+    parts: set[int] = set()
+    for name, module in modules:
+        site, clause = (None, None) if id(module) in parts else _match(model, name, module, rows)
+        if clause is not None:
+            clauses[name] = clause
+        elif site is not None:
+            sites.append(site)
+            stacks = (head_slice for head_slice in site.slices if isinstance(head_slice, HeadStack))
+            parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
+    return sites, clauses
+
+
+def _match(
+    model: nn.Module, name: str, module: nn.Module, rows: Sequence[tuple[Layout, bool]]
+) -> tuple[Site | None, str | None]:
+    """Return the site of a module by the first row that fits it, or else what is not regular in it.
+
+    Whoever describes a module with a row of their own (the flag beside it) knows it.
+    """
+    clause = find_irregularity(module)
+    for row, own in rows:
+        try:
+            site = row.site(model, name, module)
+        except LayoutError:
+            if clause is None or own:
+                raise
+            return None, clause
+        if site is None:
+            continue
+        site = _mark_adapted(model, site)
+        check_head_slices(site.slices)
+        if site.output is not None:
+            check_head_slice(site.output)
+        clause = None if own else clause or find_mixing(site)
+        return (site, None) if clause is None else (None, clause)
+    return None, None
+
+
+def _mark_adapted(model: nn.Module, site: Site) -> Site:
+    """Return the site with its own parameters marked where LoRA wraps the attention itself and adds to them."""
+    path, _, attribute = site.name.rpartition(".")
+    around = model.get_submodule(path)
+    if attribute != "base_layer" or not has_adapters(around):
+        return site
+    reason = (
+        f"is adapted by a {type(around).__module__}.{type(around).__name__} around its attention, which puts W + B A "
+        "in its place at each call, so that no force is carried to A and B; merge the adapter, or use a penalty"
+    )
+    marked = [
+        head_slice.with_parts(
+            [replace(part, obstacle=reason) if part.owner is site.module else part for part in head_slice.parts]
+        )
+        for head_slice in site.slices
+    ]
+    return replace(site, slices=tuple(marked))
+
+
+def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
+    """Return the sites that hold no other site, and the ids of the modules of those that do.
+
+    Raises:
+        LayoutError: One that holds another computes attention itself, so both may have heads.
+    """
+    found = {id(site.module): site for site in sites}
+    outer: set[int] = set()
+    for site in sites:
+        inner = next(
+            (found[id(part)] for part in site.module.modules() if id(part) in found and part is not site.module), None
+        )
+        if inner is None:
+            continue
+        if attends(site.module):
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}) holds query, key and value projections and computes "
+                f"attention, and {inner.label} ({type(inner.module).__name__}) inside it does too; find the heads of "
+                f"one of them: exclude=({inner.name!r},), or find_heads of the inner module alone."
+            )
+        outer.add(id(site.module))
+    return [site for site in sites if id(site.module) not in outer], outer
 
 
 def _connect_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
-    """Return the sites with their scores reachable where the model comes from transformers."""
+    """Return the sites with their scores reachable: in code of transformers, and where torch's attention is called."""
+    return tuple(connect_called_scores(site) for site in _connect_interface(model, sites))
+
+
+def _connect_interface(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
     origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     if not any(origin.startswith("transformers.") for origin in origins):
         return tuple(sites)
     from headwise.heads import huggingface
 
     return tuple(huggingface.connect_scores(site) for site in sites)
+
+
+def _give_count(layouts: Sequence[Layout], num_heads: int | None) -> Sequence[Layout]:
+    """Return the rows with a number of heads for modules that do not tell theirs."""
+    if num_heads is None:
+        return layouts
+    require_integer("num_heads", num_heads, low=1)
+    given: list[Any] = list(layouts)
+    for index, row in enumerate(given):
+        names = getattr(row, "num_heads", None)
+        if is_dataclass(row) and isinstance(names, tuple):
+            given[index] = replace(given[index], num_heads=(*names, num_heads))
+    return given
 
 
 def _list_given(given: Any) -> tuple[Any, ...]:
@@ -135,9 +284,26 @@ def _check_layouts(layouts: Any) -> tuple[Layout, ...]:
     return rows
 
 
+def _list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of a model, without the copies that peft keeps of modules and does not call."""
+    modules = list(model.named_modules())
+    idle: list[str] = []
+    for name, module in modules:
+        called = find_saved(module)
+        if called is not None:
+            saved: Any = module.modules_to_save
+            names = ("original_module", *(f"modules_to_save.{adapter}" for adapter in saved))
+            idle += [f"{name}.{part}" if name else part for part in names if part != called]
+    return [
+        (name, module)
+        for name, module in modules
+        if not any(name == place or name.startswith(f"{place}.") for place in idle)
+    ]
+
+
 def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model without those that match a pattern, and without their submodules."""
-    patterns, modules = _list_given(exclude), list(model.named_modules())
+    patterns, modules = _list_given(exclude), _list_modules(model)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SettingError(f"exclude holds {pattern!r}; expected shell patterns of names, such as '*.linear_attn'.")
@@ -153,12 +319,16 @@ def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in modules if not matches(name)]
 
 
-def _find_unread(modules: Sequence[tuple[str, nn.Module]], sites: Sequence[Site]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that look like attention and are neither a site nor part of one."""
+def _find_unread(
+    modules: Sequence[Named], sites: Sequence[Site], outer: set[int], clauses: Mapping[str, str]
+) -> list[Named]:
+    """Return the modules that are irregular, or look like attention and are neither a site nor a part of one."""
     found = {id(site.module) for site in sites}
-    read = {id(part) for site in sites for part in site.module.modules()}
+    read = outer | {id(part) for site in sites for part in site.module.modules()}
     return [
-        (name, module) for name, module in modules if id(module) not in read and _looks_like_attention(module, found)
+        (name, module)
+        for name, module in modules
+        if name in clauses or (id(module) not in read and _looks_like_attention(module, found))
     ]
 
 
@@ -174,37 +344,3 @@ def _looks_like_attention(module: nn.Module, found: set[int]) -> bool:
             mentioned |= find_letters(name)
     called_attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
     return mentioned == set("qkv") or (bool(mentioned) and called_attention)
-
-
-def _find_candidates(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    looks_like = re.compile(r"att(ention|n)|qkv|query|_proj$|to_q", re.IGNORECASE)
-    return [
-        (name, module)
-        for name, module in modules
-        if looks_like.search(type(module).__name__) or looks_like.search(name.rpartition(".")[2])
-    ]
-
-
-def _describe_failure(
-    model: nn.Module, layouts: Sequence[Layout], sites: Sequence[Site], seen: Sequence[tuple[str, nn.Module]]
-) -> str:
-    tried = ", ".join(dict.fromkeys(layout.name for layout in layouts))
-    lines = [f"  {name or '(model)'}: {type(part).__name__} with {_describe_shapes(part)}" for name, part in seen]
-    listed = "\n".join(lines[:12]) or "  none whose name or class mentions attention, query or projections"
-    listed += f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
-    if not sites:
-        found = f"no attention heads found in {type(model).__name__} (layouts tried: {tried}). Candidates seen:"
-    else:
-        found = (
-            f"{len(seen)} modules of {type(model).__name__} look like attention and fit no layout (tried: {tried}), "
-            f"in addition to {len(sites)} that do:"
-        )
-    return (
-        f"{found}\n{listed}\nDescribe yours with a row: {ROW}. "
-        f"Or exclude what is not softmax attention: find_heads(model, exclude=({(seen[0][0] if seen else '...')!r},))."
-    )
-
-
-def _describe_shapes(module: nn.Module) -> str:
-    shapes = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
-    return ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"

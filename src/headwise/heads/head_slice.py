@@ -1,20 +1,35 @@
 """The heads in one parameter, and the module that plays W_O."""
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError
-from headwise.parallel import find_flattening, is_sharded
+from headwise.errors import HeadwiseError, LayoutError
+from headwise.heads.adapters import Adapter, find_lora_obstacle, find_untrained, list_adapters
+from headwise.heads.flattening import find_flattening
+
+
+class HeadAxes(NamedTuple):
+    """The axes of a parameter along which heads, the features of a head, inputs and the start are counted."""
+
+    heads: int
+    features: int
+    inputs: int
+    start: int
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSlice:
     """The part of one parameter that belongs to the heads of one projection of one site.
 
-    Head i owns `head_size` consecutive rows (columns when `axis` is 1) starting at `start + i * stride`.
+    Feature j of head i is row (column when `axis` is 1) `start + i * stride + j * step` of a matrix. A parameter of
+    more axes has its heads, the features of a head and the inputs along axes of their own: [H, d, e] is `axis=0,
+    feature_axis=2, input_axis=1`, and the keys of [3, d, H, e] are `axis=2, feature_axis=3, input_axis=1,
+    start_axis=0, start=1`.
 
     Attributes:
         projection: "query", "key", "value", or "output" for W_O.
@@ -23,22 +38,35 @@ class HeadSlice:
         attribute: Its attribute name on `owner`.
         heads: Number of heads M (key/value heads under grouped queries).
         head_size: Rows (or columns) of one head, e.
-        start: First row (or column) of head 0.
-        stride: Rows (or columns) from one head's start to the next one's.
-        axis: 0 when heads are rows, 1 when they are columns.
-        bias: Attribute name of the bias on `owner`; None when there is none.
-        bias_start: First entry of head 0 in the bias; the weight's `start` when negative.
+        start: First row (or column) of head 0; its index along `start_axis` where there is one.
+        stride: Rows (or columns) from one head's start to the next one's; when 0, `head_size`, or 1 where features
+            have an axis of their own.
+        axis: Axis of the parameter along which heads are counted: 0 when heads are rows, 1 when they are columns.
+        bias: Attribute name of the bias on `bias_owner`; None when there is none.
+        bias_start: First entry of head 0 in the bias, flattened; the weight's `start` when negative.
         module: The module whose call computes the projection: `owner` when not given, or what wraps it (LoRA); None
-            where no module call does, in `nn.MultiheadAttention`.
+            where no module call does: in `nn.MultiheadAttention`, and where `called` is False.
         along: Size of the weight along `axis`; taken from the parameter when 0.
         across: Its size along the other axis; likewise.
-        obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, the base of a LoRA
-            layer); None when it can. Features can be read all the same.
+        obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, under an adapter that
+            is not plain LoRA); None when it can. Features can be read all the same.
+        step: Rows (or columns) from one feature of a head to the next: 1, or H where heads alternate feature by
+            feature ("(e h)").
+        feature_axis: Axis of the features of a head; `axis` when negative.
+        input_axis: Axis of the inputs (of the outputs, for "output"); the other axis of a matrix when negative.
+        start_axis: Axis along which `start` counts; `axis` when negative.
+        bias_owner: The module that holds the bias: `owner` when None. A bias of another module is added to what
+            `module` returns.
+        bias_stride: Entries of the flattened bias from one head to the next; when 0, `stride`, or `head_size` where
+            features have an axis of their own.
+        called: Whether a module call computes the projection, and not the attention's own forward.
+        run: Which run of heads this is, where they lie in several (`HeadRuns`); noise of each is its own.
+        lora: The LoRA layer whose adapters add to the weight; None where there is none.
     """
 
     projection: str
     name: str
-    owner: nn.Module
+    owner: nn.Module = field(repr=False)
     attribute: str
     heads: int
     head_size: int
@@ -47,22 +75,67 @@ class HeadSlice:
     axis: int = 0
     bias: str | None = None
     bias_start: int = -1
-    module: nn.Module | None = None
+    module: nn.Module | None = field(default=None, repr=False)
     along: int = 0
     across: int = 0
     obstacle: str | None = None
+    step: int = 1
+    feature_axis: int = -1
+    input_axis: int = -1
+    start_axis: int = -1
+    bias_owner: nn.Module | None = field(default=None, repr=False)
+    bias_stride: int = 0
+    called: bool = True
+    run: int = 0
+    lora: nn.Module | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        def settle(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
         if self.stride == 0:
-            object.__setattr__(self, "stride", self.head_size)
+            settle("stride", self.head_size if self.feature_axis in (-1, self.axis) else 1)
         if self.bias_start < 0:
-            object.__setattr__(self, "bias_start", self.start)
-        if self.module is None and not isinstance(self.owner, nn.MultiheadAttention):
-            object.__setattr__(self, "module", self.owner)
+            settle("bias_start", self.start)
+        if self.module is None and self.called and not isinstance(self.owner, nn.MultiheadAttention):
+            settle("module", self.owner)
         weight = self.owner._parameters.get(self.attribute)
-        if self.along == 0 and weight is not None and weight.dim() == 2:
-            object.__setattr__(self, "along", weight.shape[self.axis])
-            object.__setattr__(self, "across", weight.shape[1 - self.axis])
+        if self.along == 0 and weight is not None and weight.dim() == len(set(self.axes)):
+            settle("along", weight.shape[self.axis])
+            settle("across", weight.shape[self.axes.inputs])
+
+    @property
+    def axes(self) -> HeadAxes:
+        """Along which axes of the parameter its heads, their features, the inputs and `start` are counted."""
+        features = self.axis if self.feature_axis < 0 else self.feature_axis
+        inputs = 1 - self.axis if self.input_axis < 0 else self.input_axis
+        return HeadAxes(self.axis, features, inputs, self.axis if self.start_axis < 0 else self.start_axis)
+
+    @property
+    def parts(self) -> tuple["HeadSlice", ...]:
+        """The slices of single parameters that it is made of: itself, or one for each head (`HeadStack`)."""
+        return (self,)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its views are [M, d, e] rather than [M, e, d]: features of heads come after the inputs."""
+        return self.axes.features > self.axes.inputs
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows (columns) of its heads, head by head; of a parameter of more axes, all but the inputs flattened."""
+        weight, axes = self.owner._parameters.get(self.attribute), self.axes
+        unit = dict.fromkeys(axes, 1)
+        if weight is not None and len(unit) > 2:
+            counted = sorted(set(axes) - {axes.inputs})
+            for axis, after in zip(counted[-2::-1], counted[:0:-1], strict=True):
+                unit[axis] = unit[after] * weight.shape[after]
+        first, head, feature = (
+            self.start * unit[axes.start],
+            self.stride * unit[axes.heads],
+            self.step * unit[axes.features],
+        )
+        return [first + i * head + j * feature for i in range(self.heads) for j in range(self.head_size)]
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -76,7 +149,55 @@ class HeadSlice:
         held = self.owner._parameters.get(self.attribute)
         if held is None:
             raise LayoutError(self.vanished)
+        if held.dim() == len(set(self.axes)) and held.shape[self.axis] != self.along:
+            raise LayoutError(
+                f"{self.name} has {held.shape[self.axis]} {'rows' if self.axis == 0 else 'columns'}, and had "
+                f"{self.along} when its heads were found: heads were removed or merged since; call find_heads again."
+            )
         return held
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that the model's next call adds to the parameter; none without LoRA, or where merged.
+
+        Raises:
+            LayoutError: What it computes with is not W + sum_a s_a B_a A_a; the message says why.
+        """
+        if self.lora is None:
+            return ()
+        reason = find_lora_obstacle(self.lora)
+        if reason is not None:
+            raise LayoutError(f"{self.name} {reason}.")
+        return list_adapters(self.lora)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters through which the heads are trained, by name: W itself, or A and B of the active adapters."""
+        if self.lora is None:
+            return {self.name: self.parameter}
+        layer = self._lora_name
+        return {layer + name: factor for adapter in self.adapters for name, factor in adapter.factors.items()}
+
+    @cached_property
+    def _lora_name(self) -> str:
+        """The name of the LoRA layer, ending in a dot."""
+        layers = {} if self.lora is None else {id(module): path for path, module in self.lora.named_modules()}
+        return self.name.removesuffix(f"{layers.get(id(self.owner), '')}.{self.attribute}")
+
+    def divide(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Return B and A of an adapter, or tensors of their shapes, with what belongs to one head apart, as a view.
+
+        They are B_h [M, e, r] and A [r, d_in]; for W_O, whose heads are columns, B [d_out, r] and A_h [M, r, e].
+        """
+        rows = first.mT if self.projection == "output" else second
+        unit, other = rows.stride()
+        size, steps = (self.heads, self.head_size, rows.shape[1]), (self.stride * unit, self.step * unit, other)
+        heads = rows.as_strided(size, steps, rows.storage_offset() + self.start * unit)
+        return (second, heads.mT) if self.projection == "output" else (heads, first)
+
+    def orient(self, product: Tensor) -> Tensor:
+        """Return heads of B A as the views of the weight have them, and back: Conv1D stores [d_in, d_out]."""
+        return product.mT if self.transposed is (self.projection != "output") else product
 
     @property
     def vanished(self) -> str:
@@ -94,11 +215,11 @@ class HeadSlice:
         """Return the heads of `tensor` (the parameter, its gradient, or anything shaped like it) without a copy.
 
         Args:
-            tensor: Two-dimensional tensor with the shape of the parameter, any strides.
+            tensor: A tensor with the shape of the parameter, any strides.
 
         Returns:
-            A view [M, e, d_in] when heads are rows, [M, d_out, e] when they are columns. Writing to it writes
-            to `tensor`.
+            A view [M, e, d], with the inputs d first where they come first in the parameter: [M, d, e] when heads are
+            columns. Writing to it writes to `tensor`.
 
         Raises:
             LayoutError: `tensor` does not have the parameter's shape.
@@ -116,15 +237,46 @@ class HeadSlice:
         return self.part(tensor)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return the heads of some columns of the parameter (rows when `axis` is 1): as `view`, of what there is."""
-        row, column = tensor.stride()
-        if self.axis == 0:
-            size = (self.heads, self.head_size, tensor.shape[1])
-            strides, start = (self.stride * row, row, column), self.start * row
+        """Return the heads of some inputs of the parameter: as `view`, of what there is."""
+        strides, axes = tensor.stride(), self.axes
+        heads, feature, across = self.stride * strides[axes.heads], self.step * strides[axes.features], axes.inputs
+        start = tensor.storage_offset() + self.start * strides[axes.start]
+        if self.transposed:
+            size, steps = (self.heads, tensor.shape[across], self.head_size), (heads, strides[across], feature)
         else:
-            size = (self.heads, tensor.shape[0], self.head_size)
-            strides, start = (self.stride * column, row, column), self.start * column
-        return tensor.as_strided(size, strides, tensor.storage_offset() + start)
+            size, steps = (self.heads, self.head_size, tensor.shape[across]), (heads, feature, strides[across])
+        return tensor.as_strided(size, steps, start)
+
+    def with_parts(self, parts: Sequence["HeadSlice"]) -> "HeadSlice":
+        """Return what `parts` of the same shapes make up together."""
+        (part,) = parts
+        return part
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the heads of tensors shaped like the parameters of `parts`: a view where there is one."""
+        (tensor,) = tensors
+        return self.view(tensor)
+
+    def read(self) -> Tensor:
+        """Return the heads as they are now, without gradients: [M, e, d], or [M, d, e] where they are `transposed`.
+
+        They are those of the weight that the model computes with: under LoRA, in a copy, of W + sum_a s_a B_a A_a.
+        """
+        return self.compute(torch.Tensor.detach)
+
+    def compute(self, get: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the heads as `read` does, from what `get` makes of each parameter, with its gradients."""
+        if self.parts != (self,):
+            return torch.cat([part.compute(get) for part in self.parts])
+        heads = self.view(get(self.parameter))
+        for adapter in self.adapters:
+            second, first = self.divide(get(adapter.first), get(adapter.second))
+            heads = heads + adapter.scaling * self.orient(second @ first)
+        return heads
+
+    def turn(self, view: Tensor) -> Tensor:
+        """Return a view of heads with its inputs first, [M, d, e], and such a view as it is in the parameter."""
+        return view if self.transposed else view.mT
 
     def features(self, tensor: Tensor) -> Tensor:
         """Return the heads among the features of a call of the module that holds this head slice, without a copy.
@@ -154,23 +306,61 @@ class HeadSlice:
                 f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as the features of "
                 f"{self.projection} heads; expected {self.along} features along its last axis."
             )
-        own = tensor.narrow(-1, self.start, (self.heads - 1) * self.stride + self.head_size)
-        if self.stride == self.head_size:
-            return own.unflatten(-1, (self.heads, self.head_size))
-        return own.unfold(-1, self.head_size, self.stride)
+        span = (self.head_size - 1) * self.step + 1
+        own = tensor.narrow(-1, self.start, (self.heads - 1) * self.stride + span)
+        if self.stride == span:
+            return own.unflatten(-1, (self.heads, span))
+        return own.unfold(-1, span, self.stride)[..., :: self.step]
 
     def bias_view(self, tensor: Tensor) -> Tensor:
-        """Return the heads of a bias [rows] as a view [M, e]; only for heads that are rows."""
-        (step,) = tensor.stride()
-        size, strides = (self.heads, self.head_size), (self.stride * step, step)
-        return tensor.as_strided(size, strides, tensor.storage_offset() + self.bias_start * step)
+        """Return the heads of a bias, [rows] or of the axes of the weight without its inputs, as a view [M, e]."""
+        flat = tensor.view(-1)
+        (unit,) = flat.stride()
+        apart = self.axes.features != self.axis
+        stride = self.bias_stride or (self.head_size if apart else self.stride)
+        size, strides = (self.heads, self.head_size), (stride * unit, self.step * unit)
+        return flat.as_strided(size, strides, flat.storage_offset() + self.bias_start * unit)
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """The bias [M, e] that the attention itself adds to what `module` returns; None where it adds none."""
+        if self.bias is None or self.bias_owner is None or self.bias_owner is self.owner:
+            return None
+        held = self.bias_owner._parameters.get(self.bias)
+        return None if held is None else self.bias_view(held)
+
+    def require_trainable(self) -> None:
+        """Raise `LayoutError` unless heads can be read and are trained: in the parameter, or in A and B of LoRA."""
+        reason = find_flattening(self.owner, self.parameter)
+        if self.lora is not None and reason is None:
+            reason = find_lora_obstacle(self.lora) or find_untrained(self.lora, self.parameter)
+        if reason is not None:
+            raise LayoutError(f"{self.name} {reason}.")
+        if self.lora is None and not self.parameter.requires_grad:
+            raise LayoutError(
+                f"{self.name} does not require a gradient; unfreeze it (under LoRA: name it in target_modules) or "
+                "select other heads."
+            )
+
+    def require_finite(self) -> None:
+        """Raise `HeadwiseError` where heads are not finite, `LayoutError` on the meta device."""
+        if self.parameter.is_meta:
+            raise LayoutError(f"{self.name} is on the meta device and has no values; load the weights first.")
+        with torch.no_grad():
+            sound = self.compute(gather_full).isfinite().flatten(1).all(1)
+        if not sound.all():
+            raise HeadwiseError(
+                f"{self.name} holds NaN or infinity in {self.projection} heads "
+                f"{(~sound).nonzero().flatten().tolist()} of {self.heads}; repulsion needs finite heads. "
+                "Load finite weights, or look for the step that produced them."
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
     """Where the module that plays W_O is; its input is the concatenated heads [B, Q, H * e]."""
 
-    owner: nn.Module
+    owner: nn.Module = field(repr=False)
     attribute: str
 
     @property
@@ -179,22 +369,20 @@ class OutputProjection:
         return getattr(self.owner, self.attribute)
 
 
-def check_head_slice(head_slice: HeadSlice) -> None:
-    """Raise `LayoutError` unless the head slice is inside a floating-point matrix and its heads do not overlap."""
-    if head_slice.obstacle is None:
-        tensor = head_slice.owner._parameters.get(head_slice.attribute)
-        if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != 2:
-            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            raise LayoutError(
-                f"{head_slice.name} of {type(head_slice.owner).__name__} is not a plain floating-point matrix "
-                f"(found {found}); a layout row that reads it must say so in the head slice's obstacle."
-            )
-    starts = [head_slice.start + i * head_slice.stride for i in range(head_slice.heads)]
-    overlap = any(b - a < head_slice.head_size for a, b in pairwise(starts))
-    empty = head_slice.heads < 1 or head_slice.head_size < 1
-    if empty or overlap or starts[-1] + head_slice.head_size > head_slice.along:
-        raise LayoutError(
-            f"{head_slice.name}: {head_slice.heads} heads of {head_slice.head_size} "
-            f"{'rows' if head_slice.axis == 0 else 'columns'} from {head_slice.start} every {head_slice.stride} do "
-            f"not fit the {head_slice.along} of the weight."
-        )
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of FSDP2 (`fully_shard`) or tensor parallel.
+
+    >>> is_sharded(torch.zeros(2))
+    False
+    """
+    return hasattr(tensor, "device_mesh")
+
+
+def gather_full(tensor: Tensor) -> Tensor:
+    """Return all of a tensor on this process: the tensor itself unless it is sharded.
+
+    >>> gather_full(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+    sharded: Any = tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor

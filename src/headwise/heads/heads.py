@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, require_choice
-from headwise.heads.head_slice import HeadSlice, OutputProjection
+from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full
+from headwise.heads.printed import LINES, align, shorten
+from headwise.heads.projection import read_projection
+from headwise.heads.sharding import computes_part, count_parts, gather_features, scale_features, select_own_heads
+from headwise.nn.compiled import strip_wrappers, unwrap_compiled
 from headwise.nn.scores import Scores
-from headwise.parallel import computes_part, count_parts, gather_features, scale_features, select_own_heads
 
 PROJECTIONS = ("query", "key", "value")
 KINDS = ("self", "decoder", "cross", "pooling")
@@ -44,9 +47,9 @@ class Site:
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     name: str
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     kind: str
     layer: int
     stack: str
@@ -54,12 +57,12 @@ class Site:
     num_heads: int
     key_value_heads: int
     head_size: int
-    slices: tuple[HeadSlice, ...]
-    output: HeadSlice | None = None
+    slices: tuple[HeadSlice, ...] = field(repr=False)
+    output: HeadSlice | None = field(default=None, repr=False)
     output_projection: OutputProjection | None = None
-    value_module: nn.Module | None = None
-    prepare: Callable[[nn.Module, nn.Module], object] | None = None
-    scores: Callable[[nn.Module], Scores] | None = None
+    value_module: nn.Module | None = field(default=None, repr=False)
+    prepare: Callable[[nn.Module, nn.Module], object] | None = field(default=None, repr=False)
+    scores: Callable[[nn.Module], Scores] | None = field(default=None, repr=False)
     found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,10 +83,25 @@ class Site:
         """`output_projection`, under its name in version 0.1."""
         return self.output_projection
 
+    @property
+    def parts(self) -> tuple[HeadSlice, ...]:
+        """The slices of single parameters that `slices` are made of."""
+        return tuple(part for head_slice in self.slices for part in head_slice.parts)
+
+    @property
+    def value_modules(self) -> tuple[nn.Module, ...]:
+        """The modules that project values: `value_module`, or one for each head; none where no module call does."""
+        if self.value_module is not None:
+            return (self.value_module,)
+        found = [
+            part.module for part in self.parts if part.projection == "value" and len(self.parts) > len(self.slices)
+        ]
+        return tuple(module for module in found if module is not None)
+
     def paths(self) -> tuple[tuple[str | None, str | None], ...]:
-        """Return the current paths of each head slice's owner and called module inside the attention module."""
-        paths = {id(part): path for path, part in self.module.named_modules()}
-        return tuple((paths.get(id(head_slice.owner)), paths.get(id(head_slice.module))) for head_slice in self.slices)
+        """Return the current paths of each part's owner and called module inside the attention module."""
+        paths = {id(part): strip_wrappers(path) for path, part in self.module.named_modules()}
+        return tuple((paths.get(id(part.owner)), paths.get(id(part.module))) for part in self.parts)
 
     def expose(self) -> OutputProjection:
         """Make the output projection's call visible and return the output projection.
@@ -92,13 +110,27 @@ class Site:
             LayoutError: The module that plays W_O was not found.
         """
         if self.output_projection is None:
-            raise LayoutError(
-                f"{self.label} ({type(self.module).__name__}): no output projection was found next to "
-                "its query, key and value; name it in the layout row (output=...)."
+            found = (
+                "no output projection was found next to its query, key and value; name it in the layout row "
+                "(output=...)."
+                if self.output is None
+                else f"W_O is the parameter {self.output.name}, which its forward uses itself; outputs of heads are "
+                "read, removed and aggregated where W_O is a module, such as an nn.Linear."
             )
+            raise LayoutError(f"{self.label} ({type(self.module).__name__}): {found}")
         if self.prepare is not None:
             self.prepare(self.model, self.module)
         return self.output_projection
+
+    def find_output_weights(self) -> Tensor | None:
+        """Return W_O of each head, [H, d, e], or None where no linear output projection can be read now."""
+        if self.output is None or self.output.obstacle is not None or self.output_projection is None:
+            return None
+        if self.output.owner._parameters.get(self.output.attribute) is None:
+            return None
+        if self.output_projection.module is not self.output.owner:
+            return None
+        return self.output.turn(self.output.compute(lambda parameter: gather_full(parameter.detach())))
 
     def reach_scores(self) -> Scores:
         """Return what reaches the attention scores of the module: its weights and what is added to them.
@@ -109,12 +141,16 @@ class Site:
         if self.scores is None:
             raise LayoutError(
                 f"{self.label} ({type(self.module).__name__}): attention weights and biases of heads are "
-                "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call the "
-                "attention interface of transformers; outputs and values are read here."
+                "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call torch's "
+                "scaled_dot_product_attention or the attention interface of transformers, which this one does not."
             )
         if self.prepare is not None:
             self.prepare(self.model, self.module)
         return self.scores(self.module)
+
+    def gives(self, what: str) -> bool:
+        """Whether values or outputs are read where the scores are computed, as they pass through no module."""
+        return self.scores is not None and what in self.scores(self.module).gives
 
     @property
     def divided(self) -> bool:
@@ -152,11 +188,12 @@ class Site:
         return self.num_heads * self.head_size if self.output is None else self.output.across
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Heads:
     """The attention heads of a model: immutable, printable, selectable.
 
-    Returned by `find_heads`. Every selector returns a new collection and refuses to return an empty one.
+    Returned by `find_heads`. Every selector returns a new collection and refuses to return an empty one. Printed, it is
+    a table of at most 40 lines: of a larger model the first and last sites.
 
     Example:
         >>> import headwise as hw
@@ -255,25 +292,29 @@ class Heads:
         return replace(self, sites=sites)
 
     def __str__(self) -> str:
-        rows = [("site", "kind", "layer", "heads", "size", "layout", "output")]
-        for site in self.sites:
-            heads = str(site.num_heads)
-            heads += "" if site.num_heads == site.key_value_heads else f"/{site.key_value_heads}"
-            output = site.output_projection
-            shown = "-" if output is None else f"{output.attribute}: {type(output.module).__name__}"
-            name, layer, size = site.name or "(model)", str(site.layer), str(site.head_size)
-            rows.append((name, site.kind, layer, heads, size, site.layout, shown))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        obstacles = {part.obstacle: part.name for part in reversed(self.slices()) if part.obstacle is not None}
+        told = [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()][:8]
+        first, left_out, last = shorten([_describe_row(site) for site in self.sites], LINES - 2 - len(told))
+        columns = ("site", "kind", "layer", "heads", "size", "layout", "output")
+        lines = align([columns, *first, *last])
+        if left_out:
+            lines.insert(1 + len(first), f"... {left_out} more sites ...")
         total = sum(site.num_heads for site in self.sites)
         lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
-        obstacles = {
-            head_slice.obstacle: head_slice.name
-            for head_slice in reversed(self.slices())
-            if head_slice.obstacle is not None
-        }
-        lines += [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *told])
+
+    # in a notebook or a debugger: every module of the model otherwise, once for each site
+    __repr__ = __str__
+
+
+def _describe_row(site: Site) -> tuple[str, ...]:
+    heads = str(site.num_heads)
+    heads += "" if site.num_heads == site.key_value_heads else f"/{site.key_value_heads}"
+    output = site.output_projection
+    shown = "-" if site.output is None else f"{site.output.attribute}: parameter"
+    if output is not None:
+        shown = f"{output.attribute}: {type(unwrap_compiled(output.module)).__name__}"
+    return site.name or "(model)", site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
 
 
 def require_heads(given: object) -> None:
@@ -297,7 +338,7 @@ def require_heads(given: object) -> None:
 
 def _require_current(site: Site) -> None:
     """Raise `LayoutError` unless the layers of a site are where they were when it was found."""
-    for head_slice, before, now in zip(site.slices, site.found_at, site.paths(), strict=True):
+    for head_slice, before, now in zip(site.parts, site.found_at, site.paths(), strict=True):
         if before != now:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)
             there = None if place is None else _find_module(site, place)
@@ -308,6 +349,15 @@ def _require_current(site: Site) -> None:
             )
         if head_slice.obstacle is None and head_slice.owner._parameters.get(head_slice.attribute) is None:
             raise LayoutError(head_slice.vanished)
+        if head_slice.obstacle is None:
+            # raises where the parameter has other sizes now
+            _ = head_slice.parameter
+        called = None if head_slice.module is head_slice.owner else read_projection(head_slice.module)
+        if called is not None and called.owner is not head_slice.owner:
+            raise LayoutError(
+                f"{head_slice.name} is not what {type(head_slice.module).__name__} calls anymore: another adapter is "
+                "active than when its heads were found; call find_heads again."
+            )
 
 
 def _find_module(site: Site, place: str) -> object:

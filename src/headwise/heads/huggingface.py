@@ -8,14 +8,13 @@ Imported by `find_heads` only, and only for models whose modules come from trans
 """
 
 import inspect
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -28,6 +27,7 @@ from headwise.heads.huggingface_config import UNDERNEATH, override_implementatio
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.hooks import Hook
+from headwise.nn.mixing import drop_weights, find_mixer
 from headwise.nn.scores import (
     Bias,
     Listeners,
@@ -36,6 +36,7 @@ from headwise.nn.scores import (
     add_listener,
     clear_empty_rows,
     discard_listener,
+    normalize_scores,
     sum_masks,
 )
 
@@ -68,6 +69,8 @@ def calls_interface(module: nn.Module) -> bool:
 class InterfaceScores:
     """The scores of a module that calls the attention interface."""
 
+    gives: tuple[str, ...] = ()
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
@@ -91,15 +94,23 @@ class InterfaceScores:
 
         return stop
 
+    def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Have the module attend with its mixer, and return what ends that and what raises where it is passed by."""
+        return override_implementation(self.module), partial(_require_reached, self.module)
 
-def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
+
+def _require_reached(module: nn.Module) -> None:
     named = getattr(module.config, "_attn_implementation", None)
     if named not in UNDERNEATH:
         raise NotFired(
-            f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps or "
-            "a penalty was attached to its scores, where these cannot be reached; call "
+            f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps, "
+            "a penalty or hw.mix_heads was attached to its scores, where these cannot be reached; call "
             "model.set_attn_implementation('sdpa'), or remove() what is attached."
         )
+
+
+def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    _require_reached(module)
     listeners: Listeners = module.__dict__[LISTENERS]
     first = count_cached(module, (*args, *kwargs.values()))
     listeners.first, listeners.cached = first or 0, first is not None
@@ -111,21 +122,22 @@ def _attend_over_sdpa(
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
     answer = _resolve_request(module, query, key)
     capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
-    if answer.weights or (answer.mean_weights and capped):
-        output, _ = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
-        if not answer.beside or not answer.weights:
-            return output, None
+    mixer = find_mixer(module)
+    if answer.weights or mixer is not None or (answer.mean_weights and capped):
+        weights = _compute_weights(module, query, key, value, attention_mask, answer, **settings)
+        _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
+        if mixer is not None or not answer.beside or not answer.weights:
+            return _attend_with(weights, value, mixer, **settings)[0], None
         answer = replace(answer, mean_weights=False)
     if not answer.biases and not answer.mean_weights:
         return stock(module, query, key, value, attention_mask, **settings)
-    mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)
+    total = _build_mask(module, query, key, attention_mask, answer, settings)
     if answer.mean_weights:
-        everything = mask if mask is None or empty is None else mask.masked_fill(empty, -math.inf)
-        _notify(module, None, mean_weights(query, key, everything, scale=settings.get("scaling")))
+        _notify(module, None, mean_weights(query, key, total, scale=settings.get("scaling")))
     if not answer.biases:
         return stock(module, query, key, value, attention_mask, **settings)
-    assert mask is not None  # a bias is always a mask
-    assert empty is not None
+    assert total is not None  # a bias is always a mask
+    mask, empty = clear_empty_rows(total)
     mask = mask.expand(-1, -1, query.shape[2], -1)
     plain = {**settings, "is_causal": False, "position_bias": None}
     output, _ = stock(module, query, key, value, mask, **plain)
@@ -136,11 +148,18 @@ def _attend_over_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     answer = _resolve_request(module, query, key)
-    if answer.biases or answer.weights or answer.mean_weights:
-        attended = _attend_explicitly(module, query, key, value, attention_mask, answer, **settings)
-        if not answer.beside or not answer.weights or answer.biases:
-            return attended
+    mixer = find_mixer(module)
+    if answer.biases or mixer is not None:
+        weights = _compute_weights(module, query, key, value, attention_mask, answer, **settings)
+        _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
+        return _attend_with(weights, value, mixer, **settings)
     stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    if answer.weights or answer.mean_weights:
+        # what it returns beside the output are its own weights, after dropout
+        whole = stock(module, query, key, value, attention_mask, **{**settings, "dropout": 0.0})
+        _notify(module, whole[1], mean_of(whole[1]) if answer.mean_weights else None)
+        if not settings.get("dropout"):
+            return whole
     return stock(module, query, key, value, attention_mask, **settings)
 
 
@@ -171,8 +190,8 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
 
 def _build_mask(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Request, settings: dict
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return everything that is added to the scores, and the rows that are left without a key."""
+) -> Tensor | None:
+    """Return everything that is added to the scores; -inf in a whole row leaves that query without a key."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
         raise LayoutError(f"{type(module).__name__} was given a mask {given}; expected (batch, heads, queries, keys).")
@@ -185,14 +204,14 @@ def _build_mask(
     if not answer.biases and (own is not None or mask is None or mask.is_floating_point()) and not causal:
         # as in the stock functions, also for rows that are masked throughout
         if own is None or mask is None:
-            return (mask if own is None else own), None
+            return mask if own is None else own
         least = torch.finfo(query.dtype).min
-        return (torch.where(mask, own, least) if mask.dtype == torch.bool else own + mask), None
+        return torch.where(mask, own, least) if mask.dtype == torch.bool else own + mask
     terms = [*answer.biases, *([] if own is None else [own])] or [query.new_zeros(1, 1, 1, 1)]
-    return clear_empty_rows(sum_masks(mask, causal, terms, query.shape[2], key.shape[2], query.dtype))
+    return sum_masks(mask, causal, terms, query.shape[2], key.shape[2], query.dtype)
 
 
-def _attend_explicitly(
+def _compute_weights(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -201,29 +220,42 @@ def _attend_explicitly(
     answer: Request,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attend with explicit weights: O = dropout(softmax(scale Q K^T + everything added)) V."""
-    if settings.get("s_aux") is not None:
-        raise LayoutError(f"{type(module).__name__} has attention sinks; its weights and biases cannot be reached.")
-    mask, empty = _build_mask(module, query, key, attention_mask, answer, settings)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+) -> Tensor:
+    """Return softmax(scale Q K^T + everything added), [B, H, Q, K], of mixed heads where the module has a mixer.
+
+    With attention sinks the softmax has one score more, of no key, and the weights of a query sum to less than 1.
+    """
+    mask = _build_mask(module, query, key, attention_mask, answer, settings)
+    scores = (query @ _repeat_groups(key, query.shape[1]).mT) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    mixer = find_mixer(module)
+    scores = scores if mixer is None else mixer(scores, "logits")
     if mask is not None:
         scores = scores + mask
-    exact = scores.dtype in (torch.float32, torch.float64)
-    weights = torch.softmax(scores, dim=-1, dtype=None if exact else torch.float32).to(value.dtype)
-    if empty is not None:
-        weights = weights.masked_fill(empty, 0.0)
-    _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
-    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return (dropped @ value).transpose(1, 2).contiguous(), dropped
+    sinks: Tensor | None = settings.get("s_aux")
+    if sinks is not None:
+        own = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = normalize_scores(scores, torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return weights if sinks is None else weights[..., :-1]
+
+
+def _attend_with(
+    weights: Tensor, value: Tensor, mixer: nn.Module | None = None, *, dropout: float = 0.0, **_settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Return O = dropout(A) V and dropout(A), with A mixed where there is a mixer."""
+    dropped = drop_weights(weights, dropout, mixer)
+    return (dropped @ _repeat_groups(value, weights.shape[1])).transpose(1, 2).contiguous(), dropped
+
+
+def _repeat_groups(tensor: Tensor, heads: int) -> Tensor:
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
 def _notify(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:

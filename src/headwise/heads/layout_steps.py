@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from torch import nn
 
-from headwise.errors import LayoutError
+from headwise.errors import LayoutError, require_integer, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import Site
 from headwise.heads.projection import Projection, read_projection
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
+HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
+# Norms over the concatenated heads, before W_O: heads enter there.
+NORMS = ("attn_sub_norm", "inner_attn_ln")
 # Projections of positions: they have no heads, and are no reason to refuse the module.
 BESIDE = ("pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj", "relative_k_proj", "linear_pos")
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
@@ -25,6 +28,11 @@ def projects(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return False
     return any(parameter.dim() > 1 for parameter in module.parameters()) or read_projection(module) is not None
+
+
+def _scales(module: nn.Module, rows: int) -> bool:
+    """Return whether a module holds at most a number for each feature of a projection: a norm of heads, [H, e]."""
+    return read_projection(module) is None and all(parameter.numel() <= rows for parameter in module.parameters())
 
 
 def find_letters(name: str) -> set[str]:
@@ -52,14 +60,29 @@ def read_child(module: nn.Module, attribute: str) -> Projection:
     return projection
 
 
-def read_integer(module: nn.Module, names: Sequence[str]) -> int | None:
-    """Return the first of these attributes that is an integer, of the module or else of its `config`."""
+def require_count(name: str, given: object) -> None:
+    """Raise `SettingError` unless this is a number of at least 1, or a tuple of attribute names and such numbers."""
+    several = given if isinstance(given, tuple | list) else (given,)
+    numbers = [one for one in several if isinstance(one, int)]
+    for number in numbers:
+        require_integer(name, number, low=1)
+    if not isinstance(given, int):
+        names: Any = tuple(one for one in several if one not in numbers) if several is given else given
+        require_names(name, names)
+
+
+def read_integer(module: nn.Module, names: Sequence[str | int] | int) -> int | None:
+    """Return the first of these attributes that is an integer, of the module or else of its `config`.
+
+    A number among the names is returned where no attribute is one.
+    """
+    names = (names,) if isinstance(names, int) else names
     for holder in (module, getattr(module, "config", None)):
-        for name in names:
+        for name in (name for name in names if isinstance(name, str)):
             value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
-    return None
+    return next((name for name in names if isinstance(name, int)), None)
 
 
 def count_heads(name: str, rows: int, size: int) -> int:
@@ -69,22 +92,26 @@ def count_heads(name: str, rows: int, size: int) -> int:
     return rows // size
 
 
-def refuse_uncounted(name: str, module: nn.Module, num_heads: Sequence[str], head_size: Sequence[str]) -> NoReturn:
+def refuse_uncounted(
+    name: str, module: nn.Module, num_heads: Sequence[str | int] | int, head_size: Sequence[str]
+) -> NoReturn:
     """Refuse a module whose number of heads is unknown."""
     raise LayoutError(
         f"{name or 'the model'} ({type(module).__name__}) holds query, key and value projections but neither "
-        f"{', '.join(num_heads)} nor {', '.join(head_size)}; name its number of heads in a layout row "
+        f"{', '.join(NUM_HEADS if isinstance(num_heads, int) else map(str, num_heads))} nor {', '.join(head_size)}; "
+        "give its number of heads, find_heads(model, num_heads=8), or name the attribute that holds it in a layout row "
         "(num_heads=('...',))."
     )
 
 
 def refuse_others(row: str, name: str, module: nn.Module, used: set[str], beside: Sequence[str]) -> None:
     """Refuse a module with more projections of queries, keys or values than the row describes."""
+    rows = max(read_child(module, child).rows for child in used)
     others = [
         child
         for child, held in module._modules.items()
         if held is not None and child not in used and child not in beside
-        if (find_letters(child) and projects(held)) or isinstance(held, nn.Conv1d)
+        if (find_letters(child) and projects(held) and not _scales(held, rows)) or isinstance(held, nn.Conv1d)
     ]
     if others:
         raise LayoutError(
@@ -158,7 +185,17 @@ def build_slice(
         along=projection.rows,
         across=projection.columns,
         obstacle=projection.obstacle,
+        lora=projection.lora,
     )
+
+
+def add_bias(head_slice: HeadSlice, module: nn.Module) -> HeadSlice:
+    """Return the slice with a bias that the attention module holds and adds itself, as DeBERTa's `q_bias`."""
+    name = f"{head_slice.projection[0]}_bias"
+    held = module._parameters.get(name)
+    if head_slice.bias is not None or held is None or held.numel() != head_slice.heads * head_slice.head_size:
+        return head_slice
+    return replace(head_slice, bias=name, bias_owner=module, bias_start=0, bias_stride=head_slice.head_size)
 
 
 def build_site(
@@ -170,7 +207,7 @@ def build_site(
     output_projection: OutputProjection | None,
 ) -> Site:
     """Return the site with these slices of query, key and value."""
-    query, key, value = slices
+    query, key, value = slices = [add_bias(head_slice, module) for head_slice in slices]
     return Site(
         model=model,
         name=name,
@@ -179,9 +216,9 @@ def build_site(
         layout=layout,
         num_heads=query.heads,
         key_value_heads=key.heads,
-        head_size=query.head_size,
+        head_size=value.head_size,
         slices=tuple(slices),
-        output=_build_output_slice(model, output_projection, query.heads, query.head_size),
+        output=_build_output_slice(model, output_projection, query.heads, value.head_size),
         output_projection=output_projection,
         value_module=value.module,
     )
@@ -207,6 +244,7 @@ def _build_output_slice(
         along=projection.columns,
         across=projection.rows,
         obstacle=projection.obstacle,
+        lora=projection.lora,
     )
 
 

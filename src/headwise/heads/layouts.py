@@ -9,11 +9,14 @@ from typing import Protocol
 from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
+from headwise.heads.functional import call_projections, hands_weights
+from headwise.heads.head_runs import HeadRuns
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layout_steps import (
     BESIDE,
     HEAD_SIZE,
+    NORMS,
     NUM_HEADS,
     build_site,
     build_slice,
@@ -27,12 +30,13 @@ from headwise.heads.layout_steps import (
     read_output_width,
     refuse_others,
     refuse_uncounted,
+    require_count,
 )
 from headwise.heads.projection import Projection, find_obstacle
+from headwise.heads.sharding import computes_part
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.multihead import adopt
 from headwise.nn.scores import TorchScores
-from headwise.parallel import computes_part
 
 
 class Layout(Protocol):
@@ -59,6 +63,8 @@ class TorchMultihead:
         if not isinstance(module, nn.MultiheadAttention):
             return None
         packed = module.in_proj_weight is not None
+        # less than embed_dim where heads were removed
+        width = module.num_heads * module.head_dim
         slices = []
         for index, projection in enumerate(PROJECTIONS):
             attribute = "in_proj_weight" if packed else f"{projection[0]}_proj_weight"
@@ -71,9 +77,9 @@ class TorchMultihead:
                     attribute,
                     module.num_heads,
                     module.head_dim,
-                    start=index * module.embed_dim if packed else 0,
+                    start=index * width if packed else 0,
                     bias=None if module.in_proj_bias is None else "in_proj_bias",
-                    bias_start=index * module.embed_dim,
+                    bias_start=index * width,
                     along=weight.shape[0],
                     across=weight.shape[1],
                     obstacle=find_obstacle(module, attribute),
@@ -128,7 +134,8 @@ class SeparateLinears:
     """Query, key and value projections as three modules whose output features are heads x head size.
 
     Each is an `nn.Linear`, GPT-2's Conv1D, or a layer that wraps one (LoRA). Fewer key/value heads than query heads
-    are grouped queries. Queries twice as wide as the input of W_O are gated: head h is [query; gate].
+    are grouped queries. Values may be of another width than queries and keys, where W_O takes that. Queries twice as
+    wide as the input of W_O are gated: head h is [query; gate].
 
     Args:
         name: Name of the row in tables and messages.
@@ -136,7 +143,7 @@ class SeparateLinears:
         key: Likewise for the key projection.
         value: Likewise for the value projection.
         output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
-        num_heads: Attribute names of the number of query heads, on the module or its `config`.
+        num_heads: Number of query heads, or attribute names of it on the module or its `config`.
         head_size: Attribute names of the width of one head; tried before `num_heads`.
         beside: Names of other projections that the module may hold and that have no heads.
 
@@ -150,24 +157,30 @@ class SeparateLinears:
     name: str = "separate"
     query: tuple[str, ...] = (
         *("q_proj", "query", "q_lin", "query_proj", "q", "to_q", "wq", "Wq", "linear_q", "project_q", "q_linear"),
+        "q_head",
     )
     key: tuple[str, ...] = (
         *("k_proj", "key", "k_lin", "key_proj", "k", "to_k", "wk", "Wk", "linear_k", "project_k", "k_linear"),
+        "k_head",
     )
     value: tuple[str, ...] = (
         *("v_proj", "value", "v_lin", "value_proj", "v", "to_v", "wv", "Wv", "linear_v", "project_v", "v_linear"),
+        "v_head",
     )
     output: tuple[str, ...] = (
+        *NORMS,
         *("o_proj", "out_proj", "out_lin", "o", "to_out.0", "to_out", "wo", "Wo", "linear_out", "attention_out"),
         *("proj", "projection_layer", "dense", "output_proj", "..output.dense", "output", "..output", "linear", "post"),
+        *("post_proj", "..post", "output_projection.o_proj"),
     )
-    num_heads: tuple[str, ...] = NUM_HEADS
+    num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
     beside: tuple[str, ...] = BESIDE
 
     def __post_init__(self) -> None:
-        for field in (*PROJECTIONS, "output", "num_heads", "head_size", "beside"):
+        for field in (*PROJECTIONS, "output", "head_size", "beside"):
             require_names(field, getattr(self, field))
+        require_count("num_heads", self.num_heads)
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the three projections."""
@@ -176,38 +189,43 @@ class SeparateLinears:
             return None
         refuse_others(self.name, name, module, {*paths.values()}, self.beside)
         found = {kind: read_child(module, path) for kind, path in paths.items()}
-        rows = found["query"].rows
+        names = {kind: join_names(name, path) for kind, path in paths.items()}
         # a module under tensor parallelism may hold the number of heads that it computes itself
         divided = computes_part(found["query"].owner, "weight", found["query"].axis)
-        size = self._read_size(name, module, rows, divided)
-        output_projection, gated = find_output_projection(model, name, module, self.output, rows), 1
-        if output_projection is None and rows % (2 * size) == 0:
-            output_projection = find_output_projection(model, name, module, self.output, rows // 2)
+        size = self._read_size(name, module, found["query"].rows, divided)
+        queries, keys = (count_heads(names[kind], found[kind].rows, size) for kind in ("query", "key"))
+        width = found["value"].rows // keys
+        output_projection, gated = find_output_projection(model, name, module, self.output, queries * width), 1
+        if output_projection is None and queries % 2 == 0:
+            output_projection = find_output_projection(model, name, module, self.output, queries // 2 * width)
             gated = 1 if output_projection is None else 2
         elif (
             output_projection is not None
             and read_output_width(output_projection) is None
             and not divided
-            and read_integer(module, self.num_heads) == rows / (2 * size)
+            and read_integer(module, self.num_heads) == queries / 2
         ):
             # the width of the heads cannot be read from a module that replaced W_O
             gated = 2
-        sizes = {kind: size * (gated if kind == "query" else 1) for kind in PROJECTIONS}
-        names = {kind: join_names(name, path) for kind, path in paths.items()}
-        counts = {kind: count_heads(names[kind], found[kind].rows, sizes[kind]) for kind in PROJECTIONS}
-        if counts["key"] != counts["value"] or counts["query"] % counts["key"]:
+        queries //= gated
+        # only W_O tells that values are of another width than queries and keys
+        if found["value"].rows != keys * (size if output_projection is None else width) or queries % keys:
             raise LayoutError(
-                f"{name or 'the model'}: {counts['query']} query, {counts['key']} key and {counts['value']} value "
-                f"heads of {size} rows do not group; the layout row does not describe this module."
+                f"{name or 'the model'}: {queries} query and {keys} key heads of {size} rows and {found['value'].rows} "
+                "value rows do not group; the layout row does not describe this module."
             )
+        counts, sizes = {"query": queries, "key": keys, "value": keys}, {"query": size, "key": size, "value": width}
+        strides = {**sizes, "query": size * gated}
         slices = [
-            build_slice(kind, names[kind], found[kind], counts[kind], size, stride=sizes[kind]) for kind in PROJECTIONS
+            build_slice(kind, names[kind], found[kind], counts[kind], sizes[kind], stride=strides[kind])
+            for kind in PROJECTIONS
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        return build_site(model, name, module, layout, slices, output_projection)
+        site = build_site(model, name, module, layout, slices, output_projection)
+        return replace(site, prepare=call_projections) if hands_weights(module) else site
 
     def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
-        size = read_integer(module, self.head_size)
+        size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
         if size is not None:
             return size
         if divided:
@@ -236,9 +254,11 @@ class FusedLinear:
         fused: Attribute names of the fused projection, tried in order.
         output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
         order: What the fused projection returns, in order.
-        interleaved: Whether the heads of `order` alternate.
+        interleaved: Whether the heads of `order` alternate: all of one key/value head, then all of the next.
         query: Attribute names of the query projection where it is not in `order`.
-        when: Values that attributes of the module must have, each (name, allowed values); None allows its absence.
+        parts: Number of equal parts the output features are divided into, each with its blocks.
+        when: Values that attributes of the module must have, each (name, allowed values); None allows its absence, ...
+            any value.
         num_heads, head_size, beside: As in `SeparateLinears`.
 
     Raises:
@@ -254,14 +274,16 @@ class FusedLinear:
     order: tuple[str, ...] = PROJECTIONS
     interleaved: bool = False
     query: tuple[str, ...] = ()
+    parts: int = 1
     when: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    num_heads: tuple[str, ...] = NUM_HEADS
+    num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
     beside: tuple[str, ...] = BESIDE
 
     def __post_init__(self) -> None:
-        for field in ("fused", "output", "order", "query", "num_heads", "head_size", "beside"):
+        for field in ("fused", "output", "order", "query", "head_size", "beside"):
             require_names(field, getattr(self, field))
+        require_count("num_heads", self.num_heads)
         expected = sorted(PROJECTIONS[1:] if self.query else PROJECTIONS)
         if sorted(self.order) != expected:
             raise SettingError(
@@ -274,8 +296,10 @@ class FusedLinear:
         fused, query = find_attribute(module, self.fused), find_attribute(module, self.query)
         if fused is None or (self.query and query is None):
             return None
-        if any(getattr(module, attribute, None) not in allowed for attribute, allowed in self.when):
-            return None
+        for attribute, allowed in self.when:
+            value = getattr(module, attribute, None)
+            if value not in allowed and (value is None or ... not in allowed):
+                return None
         output_projection = find_output_projection(model, name, module, self.output, None)
         if output_projection is None:
             return None
@@ -284,10 +308,13 @@ class FusedLinear:
         separate = None if query is None else read_child(module, query)
         heads, groups, size = self._count(path, module, projection, separate, output_projection)
         counts = {kind: heads if kind == "query" else groups for kind in PROJECTIONS}
-        stride, start, slices = (len(self.order) * size if self.interleaved else size), 0, {}
+        parts = groups if self.interleaved else self.parts
+        jump, start, slices = sum(counts[kind] // parts for kind in self.order) * size, 0, {}
         for kind in self.order:
-            slices[kind] = build_slice(kind, path, projection, counts[kind], size, start, stride)
-            start += size if self.interleaved else counts[kind] * size
+            run = counts[kind] // parts
+            whole = build_slice(kind, path, projection, counts[kind], size, start, size)
+            slices[kind] = HeadRuns.build(whole, run, jump)
+            start += run * size
         if separate is not None:
             slices["query"] = build_slice("query", join_names(name, str(query)), separate, heads, size)
         return build_site(model, name, module, self.name, [slices[kind] for kind in PROJECTIONS], output_projection)
@@ -303,7 +330,7 @@ class FusedLinear:
         """Return query heads, key/value heads and head size, from the width of W_O where it is known."""
         width = read_output_width(output_projection) or (None if query is None else query.rows)
         given = read_integer(module, self.num_heads)
-        size = read_integer(module, self.head_size)
+        size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
         if size is None:
             if given is None:
                 refuse_uncounted(name, module, self.num_heads, self.head_size)
@@ -313,11 +340,11 @@ class FusedLinear:
             refuse_uncounted(name, module, self.num_heads, self.head_size)
         rest, pair = fused.rows - (heads * size if query is None else 0), 2 * size
         fits = rest > 0 and rest % pair == 0 and heads % (rest // pair) == 0
-        if not fits or (self.interleaved and rest != heads * pair):
-            kinds = f"one {'each' if self.interleaved else 'block each'} of {', '.join(self.order)}"
+        if not fits or heads % self.parts or rest // pair % self.parts:
+            kinds = f"{', '.join(self.order)} {'of each group' if self.interleaved else 'in blocks'}"
             raise LayoutError(
                 f"{name}.weight: {fused.rows} rows are not {kinds} for {heads} query heads of {size} rows; "
-                "the layout row does not describe this module (heads fused per group have no row: write one for "
-                "the modules you need, or leave them out with exclude)."
+                "the layout row does not describe this module: write one for it (SeparateLinears, num_heads=...), or "
+                "leave it out with exclude."
             )
         return heads, rest // pair, size

@@ -1,13 +1,14 @@
 """How a module that projects queries, keys, values or outputs does so: its weight, and the weight's orientation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from headwise.parallel import find_flattening
+from headwise.heads.adapters import find_lora_obstacle, find_saved, has_adapters
+from headwise.heads.flattening import find_flattening
 
-# Names under which wrappers keep their layer: LoRA of peft, clipped and flexible Linears.
+# Names under which wrappers keep their layer: adapters of peft, clipped and flexible Linears.
 WRAPPED = ("base_layer", "linear", "base")
 
 
@@ -24,24 +25,26 @@ class Projection:
         axis: 0 when output features are the weight's rows (`nn.Linear`), 1 when its columns (Conv1D of GPT-2).
         bias: Attribute name of the bias on `owner`; None when there is none.
         obstacle: Why the weight cannot be read and written as heads, a clause that follows its name; None when it can.
+        lora: The LoRA layer among the wrappers, whose adapters add to the weight; None where there is none.
     """
 
-    module: nn.Module
-    owner: nn.Module
+    module: nn.Module = field(repr=False)
+    owner: nn.Module = field(repr=False)
     path: str
     rows: int
     columns: int
     axis: int = 0
     bias: str | None = None
     obstacle: str | None = None
+    lora: nn.Module | None = field(default=None, repr=False)
 
 
 def read_projection(module: object) -> Projection | None:
     """Return how a module projects, or None when it is no linear projection.
 
     It is one of these: a matrix `weight` with `in_features` and `out_features` (`nn.Linear` and subclasses) or
-    with `nf` (Conv1D); a layer that wraps one under `base_layer`, `linear` or `base`; a layer with sizes of a Linear
-    and no such weight, which is quantized.
+    with `nf` (Conv1D); a layer that wraps one under `base_layer`, `linear` or `base`, or as the active one of peft's
+    `modules_to_save`; a layer with sizes of a Linear and no such weight, which is quantized.
 
     Example:
         >>> projection = read_projection(nn.Linear(4, 6))
@@ -50,27 +53,28 @@ def read_projection(module: object) -> Projection | None:
     """
     if not isinstance(module, nn.Module):
         return None
-    owner, path = module, ""
-    while _read_sizes(owner) is None or _is_wrapper(owner):
-        inner = next((name for name in WRAPPED if isinstance(owner._modules.get(name), nn.Module)), None)
-        if inner is None:
-            return None
+    owner, path, wrappers = module, "", []
+    while (inner := _find_inner(owner)) is not None:
+        wrappers.append(owner)
         owner, path = owner.get_submodule(inner), f"{path}{inner}."
     sizes = _read_sizes(owner)
-    assert sizes is not None  # the loop above ends with an owner that has them
+    if sizes is None:
+        return None
     rows, columns, axis = sizes
+    adapted = [wrapper for wrapper in (*wrappers, owner) if has_adapters(wrapper) or _is_adapted(wrapper)]
     obstacle = find_obstacle(owner, "weight")
-    if _has_lora(module) or _has_lora(owner):
-        obstacle = (
-            "is the base of a LoRA layer: its heads are W + B A and are trained through B and A, which repulsion of W "
-            "alone would not separate; merge the adapter, or use a penalty or an aggregator"
-        )
+    if len(adapted) > 1:
+        names = " in ".join(type(wrapper).__name__ for wrapper in adapted[::-1])
+        obstacle = f"is the base of several adapted layers ({names}); merge all adapters but one first"
+    elif adapted and obstacle is None:
+        obstacle = find_lora_obstacle(adapted[0])
+    lora = adapted[0] if adapted and obstacle is None else None
     bias = "bias" if isinstance(owner._parameters.get("bias"), Tensor) else None
-    return Projection(module, owner, path, rows, columns, axis, bias, obstacle)
+    return Projection(module, owner, path, rows, columns, axis, bias, obstacle, lora)
 
 
-def find_obstacle(owner: nn.Module, attribute: str) -> str | None:
-    """Return why `owner.attribute` cannot be read and written as a matrix of heads; None when it can."""
+def find_obstacle(owner: nn.Module, attribute: str, axes: int = 2) -> str | None:
+    """Return why `owner.attribute` cannot be read and written as heads along its axes; None when it can."""
     weight = owner._parameters.get(attribute)
     parametrizations = getattr(owner, "parametrizations", None)
     if isinstance(parametrizations, nn.ModuleDict) and attribute in parametrizations:
@@ -91,17 +95,24 @@ def find_obstacle(owner: nn.Module, attribute: str) -> str | None:
         return f"is not a parameter of {type(owner).__name__}, as in quantized layers; use the full-precision weights"
     if not torch.is_floating_point(weight):
         return f"is quantized ({str(weight.dtype).removeprefix('torch.')}); use the full-precision weights"
-    if weight.dim() != 2:
+    if weight.dim() != axes:
         return f"has {weight.dim()} dimensions, and heads are read from a matrix (a sharded or convolution weight?)"
     return None
 
 
-def _has_lora(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A")
-
-
-def _is_wrapper(module: nn.Module) -> bool:
+def _find_inner(module: nn.Module) -> str | None:
+    """Return the path from a wrapper to the layer it calls; None for a layer itself."""
+    saved = find_saved(module)
+    if saved is not None:
+        return saved
     # peft's layers report the sizes of the layer they wrap
+    if _read_sizes(module) is None or _is_adapted(module):
+        return next((name for name in WRAPPED if isinstance(module._modules.get(name), nn.Module)), None)
+    return None
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer around another whose weight it may add to: every method of peft has this form."""
     return "weight" not in module._parameters and isinstance(module._modules.get("base_layer"), nn.Module)
 
 

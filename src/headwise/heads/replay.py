@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,21 +20,22 @@ from headwise.nn.hooks import read_first_argument
 Edit = Callable[[Tensor], None]
 
 
-@dataclass
+@dataclass(repr=False)
 class RecordedCall:
-    """The first call that a module got during a forward pass, to be made again."""
+    """The first call that a module got during a forward pass, to be made again in a precision of one's own."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
         # the forward continues, and may write into what it passed
-        self.args, self.kwargs = _copy(tree_map(_to_double, (self.args, self.kwargs)))
+        self.args, self.kwargs = _copy((self.args, self.kwargs))
 
     def again(self) -> None:
         """Make the call once more, with copies of what it got: a cache must not grow."""
-        args, kwargs = _copy((self.args, self.kwargs))
+        args, kwargs = _copy(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
         self.module(*args, **kwargs)
 
 
@@ -83,7 +85,15 @@ class Replay:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.append(read_first_argument(module, args, kwargs).detach().clone())
 
-        handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
+        def see_returned(_module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
+            if isinstance(output, Tensor):
+                seen.append(output.detach().clone())
+
+        if self.site.output_projection is None:
+            # heads of a list that are concatenated, and nothing more
+            handle = self.site.module.register_forward_hook(see_returned)
+        else:
+            handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
         try:
             self.call.again()
         finally:
@@ -96,12 +106,11 @@ class Replay:
         done: set[int | None] = set()
         module: Any = self.site.module
         handles = []
-        for projecting in {id(head_slice.module): head_slice.module for head_slice in self.site.slices}.values():
-            slices = [head_slice for head_slice in self.site.slices if head_slice.module is projecting]
+        for projecting in {id(part.module): part.module for part in self.site.parts}.values():
             if projecting is None:
-                module._project = self._make_project(slices, edits)
+                module._project = self._make_project(edits)
             else:
-                hook = self._make_hook(slices, edits, done)
+                hook = self._make_hook(projecting, edits, done)
                 handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
         try:
             yield
@@ -110,7 +119,14 @@ class Replay:
             for handle in handles:
                 handle.remove()
 
-    def _make_hook(self, slices: list[HeadSlice], edits: Mapping[str, Edit], done: set[int | None]):
+    def _make_hook(self, projecting: nn.Module, edits: Mapping[str, Edit], done: set[int | None]):
+        places = [
+            (head_slice, sum(before.heads for before in head_slice.parts[:index]), part)
+            for head_slice in self.site.slices
+            for index, part in enumerate(head_slice.parts)
+            if part.module is projecting
+        ]
+
         def returned(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if id(module) in done:
                 # further calls project something else: the positions of DeBERTa
@@ -118,45 +134,50 @@ class Replay:
             done.add(id(module))
             self._inputs[id(module)] = tree_map(_draw_like, args), tree_map(_draw_like, kwargs)
             if not isinstance(output, Tensor):
-                self.refuse(f"its {slices[0].projection} projection returns a {type(output).__name__}, not a tensor")
+                kind = places[0][0].projection
+                self.refuse(f"its {kind} projection returns a {type(output).__name__}, not a tensor")
             output = output.clone()
-            for head_slice in slices:
-                self._replace(head_slice, head_slice.features(output), edits)
+            for head_slice, first, part in places:
+                self._replace(head_slice, part.features(output), edits, first)
             return output
 
         return returned
 
-    def _make_project(self, slices: list[HeadSlice], edits: Mapping[str, Edit]):
+    def _make_project(self, edits: Mapping[str, Edit]):
         def projected(*inputs: Tensor) -> tuple[Tensor, ...]:
             self._inputs[None] = tuple(_draw_like(tensor) for tensor in inputs), {}
             outputs = [output.clone() for output in self._torch_project(*inputs)]
-            for head_slice, output in zip(slices, outputs, strict=True):
+            for head_slice, output in zip(self.site.slices, outputs, strict=True):
                 self._replace(head_slice, output.unflatten(-1, (head_slice.heads, head_slice.head_size)), edits)
             return tuple(outputs)
 
         return projected
 
-    def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit]) -> None:
+    def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit], first: int = 0) -> None:
+        """Write drawn and edited features of the heads from `first` on."""
         if head_slice.projection not in self.draws:
-            # on a grid, so that a norm over all heads is exactly the same after a shift, also in float32
-            drawn = draw_noise(features, seed=len(self.draws)).clamp(-3.0, 3.0)
-            self.draws[head_slice.projection] = (drawn * 4.0).round() / 4.0
-        features.copy_(self.draws[head_slice.projection])
+            every = features.new_empty((*features.shape[:-2], head_slice.heads, features.shape[-1]))
+            # on a grid without 0, so that a norm over all heads is exactly the same after a shift, also in float32
+            drawn = draw_noise(every, seed=len(self.draws)).clamp(-3.0, 3.0)
+            drawn = (drawn * 4.0).round() / 4.0
+            self.draws[head_slice.projection] = torch.where(drawn == 0.0, 0.25, drawn)
+        edited = self.draws[head_slice.projection].clone()
         if head_slice.projection in edits:
-            edits[head_slice.projection](features)
+            edits[head_slice.projection](edited)
+        features.copy_(edited.narrow(-2, first, features.shape[-2]))
 
     def project(self, head_slice: HeadSlice) -> Tensor:
         """Return the features of a head slice as its projection computes them from random inputs."""
-        if head_slice.module is None:
+        if head_slice.parts[0].module is None:
             args, _ = self._inputs[None]
-            outputs = self._torch_project(*args)
-            return (
-                outputs[self.site.slices.index(head_slice)]
-                .unflatten(-1, (head_slice.heads, head_slice.head_size))
-                .clone()
-            )
-        args, kwargs = self._inputs[id(head_slice.module)]
-        return head_slice.features(head_slice.module(*args, **kwargs)).clone()
+            output = self._torch_project(*args)[self.site.slices.index(head_slice)]
+            return output.unflatten(-1, (head_slice.heads, head_slice.head_size)).clone()
+        return torch.cat([self._project_part(part) for part in head_slice.parts], -2)
+
+    def _project_part(self, part: HeadSlice) -> Tensor:
+        assert part.module is not None
+        args, kwargs = self._inputs[id(part.module)]
+        return part.features(part.module(*args, **kwargs))
 
     def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         module: Any = self.site.module
@@ -181,8 +202,8 @@ def _draw_like(value: object) -> object:
     return draw_noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _to_double(value: object) -> object:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _convert(value: object, dtype: torch.dtype) -> object:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _copy(value: Any) -> Any:

@@ -5,11 +5,12 @@ Outputs are read at the module that plays W_O, values where they are projected, 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, NotFired, SettingError
 from headwise.heads.capture import (
@@ -24,11 +25,32 @@ from headwise.heads.capture import (
 )
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook, read_first_argument
+from headwise.nn.hooks import Handle, read_first_argument
 from headwise.nn.scores import Attended, Observer
 
 # A loop that trains for this many calls without reading its taps holds every graph it has built.
 UNREAD_CALLS = 64
+
+READS = ("outputs", "values", "weights", "mean_weights")
+
+
+@dataclass(eq=False)
+class _SiteCalls:
+    """The calls of one site since the last read.
+
+    Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
+    then differ in nothing it guards on, and share a graph.
+    """
+
+    site: Site
+    calls: list[OpenCapture] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _QueryPadding:
+    """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
+
+    padding: Padding = field(default_factory=Padding)
 
 
 class Taps(Handle):
@@ -52,6 +74,7 @@ class Taps(Handle):
         mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
             over the sdpa of transformers it is computed one head at a time, in addition to fused attention, and the
             weights of the heads are not kept.
+        training_only: Whether forwards in evaluation mode or without gradients are left as they are without taps.
 
     Raises:
         SettingError: Nothing was requested.
@@ -76,6 +99,7 @@ class Taps(Handle):
         weights: bool = False,
         mean_weights: bool = False,
         beside: bool = False,
+        training_only: bool = False,
     ) -> None:
         require_heads(heads)
         if not (outputs or values or weights or mean_weights):
@@ -85,9 +109,9 @@ class Taps(Handle):
         super().__init__()
         self.heads = heads
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
-        self.beside = beside
-        self._calls: list[OpenCapture] = []
-        self._padding: dict[tuple[str, int], Padding] = {}
+        self.beside, self.training_only = beside, training_only
+        self._records = [_SiteCalls(site) for site in heads.sites]
+        self._queries: list[_QueryPadding] = []
         self._paused = False
         self._transient = False
         self._forward, self._running = ForwardToken(), False
@@ -98,7 +122,10 @@ class Taps(Handle):
             raise
 
     def read(self) -> list[Capture]:
-        """Return the captures since the last read, in the order of the calls, and forget them.
+        """Return the captures since the last read, and forget them.
+
+        They are in the order of the calls where sites are called in the order of `heads`, as layers are: the first call
+        of each site, then the second of each that was called again, and so on.
 
         Raises:
             NotFired: A site was not called since the last read, or a call of it did not compute all that is read (a
@@ -109,21 +136,22 @@ class Taps(Handle):
                 "these taps are attached to no model: remove() was called on them, or they are a copy or were "
                 "unpickled. Make new ones for the heads of the model that runs."
             )
-        calls, self._calls = self._calls, []
-        silent = [site.label for site in self.heads.sites if not any(call.capture.site is site for call in calls)]
+        taken = [record.calls for record in self._records]
+        for record in self._records:
+            record.calls = []
+        silent = [site.label for site, calls in zip(self.heads.sites, taken, strict=True) if not calls]
         if silent:
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
-                "not tapped (find_heads in the copy), torch.compile bypasses what is attached later (attach before "
-                "the first forward), and calls without gradients are dropped when training continues."
+                "not tapped (find_heads in the copy), and calls without gradients are dropped when training continues."
             )
-        names = ("outputs", "values", "weights", "mean_weights")
-        return [call.finish(**{name: getattr(self, name) for name in names}) for call in calls]
+        calls = [call for turn in zip_longest(*taken) for call in turn if call is not None]
+        return [call.finish(**{name: getattr(self, name) for name in READS}) for call in calls]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Capture nothing inside the block."""
+        """Capture nothing inside the block; the model computes what it would without taps."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -133,68 +161,98 @@ class Taps(Handle):
     def remove(self) -> None:
         """Detach from the model."""
         super().remove()
-        self._calls, self._padding = [], {}
+        self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_calls": [], "_padding": {}}
+        return {**super().__getstate__(), "_records": [], "_queries": []}
+
+    def _describe(self) -> str:
+        read = [name for name in READS if getattr(self, name)]
+        unread = sum(len(record.calls) for record in self._records)
+        return f"{', '.join(read)} of {len(self.heads)} sites, {unread} calls to read"
 
     def _attach(self) -> None:
         model = self.heads.model
         self._hook_before(model, self._on_model_call)
-        self._keep(model.register_forward_hook(Hook(model, self._on_model_return)))
-        crossed = {(site.stack, site.layer) for site in self.heads.sites if site.kind == "cross"}
+        self._hook_after(model, self._on_model_return)
+        crossed = {(site.stack, site.layer): _QueryPadding() for site in self.heads.sites if site.kind == "cross"}
+        self._queries = list(crossed.values())
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self._hook_before(site.module, self._make_queries_hook(site))
-        for site in self.heads.sites:
-            inside = isinstance(site.module, nn.MultiheadAttention)
-            projection = site.expose() if self.outputs or inside else None
-            self._hook_before(site.module, self._make_site_hook(site))
+                self._hook_before(site.module, self._make_queries_hook(site, crossed[site.stack, site.layer]))
+        for site, record in zip(self.heads.sites, self._records, strict=True):
+            queries = crossed[site.stack, site.layer] if site.kind == "cross" else None
+            within = self._list_within(site)
+            needed = self.outputs and "outputs" not in within
+            projection = site.expose() if needed or site.prepare is not None else None
+            self._hook_before(site.module, self._make_site_hook(record, queries))
             if self.outputs and projection is not None:
-                self._hook_before(projection.module, self._make_outputs_hook(site))
+                self._hook_before(projection.module, self._make_outputs_hook(record))
             if self.mean_weights and site.divided:
                 raise LayoutError(
                     f"{site.label}: under tensor parallel no process computes the weights of all heads, "
                     "so their mean is not available; read weights=True, or use Position() without recompute."
                 )
-            if self.weights or self.mean_weights or (self.values and inside):
-                listener = Observer(self._make_observer(site), self.weights, self.mean_weights, self.beside)
+            if self.weights or self.mean_weights or within:
+                observe = self._make_observer(record, within)
+                listener = Observer(observe, self.weights, self.mean_weights, self.beside, self._is_active)
                 self._removers.append(site.reach_scores().listen(listener))
-            if self.values and not inside:
-                if site.value_module is None:
+            if self.values and "values" not in within:
+                modules = site.value_modules
+                if not modules:
                     raise LayoutError(
                         f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
-                hook = Hook(site.value_module, self._make_values_hook(site))
-                self._keep(site.value_module.register_forward_hook(hook))
+                arrived: dict[int, Tensor] = {}
+                for index, module in enumerate(modules):
+                    self._hook_after(module, self._make_values_hook(record, index, arrived))
 
-    def _keep(self, handle: RemovableHandle) -> None:
-        self._removers.append(handle.remove)
+    def _list_within(self, site: Site) -> tuple[str, ...]:
+        """Return what is read where the scores are computed, as no module call returns or takes it."""
+        apart = {
+            "values": bool(site.value_modules) or all(part.projection != "value" for part in site.parts),
+            "outputs": site.output_projection is not None,
+        }
+        return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
+
+    def _is_active(self) -> bool:
+        return not self._paused and (not self.training_only or self._accumulates())
 
     def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
-        return self._paused or is_recomputing()
+        return not self._is_active() or is_recomputing()
 
     def _accumulates(self) -> bool:
         return self.heads.model.training and torch.is_grad_enabled()
+
+    def _forget(self) -> None:
+        for record in self._records:
+            record.calls = []
+        for queries in self._queries:
+            queries.padding = Padding()
 
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._is_silent():
             return
         if self._running:
             # the previous forward failed: what it captured must not enter the next penalty
-            self._calls = [call for call in self._calls if call.forward is not self._forward]
+            for record in self._records:
+                record.calls = [call for call in record.calls if call.forward is not self._forward]
         if not self._accumulates():
-            self._calls = [call for call in self._calls if call.forward is None]
-            self._padding = {}
+            for record in self._records:
+                record.calls = [call for call in record.calls if call.forward is None]
+            for queries in self._queries:
+                queries.padding = Padding()
         self._forward, self._running = ForwardToken(), True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
         self._running = False
 
-    def _make_site_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
-        names = list_parameters(site.module)
+    def _make_site_hook(
+        self, record: _SiteCalls, queries: _QueryPadding | None
+    ) -> Callable[[nn.Module, tuple, dict], None]:
+        names = list_parameters(record.site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._is_silent():
@@ -202,71 +260,90 @@ class Taps(Handle):
             accumulates = self._accumulates()
             if accumulates and self._transient:
                 # what an evaluation left unread must not enter the next penalty
-                self._calls, self._padding = [], {}
+                self._forget()
             if not accumulates:
-                self._calls = [
-                    call
-                    for call in self._calls
-                    if call.capture.site is not site or (self._running and call.forward is not None)
-                ]
+                record.calls = [call for call in record.calls if self._running and call.forward is not None]
             self._transient = not accumulates
             own = read_padding(module, name_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
-            queries = self._padding.get((site.stack, site.layer), Padding()) if site.kind == "cross" else own
-            self._calls.append(
-                OpenCapture(Capture(site, key_keep=own.keep), own, queries, self._forward if self._running else None)
-            )
-            if len(self._calls) > UNREAD_CALLS * len(self.heads):
+            asked = own if queries is None else queries.padding
+            capture = Capture(record.site, key_keep=own.keep)
+            record.calls.append(OpenCapture(capture, own, asked, self._forward if self._running else None))
+            if len(record.calls) > UNREAD_CALLS:
                 raise NotFired(
-                    f"{len(self._calls)} captures were kept and never read; call the penalty (or read the taps) "
-                    "after each forward, or remove() it."
+                    f"{len(record.calls)} captures of {record.site.label} were kept and never read; call the penalty "
+                    "(or read the taps) after each forward, or remove() it."
                 )
 
         return called
 
-    def _make_queries_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
+    def _make_queries_hook(self, site: Site, queries: _QueryPadding) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not self._is_silent():
-                self._padding[site.stack, site.layer] = read_padding(module, name_arguments(names, args, kwargs))
+                queries.padding = read_padding(module, name_arguments(names, args, kwargs))
 
         return called
 
-    def _find_newest(self, site: Site) -> Capture | None:
-        if self._is_silent():
-            return None
-        return next((call.capture for call in reversed(self._calls) if call.capture.site is site), None)
+    def _find_newest(self, record: _SiteCalls) -> Capture | None:
+        return record.calls[-1].capture if record.calls and not self._is_silent() else None
 
-    def _make_outputs_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], None]:
+    def _make_outputs_hook(self, record: _SiteCalls) -> Callable[[nn.Module, tuple, dict], None]:
+        site = record.site
+
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             projection = site.output_projection
             if projection is None or module is not projection.module:
                 return
-            capture = self._find_newest(site)
+            capture = self._find_newest(record)
             if capture is not None:
                 capture.outputs = split_heads(read_first_argument(module, args, kwargs), site)
 
         return called
 
-    def _make_values_hook(self, site: Site) -> Callable[[nn.Module, tuple, Tensor], None]:
-        head_slice = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
+    def _make_values_hook(
+        self, record: _SiteCalls, index: int, arrived: dict[int, Tensor]
+    ) -> Callable[[nn.Module, tuple, Tensor], None]:
+        """Return a hook on one of the modules that project values; `arrived` holds what the others returned."""
+        site = record.site
+        value = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
+        parts = (value,) if value.module is not None else value.parts
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            capture = self._find_newest(site)
-            if capture is not None:
-                capture.values = head_slice.features(site.gather_heads(output, -1, head_slice.along))
+            capture = self._find_newest(record)
+            if capture is None:
+                return
+            part = parts[index]
+            if len(parts) == 1:
+                values, bias = part.features(site.gather_heads(output, -1, part.along)), part.added_bias
+                # latent attention projects a state of one head, [B, 1, K, r]
+                values = values.squeeze(1) if values.dim() == 5 else values
+                capture.values = values if bias is None else values + bias
+                return
+            if index in arrived:
+                # the heads of an earlier call did not all run
+                arrived.clear()
+            arrived[index] = part.features(output)
+            if len(arrived) == len(parts):
+                capture.values = torch.cat([arrived[place] for place in range(len(parts))], -2)
+                arrived.clear()
 
         return called
 
-    def _make_observer(self, site: Site) -> Callable[[Attended], None]:
+    def _make_observer(self, record: _SiteCalls, within: tuple[str, ...]) -> Callable[[Attended], None]:
+        site = record.site
+
         def see(attended: Attended) -> None:
-            capture = self._find_newest(site)
+            capture = self._find_newest(record)
             if capture is None:
                 return
-            if attended.values is not None:
+            if attended.key_keep is not None:
                 capture.key_keep = attended.key_keep
-                capture.values = attended.values if self.values else None
+            if "values" in within:
+                capture.values = attended.values
+            if "outputs" in within:
+                capture.outputs = attended.outputs
             if self.weights and attended.weights is not None:
                 capture.weights = site.gather_heads(attended.weights, 1, site.num_heads)
             if self.mean_weights:

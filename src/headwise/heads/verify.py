@@ -3,16 +3,21 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
-from headwise.heads.head_slice import HeadSlice, check_head_slice
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.replay import RecordedCall, Replay
+from headwise.heads.replay import RecordedCall, Replay, draw_noise
+from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
+from headwise.heads.verify_weights import WeightExperiments, WeightReplay
+from headwise.nn.compiled import without_wrappers
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,19 @@ class Verification:
 def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verification:
     """Prove that the heads found are the model's heads; raise if they are not.
 
-    Each attention of a copy in evaluation mode is called again in float64 with random queries, keys and values, and:
-    (1) changing the weight rows of a head changes its features and no others; (2) where all features of a head have
-    the same values, so do all features of its output; (3) changing the query, key or value of a head changes its
-    output and no others; (4) changing the query of one token changes the output at that position only, and changing
-    its key the output at several. All four hold for every softmax attention, whatever positions, norms, biases or
-    gates it has. Strided rows, half or twice the heads, random partitions, swapped queries and keys, and a fused weight
-    read in another order each fail one of them.
+    Each attention of a copy in evaluation mode is called again in float64 (float32 where its code says so) with random
+    queries, keys and values, and: (1) changing the weight rows of a head changes its features and no others; (2)
+    changing the query, key or value of a head changes its output and no others; (3) changing the query of one token
+    changes the output at that position only, and changing its key the output at several; (4) changing one feature of a
+    query or key changes the weights of all features of the head's output. All four hold for every softmax attention,
+    whatever positions, norms, biases or gates it has, and where positions rotate its values. Strided rows, half or
+    twice the heads, random partitions, rows shifted by a few, swapped queries and keys, and a fused weight read in
+    another order each fail one of them.
+
+    Where a module uses its weights as parameters, nothing can be put in the place of queries, keys and values. There
+    (1) changing the weights of a head changes its output and no others, and (2) one input of one token is given to one
+    feature of every query, key or value alone: of a query it changes the output at that position only, of a key at
+    several, both in all features of the head, and of a value in that feature.
 
     Where heads are learned queries and share keys and values, changing the weight rows of a head changes its output and
     no other.
@@ -61,7 +72,7 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
             since its heads were found.
         SettingError: `heads` or `inputs` is something else.
         NotFired: A site was not reached by a forward pass on these inputs.
-        HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64.
+        HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64 or float32.
 
     Example:
         >>> import headwise as hw
@@ -75,34 +86,51 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
             f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
             "arguments, (x,), or a mapping of names."
         )
-    twin, copies = _copy_model(heads.model, tuple(heads.sites))
+    with without_wrappers(heads.model):
+        twin, copies = _copy_model(heads.model, tuple(heads.sites))
     _disable_flash(twin.eval())
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
     for site in heads.sites:
-        for head_slice in site.slices:
-            check_head_slice(head_slice)
-    sites = [site for site in copies if site.output_projection is not None]
-    skipped = tuple(site.name or "(model)" for site in copies if site.output_projection is None)
+        check_head_slices(site.slices)
+    sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
+    skipped = tuple(site.name or "(model)" for site in copies if all(site is not other for other in sites))
     if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
             "name it in the layout row (output=...)."
         )
     for site in sites:
-        site.expose()
+        if site.output_projection is not None:
+            site.expose()
     with torch.no_grad():
         calls = _record_calls(twin, sites, lambda: twin(*positional, **given))
-        twin.double()
         for site, call in zip(sites, calls, strict=True):
             _verify_site(site, call)
     return Verification(tuple(site.name for site in sites), skipped)
 
 
 def _verify_site(site: Site, call: RecordedCall) -> None:
+    learned = [head_slice.projection for head_slice in site.slices] == ["query"]
+    by_weights = any(not part.called for part in site.parts)
+    read = (
+        WeightReplay(site, call).heads
+        if by_weights
+        else Replay(site, call).outputs
+        if learned
+        else partial(Replay(site, call).heads, {})
+    )
     try:
-        if [head_slice.projection for head_slice in site.slices] == ["query"]:
+        if not _call_in(torch.float64, call, read) and not _call_in(torch.float32, call, read):
+            raise LayoutError(
+                f"{site.label}: called again with the same inputs its heads are not finite, so nothing can be proved; "
+                "pass inputs without rows that are padding throughout."
+            )
+        _draw_zeros(site.module)
+        if by_weights:
+            WeightExperiments(WeightReplay(site, call)).run()
+        elif learned:
             check_learned_queries(Replay(site, call))
         else:
             Experiments(Replay(site, call)).run()
@@ -110,10 +138,39 @@ def _verify_site(site: Site, call: RecordedCall) -> None:
         raise
     except Exception as error:
         raise HeadwiseError(
-            f"{site.label} ({type(site.module).__name__}) could not be called again in float64 "
+            f"{site.label} ({type(site.module).__name__}) could be called again neither in float64 nor in float32 "
             f"({type(error).__name__}: {error}); a quantized model cannot be proved, its full-precision original can, "
             "and has the same layout."
         ) from error
+
+
+def _draw_zeros(module: nn.Module) -> None:
+    """Draw the parameters that are zero: a gate that starts at zero hides what passes through it."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            parameter.copy_(draw_noise(parameter))
+
+
+def _is_list(site: Site) -> bool:
+    return any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
+
+
+def _call_in(dtype: torch.dtype, call: RecordedCall, read: Callable[[], Tensor]) -> bool:
+    """Convert a call to a precision, and return whether it can be made: some code has float32 written into it."""
+    call.dtype = dtype
+    if dtype == torch.float64:
+        call.module.double()
+    else:
+        call.module.float()
+    try:
+        heads = read()
+    except HeadwiseError:
+        raise
+    except Exception:
+        if dtype == torch.float64:
+            return False
+        raise
+    return bool(heads.isfinite().all())
 
 
 def _disable_flash(twin: nn.Module) -> None:
@@ -138,8 +195,10 @@ def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], 
 
     wanted: dict[str, list[str]] = {}
     for site in sites:
-        assert site.output_projection is not None
-        wanted[site.name] = _list_common_parents(site.name, names[id(site.output_projection.owner)])
+        projection = site.output_projection
+        wanted[site.name] = (
+            [site.name] if projection is None else _list_common_parents(site.name, names[id(projection.owner)])
+        )
     around = {*(place for places in wanted.values() for place in places), *wanted}
     handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
     try:
@@ -179,10 +238,14 @@ def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, lis
         found = None if module is None else memo.get(id(module))
         return found if isinstance(found, nn.Module) else None
 
-    def copy_slice(head_slice: HeadSlice) -> HeadSlice:
-        owner = find_copy(head_slice.owner)
+    def copy_part(part: HeadSlice) -> HeadSlice:
+        owner = find_copy(part.owner)
         assert owner is not None  # the heads are those of the model as it is
-        return replace(head_slice, owner=owner, module=find_copy(head_slice.module))
+        modules = {name: find_copy(getattr(part, name)) for name in ("module", "bias_owner", "lora")}
+        return replace(part, owner=owner, **modules)
+
+    def copy_slice(head_slice: HeadSlice) -> HeadSlice:
+        return head_slice.with_parts([copy_part(part) for part in head_slice.parts])
 
     copies = []
     for site in sites:
@@ -197,7 +260,7 @@ def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, lis
                 module=module,
                 slices=tuple(copy_slice(head_slice) for head_slice in site.slices),
                 # an aggregator may have replaced W_O since the heads were found
-                output=None if site.output is None or find_copy(site.output.owner) is None else copy_slice(site.output),
+                output=None if site.output is None or find_copy(site.output.owner) is None else copy_part(site.output),
                 output_projection=None
                 if output_projection is None or output_owner is None
                 else replace(output_projection, owner=output_owner),

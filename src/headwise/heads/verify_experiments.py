@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import LayoutError
-from headwise.heads.replay import Replay, draw_noise
+from headwise.heads.replay import Edit, Replay, draw_noise
 
-# Where nothing may change, what is left in float64 is rounding; a change of the kind sought is far above it.
-UNCHANGED = 1e-9
+# Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
+UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
 # Positions at which single queries and keys are changed: enough to meet some that others attend to.
 PROBES = 8
 
@@ -23,18 +23,20 @@ class Experiments:
         self.replay, self.site = replay, replay.site
         self.slices = {head_slice.projection: head_slice for head_slice in self.site.slices}
         self.members = self.site.num_heads // self.site.key_value_heads
+        self.unchanged = UNCHANGED[replay.call.dtype]
 
     def run(self) -> None:
         """Run all; raise `LayoutError` for a misread site or calls that are not repeatable."""
         if not torch.equal(self.replay.heads({}), self.replay.heads({})):
             raise LayoutError(
-                f"{self.site.label}: called twice with the same inputs in float64 it gave two results, or none that "
-                "is finite, so nothing can be proved; it draws random numbers, keeps state or cannot take float64."
+                f"{self.site.label}: called twice with the same inputs it gave two results, or none that is finite, so "
+                "nothing can be proved; it draws random numbers or keeps state."
             )
         self._check_weights_make_features()
-        self._check_features_share_weights()
+        self._check_added_biases()
         self._check_heads_are_apart()
         self._check_queries_and_keys()
+        self._check_every_feature_weighs()
 
     def _check_weights_make_features(self) -> None:
         """The rows of a head in the weight make its features, and no others."""
@@ -42,44 +44,38 @@ class Experiments:
             if head_slice.obstacle is not None:
                 continue
             before = self.replay.project(head_slice)
-            views = [("rows", head_slice.view(head_slice.parameter))]
-            bias = head_slice.owner._parameters.get(head_slice.bias or "")
-            if bias is not None:
-                views.append(("biases", head_slice.bias_view(bias)))
-            for what, view in views:
-                for head in range(head_slice.heads):
-                    saved = view[head].clone()
-                    view[head] += draw_noise(saved)
-                    changed = _find_changes(before, self.replay.project(head_slice), (-2,))
-                    view[head] = saved
+            rows = [view for part in head_slice.parts for view in part.view(part.parameter)]
+            biases = [
+                view
+                for part in head_slice.parts
+                if (bias := part.owner._parameters.get(part.bias or "")) is not None
+                for view in part.bias_view(bias)
+            ]
+            for what, views in (("rows", rows), ("biases", biases)):
+                for head, view in enumerate(views):
+                    saved = view.clone()
+                    view.add_(draw_noise(saved))
+                    changed = self._find_changes(before, self.replay.project(head_slice), (-2,))
+                    view.copy_(saved)
                     self._require(
                         f"changing the {head_slice.projection} {what} of head {head}", changed, [head], "features"
                     )
 
-    def _check_features_share_weights(self) -> None:
-        """Constant values: with V_jc = u_j for all features c, O_tc = sum_j A_tj u_j is one number a head.
-
-        Two such inputs and the zero one cancel what is added to O and what multiplies it (relative positions, gates).
-        """
-        probes = []
-        for index in range(3):
-
-            def constant(features: Tensor, index: int = index) -> None:
-                tokens = (*features.shape[:-2], 1, 1)
-                generator = torch.Generator().manual_seed(100 + index)
-                drawn = torch.rand(tokens, generator=generator, dtype=torch.float64) + 0.5
-                # signs, as a norm of the values takes the size away
-                drawn *= torch.randint(0, 2, tokens, generator=generator) * 2 - 1
-                features.copy_((drawn if index else 0.0 * drawn).to(features).expand_as(features))
-
-            probes.append(self.replay.heads({"value": constant}))
-        first, second = probes[1] - probes[0], probes[2] - probes[0]
-        known = first.abs() > 1e-4 * first.abs().max()
-        ratio = torch.where(known, second / first, torch.nan)
-        apart = (ratio - ratio.nanmean(-1, keepdim=True)).abs()
-        spread = float(apart.nan_to_num().amax()) if bool(known.any()) else torch.inf
-        if spread > UNCHANGED:
-            self.replay.refuse(f"with equal values in all features of a head they differ by {spread:.1e} in its output")
+    def _check_added_biases(self) -> None:
+        """A bias that the attention itself adds to the features of a head changes the output of that head alone."""
+        before = self.replay.heads({})
+        for projection, head_slice in self.slices.items():
+            for head, view in enumerate(() if head_slice.added_bias is None else head_slice.added_bias):
+                saved = view.clone()
+                view.add_(draw_noise(saved))
+                changed = self._find_changes(before, self.replay.heads({}), (-2,))
+                view.copy_(saved)
+                if projection == "key" and not changed:
+                    # what it adds to the scores of a query is one number for all keys
+                    continue
+                members = 1 if projection == "query" else self.members
+                own = list(range(head * members, (head + 1) * members))
+                self._require(f"changing the {projection} bias of head {head}", changed, own, "heads")
 
     def _check_heads_are_apart(self) -> None:
         """Changing the query, key or value of a head changes its outputs, and no others."""
@@ -91,7 +87,7 @@ class Experiments:
                 def change(features: Tensor, head: int = head) -> None:
                     features[..., head, :] = _shift(features[..., head, :])
 
-                changed = _find_changes(before, self.replay.heads({projection: change}), (-2,))
+                changed = self._find_changes(before, self.replay.heads({projection: change}), (-2,))
                 own = list(range(head * members, (head + 1) * members))
                 self._require(f"changing the {projection} features of head {head}", changed, own, "heads")
 
@@ -111,7 +107,7 @@ class Experiments:
                 def change(features: Tensor, place: tuple[int, ...] = place) -> None:
                     features[place] = _shift(features[place])
 
-                counts.append(len(_find_changes(before, self.replay.heads({projection: change}), (0,))))
+                counts.append(len(self._find_changes(before, self.replay.heads({projection: change}), (0,))))
         if max(reached["query"]) > 1:
             self.replay.refuse(
                 f"changing the query of one token changed the output at {max(reached['query'])} positions"
@@ -124,6 +120,45 @@ class Experiments:
                 "attend to it (the inputs need at least three different tokens)"
             )
 
+    def _check_every_feature_weighs(self) -> None:
+        """One feature of a query or key changes the weights of its head, and with them all features of its output.
+
+        O_tc(V) = g_tc (sum_j A_tj (M_j V_j)_c + r_tc), whatever gates g, rotates M or adds to values r (relative
+        positions). With N = O(V) - O(0) and D = O(V') - O(0) for drawn V and V', N / D depends on the weights A alone.
+        """
+        before = self._weigh({})
+        scale = before[0].abs().max() * before[1].abs().max()
+        for projection in ("query", "key"):
+            head_slice = self.slices[projection]
+            members = 1 if projection == "query" else self.members
+            # features of different heads at once, as heads are apart
+            for first in range(0, head_slice.head_size, head_slice.heads):
+                places = [(first + head) % head_slice.head_size for head in range(head_slice.heads)]
+
+                def flip(features: Tensor, places: list[int] = places) -> None:
+                    for head, place in enumerate(places):
+                        features[..., head, place] *= -1.0
+
+                after = self._weigh({projection: flip})
+                crossed = (after[0] * before[1] - before[0] * after[1]).abs() / scale
+                weighs = (crossed > self.unchanged).any(0).unflatten(0, (head_slice.heads, members)).all(1)
+                for head, place in enumerate(places):
+                    count = int(weighs[head].sum())
+                    if count < self.site.head_size:
+                        self.replay.refuse(
+                            f"flipping feature {place} of the {projection} of head {head} changed the weights of "
+                            f"{count} of the {self.site.head_size} features of its output"
+                        )
+
+    def _weigh(self, edits: dict[str, Edit]) -> tuple[Tensor, Tensor]:
+        """Return what two drawings of the values add to the output of heads without values, [T, H, e] each."""
+        drawn = self.replay.heads(edits)
+        without, other = (self.replay.heads({**edits, "value": edit}) for edit in (_clear, _redraw))
+        return drawn - without, other - without
+
+    def _find_changes(self, before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
+        return list_changes(before, after, axes, self.unchanged)
+
     def _require(self, what: str, changed: list[int], own: list[int], things: str) -> None:
         others = [head for head in changed if head not in own]
         if others:
@@ -133,16 +168,17 @@ class Experiments:
             self.replay.refuse(f"{what} did not change the {things} of heads {_format_heads(missed)}; true heads would")
 
 
-def _find_changes(before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
-    """Return the indices along `axes` at which two tensors differ by more than rounding."""
-    scale = before.abs().max().clamp_min(1e-12)
-    others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
-    return ((after - before).abs() / scale > UNCHANGED).amax(others).nonzero().flatten().tolist()
-
-
 def _shift(features: Tensor) -> Tensor:
     """Return the features of heads [..., e] in another order: other heads, whose mean and norm are the same."""
     return features.roll(1, -1) if features.shape[-1] > 1 else -features
+
+
+def _clear(features: Tensor) -> None:
+    features.zero_()
+
+
+def _redraw(features: Tensor) -> None:
+    features.copy_(draw_noise(features, seed=60))
 
 
 def _format_heads(heads: list[int]) -> str:
@@ -161,3 +197,10 @@ def check_learned_queries(replay: Replay) -> None:
         own.copy_(kept)
         if changed != [head]:
             replay.refuse(f"changing the query of head {head} changes the outputs of heads {changed}")
+
+
+def list_changes(before: Tensor, after: Tensor, axes: tuple[int, ...], unchanged: float) -> list[int]:
+    """Return the indices along `axes` at which two tensors differ by more than rounding, `unchanged`, relatively."""
+    scale = before.abs().max().clamp_min(1e-12)
+    others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
+    return ((after - before).abs() / scale > unchanged).amax(others).nonzero().flatten().tolist()

@@ -3,10 +3,20 @@
 from headwise.nn import multihead
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.average_weights import mean_of, mean_weights
+from headwise.nn.mixing import HeadMixer
 from headwise.nn.multihead import MultiheadAttention, adopt, valid_keys
 from headwise.nn.scores import ScoreCall
 
-__all__ = ["AdditiveAttention", "MultiheadAttention", "ScoreCall", "adopt", "mean_of", "mean_weights", "valid_keys"]
+__all__ = [
+    "AdditiveAttention",
+    "HeadMixer",
+    "MultiheadAttention",
+    "ScoreCall",
+    "adopt",
+    "mean_of",
+    "mean_weights",
+    "valid_keys",
+]
 
 # Models pickled by version 0.1 look it up here.
 _observe_nothing = multihead._observe_nothing

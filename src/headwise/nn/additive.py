@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError, require_integer
+from headwise.nn.average_weights import mean_of
 from headwise.nn.checkpointing import resolve_request
-from headwise.nn.scores import Attended, Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
+from headwise.nn.scores import Bias, Observer, ScoreCall, normalize_scores, sum_masks
 
 
 class _GlorotLinear(nn.Linear):
@@ -79,16 +80,14 @@ class AdditiveAttention(nn.Module):
         scores = self.score(torch.tanh(self.hidden(states))).transpose(1, 2).unsqueeze(2)
         batch, _, _, keys = scores.shape
         call = ScoreCall(batch, self.num_heads, 1, keys, dtype=scores.dtype, device=scores.device)
-        extra, empty = resolve_request(self, self.observers, self.biases, call), None
+        extra = resolve_request(self, self.observers, self.biases, call)
         allowed = None if keep is None else keep[:, None, None, :]
         if extra.biases or allowed is not None:
             biases = extra.biases or (scores.new_zeros(()),)
-            mask, empty = clear_empty_rows(sum_masks(allowed, False, biases, 1, keys, scores.dtype))
-            scores = scores + mask
-        weights = torch.softmax(scores, dim=-1)
-        weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+            scores = scores + sum_masks(allowed, False, biases, 1, keys, scores.dtype)
+        weights = normalize_scores(scores)
         for observer in self.observers:
-            observer.see(Attended(None, weights if observer.weights else None, keep))
+            observer.notify(None, weights, keep, mean_of(weights) if observer.mean_weights else None)
         heads = weights.squeeze(2) @ states
         return self.output(heads.flatten(1).unsqueeze(1)).squeeze(1), weights.squeeze(2)
 

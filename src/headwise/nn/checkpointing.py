@@ -97,6 +97,7 @@ def resolve_request(
                 "forward it belongs to, so which bias its heads had is unknown; use torch.utils.checkpoint with "
                 "use_reentrant=False, not nested in another checkpoint."
             )
+    observers = tuple(observer for observer in observers if observer.active())
     weights = any(observer.weights for observer in observers)
     mean = any(observer.mean_weights for observer in observers)
     if not biases and not weights and not mean:

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
+from headwise.nn.compiled import guard_hooks
 
 
 class Hook:
@@ -22,6 +24,7 @@ class Hook:
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self.module, self.function = module, function
+        guard_hooks()
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Call the function for the module served.
@@ -37,6 +40,19 @@ class Hook:
     def __reduce__(self) -> tuple:
         # for copy and pickle
         return _forgotten, ()
+
+
+def run_uncompiled(function: Callable[..., object]) -> None:
+    """Have torch.compile run a function as it is where it is called between compiled code, and trace it inside."""
+    dynamo: Any = getattr(torch._C, "_dynamo", None)
+    frames = dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+# Hooks of a compiled model itself run outside its graph. They would be compiled one by one, until the limit on the
+# graphs of one function is reached, as this is the same function for all of them.
+run_uncompiled(Hook.__call__)
 
 
 class Handle:
@@ -64,6 +80,10 @@ class Handle:
         handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
         self._removers.append(handle.remove)
 
+    def _hook_after(self, module: nn.Module, function: Callable[..., object]) -> None:
+        """Call (module, args, output) -> anything after each call of a module, until `remove()`."""
+        self._removers.append(module.register_forward_hook(Hook(module, function)).remove)
+
     def __enter__(self) -> Self:
         return self
 
@@ -74,8 +94,15 @@ class Handle:
         if kind is None:
             self._on_exit()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._describe()}{'' if self.attached else '; removed'})"
+
     def _on_exit(self) -> None:
         """Run at the end of a block without an error."""
+
+    def _describe(self) -> str:
+        """Return what it does, in a few words."""
+        return "attached" if self.attached else "not attached"
 
     def __getstate__(self) -> dict[str, Any]:
         # for copy and pickle: a copy must not detach the original

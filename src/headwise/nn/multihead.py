@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import resolve_request
-from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
+from headwise.nn.mixing import drop_weights, find_mixer
+from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, normalize_scores, sum_masks
 
 # Padding is written as -inf, the smallest number of the dtype, -1e9 or -1e4, all far below the scores of tokens.
 VERY_NEGATIVE = -5e3
@@ -20,9 +21,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     """torch's multi-head attention with a visible output projection.
 
     O_h = softmax(Q_h K_h^T / sqrt(e) + mask) V_h and output = [O_1 ... O_H] W_O (Vaswani et al. 2017), as in
-    `torch.nn.MultiheadAttention`: same constructor, arguments, return values, parameters and state dict. The
-    one difference: `out_proj` is called as a module on [B, Q, H * e], so a hook on it sees the heads and
-    another module can take its place. The C++ fast path, which bypasses both, is never taken.
+    `torch.nn.MultiheadAttention`: same constructor, arguments, return values, parameters and state dict. Three
+    differences: `out_proj` is called as a module on [B, Q, H * e], so a hook on it sees the heads and another module
+    can take its place; the C++ fast path, which bypasses both, is never taken; a query that may attend to no key has
+    weights and O_h of 0 at every flag, where torch's has NaN with `need_weights` and on its fast path.
 
     Args:
         embed_dim: Width d of queries and output.
@@ -91,6 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
         extra, empty = resolve_request(self, self.observers, self.biases, call), None
+        mixer = find_mixer(self)
         total = mask
         if extra.biases:
             biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
@@ -100,11 +103,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         dropout = self.dropout if self.training else 0.0
         weights = None
-        if need_weights or extra.weights:
-            weights = _compute_weights(q, k, mask, causal_hint)
-            weights = weights if empty is None else weights.masked_fill(empty, 0.0)
-        if weights is not None and (need_weights or not extra.beside):
-            dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
+        if need_weights or extra.weights or mixer is not None:
+            weights = _compute_weights(q, k, total, causal_hint, mixer)
+        if weights is not None and (need_weights or mixer is not None or not extra.beside):
+            dropped = drop_weights(weights, dropout, mixer)
             heads = dropped @ v
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
@@ -121,6 +123,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return output.squeeze(0), None if returned is None else returned.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), returned
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None = None) -> Tensor:
+        """Return the outputs of the heads [B, H, Q, e] of projected tensors, without dropout, and unobserved.
+
+        Args:
+            q: Queries, [B, H, Q, e].
+            k: Keys, [B, H, K, e].
+            v: Values, [B, H, K, e].
+            may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
+        """
+        mixer = find_mixer(self)
+        if mixer is None:
+            return F.scaled_dot_product_attention(q, k, v, may_attend)
+        mask = None if may_attend is None else q.new_zeros(()).masked_fill(~may_attend, -math.inf)
+        return drop_weights(_compute_weights(q, k, mask, False, mixer), 0.0, mixer) @ v
 
     def __prepare_scriptable__(self) -> nn.Module:
         # torch.jit.script asks every module for this first
@@ -285,12 +302,13 @@ def _average_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, we
     return mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
 
 
-def _compute_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _compute_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, mixer: nn.Module | None) -> Tensor:
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    scores = scores if mixer is None else mixer(scores, "logits")
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(future, -math.inf)
     elif mask is not None:
         # in place: at long lengths a second tensor of this size costs more than the sum
-        scores.add_(mask)
+        return normalize_scores(scores.add_(mask))
     return torch.softmax(scores, dim=-1)

@@ -21,12 +21,23 @@ class Attended:
         weights: Attention weights before dropout, [B, H, Q, K]; None unless an observer wants them.
         key_keep: True where a key is a real token, [B, K]; None when the call received no padding mask.
         mean_weights: Mean of the attention weights over heads, [B, Q, K]; None unless an observer wants it.
+        outputs: O_h of each head, [B, Q, H, e]; None where the observer reads them elsewhere.
     """
 
     values: Tensor | None
     weights: Tensor | None
     key_keep: Tensor | None
     mean_weights: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+def always() -> bool:
+    """Return True.
+
+    >>> always()
+    True
+    """
+    return True
 
 
 @dataclass(frozen=True)
@@ -38,16 +49,28 @@ class Observer:
         weights: Whether it needs the weights; the module then attends with them.
         mean_weights: Whether it needs their mean over heads.
         beside: Whether the weights are computed separately, so that the attention stays identical to the bit.
+        active: Whether it observes now; while it does not, the module computes what it would without it.
+        edit: Changes the outputs of the heads [B, Q, H, e], where the attention gives them to observers.
     """
 
     see: Callable[[Attended], None]
     weights: bool = False
     mean_weights: bool = False
     beside: bool = False
+    active: Callable[[], bool] = always
+    edit: Callable[[Tensor], Tensor] | None = None
 
-    def notify(self, values: Tensor | None, weights: Tensor | None, keep: Tensor | None, mean: Tensor | None) -> None:
+    def notify(
+        self,
+        values: Tensor | None,
+        weights: Tensor | None,
+        keep: Tensor | None,
+        mean: Tensor | None,
+        outputs: Tensor | None = None,
+    ) -> None:
         """Call the function with what it needs of one call."""
-        self.see(Attended(values, weights if self.weights else None, keep, mean if self.mean_weights else None))
+        weights, mean = weights if self.weights else None, mean if self.mean_weights else None
+        self.see(Attended(values, weights, keep, mean, outputs))
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,7 @@ class ScoreCall:
         cached: Whether the call writes to or reads from a cache.
         dtype: Dtype of the scores.
         device: Device of the scores.
+        causal: Whether the call itself says that query i sees keys 0 to i only, and not a mask.
     """
 
     batch: int
@@ -75,6 +99,7 @@ class ScoreCall:
     cached: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    causal: bool = False
 
     @property
     def query_positions(self) -> Tensor:
@@ -91,13 +116,30 @@ class Bias(Protocol):
 
 
 class Scores(Protocol):
-    """How listeners reach the scores of one attention module."""
+    """How listeners reach the scores of one attention module.
+
+    Attributes:
+        gives: What observers get beside the weights: "values", "outputs".
+    """
+
+    gives: tuple[str, ...]
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it.
 
         Raises:
             LayoutError: The scores of the module cannot be reached.
+        """
+        ...
+
+    def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Have the module attend with the `HeadMixer` it holds.
+
+        Returns:
+            What ends that, and what is called before each forward and raises `NotFired` where the mixer is passed by.
+
+        Raises:
+            LayoutError: The module cannot.
         """
         ...
 
@@ -133,6 +175,8 @@ def discard_listener(owner: Any, listener: Observer | Bias) -> None:
 class TorchScores:
     """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
+    gives: tuple[str, ...] = ("values",)
+
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
 
@@ -143,6 +187,10 @@ class TorchScores:
             raise LayoutError(f"{type(module).__name__} computes its scores internally; adopt() it first.")
         add_listener(module, listener)
         return partial(discard_listener, module, listener)
+
+    def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Return what ends the mixing, and a check: nothing, as the module itself attends with its mixer."""
+        return always, always
 
 
 def sum_masks(
@@ -173,11 +221,33 @@ def sum_masks(
     return torch.where(forbidden, -math.inf, total + mask.to(dtype))
 
 
+def normalize_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return softmax(scores) over keys, and 0 in a row of -inf alone: that of a query that may attend to nothing.
+
+    So does torch's scaled dot product attention; `torch.softmax` would return NaN, and NaN gradients.
+
+    Args:
+        scores: [..., K], with -inf where a mask forbids.
+        dtype: In which to compute; that of `torch.softmax` when None.
+
+    >>> normalize_scores(torch.tensor([[0.0, 0.0], [0.0, -math.inf], [-math.inf, -math.inf]]))
+    tensor([[0.5000, 0.5000],
+            [1.0000, 0.0000],
+            [0.0000, 0.0000]])
+    """
+    device = scores.device.type
+    # autocast computes a softmax in single precision, but not on CPUs
+    if dtype is None and device != "cpu" and torch.amp.is_autocast_available(device):
+        dtype = torch.promote_types(scores.dtype, torch.float32) if torch.is_autocast_enabled(device) else None
+    # filling the rows of a softmax would keep the weights twice for the backward pass; this one casts no gradient back
+    return torch.ops.aten._safe_softmax.default(scores if dtype is None else scores.to(dtype), -1)
+
+
 def clear_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return an additive mask without rows of -inf alone, and where they were, [.., .., Q or 1, 1].
 
-    A query that may attend to nothing has O_h = 0 and weights 0, as in torch's scaled dot product attention with
-    boolean masks. Its row is finite here, so that no backend computes NaN.
+    Such a query has O_h = 0, as in torch's scaled dot product attention with boolean masks. Its row is finite here, so
+    that no backend computes NaN.
     """
     empty = (mask == -math.inf).all(-1, keepdim=True)
     return mask.masked_fill(empty, 0.0), empty

@@ -1,0 +1,153 @@
+"""A cheap experiment at `find_heads`: whether heads lie one after another in a user's own module, as they are read.
+
+Weights do not tell "(h d)" from "(d h)". A module that can be called with random tokens does: one feature of a query
+changes the outputs of its own head and no others. `verify` proves far more, and needs inputs of the model.
+"""
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Site
+from headwise.heads.replay import RecordedCall, Replay, draw_noise
+
+TOKENS = 4
+# A change far above rounding, also in half precision, relative to the largest output.
+CHANGED = 1e-2
+# Their attentions are read by rows that are tested on them.
+KNOWN = ("torch.", "transformers.", "headwise.")
+
+
+def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
+    """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
+
+    One module of each kind is called four times, on four tokens, in a copy that shares its parameters. Nothing is said
+    of a module that cannot be called with tokens alone, or whose output projection is outside it.
+    """
+    kinds = {
+        (type(site.module), site.layout, site.num_heads, site.head_size, site.slices[0].across): site
+        for site in reversed(sites)
+        if _is_testable(site)
+    }
+    for site in kinds.values():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = _find_misread(model, site)
+        if found is not None:
+            feature, changed = found
+            strided = all(place % site.num_heads == changed[0] % site.num_heads for place in changed)
+            order = (
+                "; its heads alternate feature by feature, as in 'b n (d h)', and are read where they are stored one "
+                "after another, '(h d)'"
+            )
+            Replay(site, RecordedCall(site.module, (), {})).refuse(
+                f"changing feature {feature} of its first query head changed features {_list_some(changed)} of what "
+                f"W_O gets, and not those from 0 to {site.head_size - 1}{order if strided else ''}"
+            )
+
+
+def _is_testable(site: Site) -> bool:
+    origin = type(site.module).__module__
+    held = [*site.module.parameters()]
+    return (
+        not origin.startswith(KNOWN)
+        and min(site.num_heads, site.head_size) > 1
+        and all(part.module is not None for part in site.parts)
+        and site.output_projection is not None
+        and bool(held)
+        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
+        # running a compiled part would compile it
+        and all(part._compiled_call_impl is None for part in site.module.modules())
+    )
+
+
+def _find_misread(model: nn.Module, site: Site) -> tuple[int, list[int]] | None:
+    """Return a feature of the first query head, and those that it changed, where these are no part of that head."""
+    try:
+        twin = _copy_site(model, site)
+    except Exception:
+        # what cannot be copied cannot be called apart
+        return None
+    if twin is None:
+        return None
+    for args in _list_arguments(twin):
+        replay = Replay(twin, RecordedCall(twin.module, args, {}, next(twin.module.parameters()).dtype))
+        try:
+            before, again = replay.heads({}), replay.heads({})
+            if not torch.equal(before, again) or not before.isfinite().all():
+                return None
+            for feature in (0, 1):
+                changed = _list_changed(replay, before, feature)
+                inside = all(place < site.head_size for place in changed)
+                # more than a head can hold is no order of features, but a mixture of heads
+                if changed and not inside and len(changed) <= site.head_size:
+                    return feature, changed
+        except HeadwiseError:
+            return None
+        except Exception:
+            # a module that takes something else than tokens
+            continue
+        return None
+    return None
+
+
+def _list_changed(replay: Replay, before: Tensor, feature: int) -> list[int]:
+    def change(features: Tensor) -> None:
+        features[..., 0, feature] = 3.0 - features[..., 0, feature]
+
+    apart = (replay.heads({"query": change}) - before).abs().amax(0).flatten()
+    return (apart > CHANGED * before.abs().max()).nonzero().flatten().tolist()
+
+
+def _copy_site(model: nn.Module, site: Site) -> Site | None:
+    """Return the site in a copy of its module that shares its parameters and has no hooks."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for part in site.module.modules():
+        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    module = copy.deepcopy(site.module, memo).eval()
+
+    def find(part: nn.Module | None) -> nn.Module | None:
+        found = None if part is None else memo.get(id(part))
+        return found if isinstance(found, nn.Module) else None
+
+    projection = site.output_projection
+    owner = None if projection is None else find(projection.owner)
+    if projection is None or owner is None:
+        return None
+    slices = []
+    for head_slice in site.slices:
+        owners = [(part, find(part.owner)) for part in head_slice.parts]
+        parts = [replace(part, owner=own, module=find(part.module)) for part, own in owners if own is not None]
+        if len(parts) < len(owners):
+            return None
+        slices.append(head_slice.with_parts(parts))
+    return replace(
+        site, model=module, module=module, slices=tuple(slices), output_projection=replace(projection, owner=owner)
+    )
+
+
+def _list_arguments(site: Site) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(site.module.forward).parameters.values()
+    required = [one for one in parameters if one.kind in kinds and one.default is inspect.Parameter.empty]
+    named = [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    if any(one.default is inspect.Parameter.empty for one in named) or not 1 <= len(required) <= 3:
+        return
+    first = next(site.module.parameters())
+    widths = [head_slice.across for head_slice in site.slices]
+    tokens = [draw_noise(first.new_empty(1, TOKENS, width), seed) for seed, width in enumerate(widths)]
+    yield tuple(tokens[: len(required)])
+    if len(required) > 1:
+        yield (tokens[0], *[None] * (len(required) - 1))
+
+
+def _list_some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")

@@ -1,0 +1,185 @@
+"""The matrix of each head as a tensor of its own, for optimizers that work on matrices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from headwise.errors import LayoutError, SettingError
+from headwise.heads.head_slice import HeadSlice, is_sharded
+from headwise.heads.heads import Heads, require_heads
+from headwise.nn.hooks import Handle
+
+
+class HeadBlocks(Handle):
+    """Each head's rows of W_Q, W_K and W_V, and columns of W_O, as parameters that share the model's memory.
+
+    Optimizers that orthogonalize updates (Muon, Jordan et al. 2024) take a weight as one matrix; on the matrix of each
+    head alone the update of one head does not depend on the others' (MuonSplit; Group Muon, arXiv 2605.08933). A view
+    of a parameter cannot be given to `torch.optim`, so that every block is a leaf which shares its storage, and gets
+    its part of the parameter's gradient before each step. `zero_grad` of the optimizer also clears the gradients of the
+    whole parameters.
+
+    Update sizes that depend on the shape differ between a block and the whole weight: with `torch.optim.Muon` use
+    `adjust_lr_fn="match_rms_adamw"`, which gives every update the same root mean square.
+
+    Attributes:
+        names: Name of each block, such as "layers.0.self_attn.in_proj_weight query 3"; without the number where a block
+            holds all heads.
+        wholes: The parameter that each block is a part of.
+        rest: The model's other trainable parameters, for an optimizer of their own.
+
+    Example:
+        >>> import torch
+        >>> import headwise as hw
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> blocks = head_blocks(hw.find_heads(model))
+        >>> muon = torch.optim.Muon(list(blocks), lr=0.01, adjust_lr_fn="match_rms_adamw")
+        >>> blocks.attach(muon)
+        >>> adamw = torch.optim.AdamW(blocks.rest, lr=1e-3)
+        >>> model(torch.randn(3, 5, 8)).square().mean().backward()
+        >>> muon.step(), adamw.step()
+        (None, None)
+    """
+
+    def __init__(self, heads: Heads, *, per_head: bool = True) -> None:
+        super().__init__()
+        slices = _list_slices(heads)
+        self._slices, self._per_head = slices, per_head
+        self._held = [part.parameter for part in slices]
+        _require_covered(slices)
+        self.names, self.wholes, self._leaves = [], [], []
+        for part in slices:
+            for head, block in enumerate(self._divide(part, part.parameter.detach())):
+                self._leaves.append(block.requires_grad_())
+                self.names.append(f"{part.name} {part.projection}{f' {head}' * per_head}")
+                self.wholes.append(part.parameter)
+        split = {id(parameter) for parameter in self._held}
+        self.rest = [p for p in heads.model.parameters() if p.requires_grad and id(p) not in split]
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._leaves)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Give every block its gradient before each step of the optimizer that holds it.
+
+        Args:
+            optimizer: An optimizer of blocks; each of them in its `param_groups`.
+
+        Raises:
+            SettingError: It holds no block, or is attached already.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise SettingError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+        own = {id(block) for block in self._leaves}
+        if not any(id(held) in own for options in optimizer.param_groups for held in options["params"]):
+            raise SettingError(
+                f"{type(optimizer).__name__} holds none of the {len(self)} blocks; build it from list(blocks)."
+            )
+        if self.attached:
+            raise SettingError("the blocks are attached already; call remove() before attaching another optimizer.")
+        before = optimizer.register_step_pre_hook(lambda *_: self._hand_out())
+        zero_grad: Callable[..., None] = optimizer.zero_grad
+
+        def zero_all(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            for parameter in self._held:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+        vars(optimizer)["zero_grad"] = zero_all
+        self._removers += [before.remove, lambda: vars(optimizer).pop("zero_grad", None)]
+
+    def _hand_out(self) -> None:
+        """Give each block its part of the present gradients."""
+        leaves = iter(self._leaves)
+        for part, held in zip(self._slices, self._held, strict=True):
+            if part.parameter is not held:
+                raise LayoutError(f"{part.name} was replaced since hw.head_blocks was called; call it again.")
+            views = self._divide(part, held.detach())
+            gradients = [None] * len(views) if held.grad is None else self._divide(part, held.grad)
+            for view, gradient in zip(views, gradients, strict=True):
+                block = next(leaves)
+                if block.data_ptr() != view.data_ptr():
+                    raise LayoutError(
+                        f"{part.name} is in another place of memory than when hw.head_blocks was called (the model was "
+                        "moved or cast since); move it first, then call hw.head_blocks."
+                    )
+                block.grad = gradient
+
+    def _divide(self, part: HeadSlice, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the blocks of a parameter or its gradient, as views."""
+        views = part.view(tensor)
+        if self._per_head:
+            return views.unbind(0)
+        # features of all heads side by side: [M e, d]
+        rows = views.mT if part.transposed else views
+        if rows.stride(0) != rows.shape[1] * rows.stride(1):
+            raise LayoutError(
+                f"{part.name}: the heads of its {part.projection} do not lie side by side, so that no matrix of all of "
+                "them shares the memory of the parameter; use per_head=True, or give the parameter itself."
+            )
+        return [rows.flatten(0, 1)]
+
+    def _describe(self) -> str:
+        return (
+            f"{len(self)} {'heads' if self._per_head else 'projections'} of {len(set(map(id, self._held)))} parameters"
+        )
+
+
+def head_blocks(heads: Heads, *, per_head: bool = True) -> HeadBlocks:
+    """Return the matrix of each head as a parameter of its own; see `HeadBlocks`.
+
+    Args:
+        heads: Which heads: their selected projections, and W_O where all three are selected and it was found.
+        per_head: Whether each head is a block, or each projection with all its heads: the control, also where query,
+            key and value are one parameter.
+
+    Raises:
+        LayoutError: A parameter is sharded, quantized, frozen or shared between sites, or has rows that belong to no
+            selected head, which would get no update.
+        SettingError: `heads` is something else.
+    """
+    require_heads(heads)
+    return HeadBlocks(heads, per_head=per_head)
+
+
+def _list_slices(heads: Heads) -> list[HeadSlice]:
+    found: list[HeadSlice] = []
+    for site in heads:
+        own = [part for part in site.slices if part.projection in heads.projections]
+        if len(own) == len(site.slices) and site.output is not None:
+            own.append(site.output)
+        found += [part for stack in own for part in stack.parts]
+    for part in found:
+        if is_sharded(part.parameter):
+            raise LayoutError(f"{part.name} is sharded over processes, which have no whole head; train it as a matrix.")
+        part.require_trainable()
+    return found
+
+
+def _require_covered(slices: list[HeadSlice]) -> None:
+    """Raise `LayoutError` unless the heads of every parameter are all of it, each once."""
+    rows: dict[int, Counter[int]] = {}
+    for part in slices:
+        rows.setdefault(id(part.parameter), Counter()).update(part.rows)
+    for part in slices:
+        counted = rows[id(part.parameter)]
+        total = part.parameter.numel() // part.parameter.shape[part.axes.inputs]
+        if max(counted.values()) > 1:
+            raise LayoutError(
+                f"{part.name} is shared by several attentions or projections, each of which would step it; select one."
+            )
+        if len(counted) != total:
+            raise LayoutError(
+                f"{part.name}: {len(counted)} of its {total} rows belong to selected heads, and the others would get "
+                "no update; select all of its projections."
+            )

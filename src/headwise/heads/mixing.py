@@ -1,0 +1,215 @@
+"""Talking heads on an existing model: learned matrices that mix its heads before and after the softmax."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
+from headwise.heads.adapters import has_peft
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.new_parameters import RequireTrained, require_unwrapped
+from headwise.nn.additive import AdditiveAttention
+from headwise.nn.compiled import guard_hooks
+from headwise.nn.hooks import Handle, require_original
+from headwise.nn.mixing import CHILD, HeadMixer, find_mixer
+from headwise.nn.multihead import MultiheadAttention
+
+CONNECTION = "_headwise_connection"
+
+
+class _Connection:
+    """What makes a module that computes its scores elsewhere attend with its mixer; a copy of the module has none."""
+
+    def __init__(self, check: Callable[[], object]) -> None:
+        self.check = check
+
+    def __reduce__(self) -> tuple:
+        # for copy and pickle
+        return _return_none, ()
+
+
+def _return_none() -> None:
+    return None
+
+
+class HeadMixing(Handle):
+    """Talking heads in a model, until `remove()` or the end of a `with` block; returned by `mix_heads`.
+
+    Attributes:
+        heads: The sites.
+        mixers: The matrices of each site, by its name.
+    """
+
+    def __init__(self, heads: Heads, *, logits: bool, weights: bool) -> None:
+        require_heads(heads)
+        if not (logits or weights):
+            raise SettingError("mix_heads was given neither matrix; expected logits, weights or both to be True.")
+        super().__init__()
+        self.heads = heads
+        self.mixers: dict[str, HeadMixer] = {}
+        if has_peft(heads.model):
+            raise LayoutError(
+                f"{type(heads.model).__name__} holds adapters of peft, which would not save the matrices with them; "
+                "call hw.mix_heads on the base model, and then get_peft_model with "
+                f"LoraConfig(modules_to_save=[{CHILD!r}])."
+            )
+        for site in heads:
+            _require_mixable(site, logits=logits, weights=weights)
+            require_unwrapped(heads, site, site.module, "matrices", "hw.mix_heads")
+        guard_hooks()
+        connected: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        with ExitStack() as undo:
+            for site in heads:
+                end, check = site.reach_scores().mix()
+                undo.callback(end)
+                connected.append((end, check))
+            undo.pop_all()
+        for site, (end, check) in zip(heads, connected, strict=True):
+            self.mixers[site.name] = self._attach(site, end, check, logits=logits, weights=weights)
+
+    def remove(self) -> None:
+        """Have the model attend as before; the matrices leave it.
+
+        Raises:
+            HeadwiseError: An attention no longer has the matrices of this handle. Nothing is changed then.
+        """
+        for site in self.heads if self.attached else ():
+            mixer = self.mixers.get(site.name)
+            if mixer is not None and find_mixer(site.module) is not mixer:
+                raise HeadwiseError(
+                    f"{site.label} no longer has the matrices of this mix_heads(): they were replaced or removed since."
+                )
+        super().remove()
+
+    def _attach(
+        self, site: Site, end: Callable[[], object], check: Callable[[], object], *, logits: bool, weights: bool
+    ) -> HeadMixer:
+        module, kept = site.module, _find_own(site.module)
+        mixer = _make(site, logits=logits, weights=weights) if kept is None else kept
+        module.register_module(CHILD, mixer)
+        module.__dict__[CONNECTION] = _Connection(check)
+        if not isinstance(module, MultiheadAttention):
+            # stays in copies, which would attend without their matrices; torch's attention itself looks for them
+            module.register_forward_pre_hook(_require_connected)
+
+        def stop() -> None:
+            end()
+            for number in _list_watches(module):
+                del module._forward_pre_hooks[number]
+            module._modules.pop(CHILD, None)
+            module.__dict__.pop(CONNECTION, None)
+
+        self._removers.append(stop)
+        return mixer
+
+    def _describe(self) -> str:
+        return f"{next(iter(self.mixers.values()), '')} in {len(self.heads)} sites"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "mixers": {}}
+
+
+def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> HeadMixing:
+    """Let the heads of each attention talk (Shazeer et al. 2020); returns a handle that undoes it.
+
+    With J_h = Q_h K_h^T / sqrt(e), two learned matrices [H, H] for each attention and the masks of the model:
+
+        L_g = sum_h P_l[h, g] J_h,  W_g = softmax(L_g + mask),  U_g = sum_h P_w[h, g] W_g,  O_g = dropout(U_g) V_g
+
+    P_l and P_w start as the identity: at first the model computes what it did. They are parameters of the model, named
+    `<attention>.head_mixer.logits` and `.weights`: build the optimizer and wrap the model for several processes
+    afterwards. Masks, biases, position biases and attention sinks come after P_l, caps on scores before it; a query
+    without a key has O_g = 0. `Taps` read W, whose rows sum to 1. Attention is computed without a fused kernel:
+    [B, H, Q, K] is kept for the backward pass, at 2 H^2 more multiplications for each query and key.
+
+    `save_pretrained` writes the matrices with the weights, and `from_pretrained` passes over them: to load them, call
+    `mix_heads` on the loaded model, then load the tensors of the folder. Under peft, call `mix_heads` first and train
+    and save the matrices with `LoraConfig(modules_to_save=["head_mixer"])`. A copy of a model of transformers, or of
+    one that calls `scaled_dot_product_attention` itself, refuses to run until `mix_heads` is called on it, which keeps
+    its matrices.
+
+    Args:
+        heads: The sites. Their scores must be reached, as for `bias_heads`.
+        logits: Whether scores are mixed, before the masks.
+        weights: Whether weights are mixed, before dropout.
+
+    Raises:
+        SettingError: `heads` is something else, or neither is mixed.
+        LayoutError: The scores of a site are not reached, or it has one head, or is mixed already; or the model is
+            wrapped, divided over processes or has adapters. Nothing is changed then.
+
+    Example:
+        >>> import torch
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> x = torch.randn(3, 5, 8)
+        >>> before = model(x)
+        >>> mixing = mix_heads(hw.find_heads(model))
+        >>> torch.allclose(model(x), before, atol=1e-6), mixing.mixers["self_attn"].logits.shape
+        (True, torch.Size([2, 2]))
+    """
+    return HeadMixing(heads, logits=logits, weights=weights)
+
+
+def _require_connected(module: nn.Module, _args: tuple) -> None:
+    require_original(module)
+    connection = module.__dict__.get(CONNECTION)
+    if connection is None:
+        raise NotFired(
+            f"{type(module).__name__} holds the matrices of hw.mix_heads and does not attend with them: it is a copy "
+            "of the module they were made for, or was unpickled. Call hw.mix_heads(hw.find_heads(model)) on the new "
+            "model, which keeps its matrices."
+        )
+    connection.check()
+
+
+def _list_watches(module: nn.Module) -> list[int]:
+    return [number for number, hook in module._forward_pre_hooks.items() if hook is _require_connected]
+
+
+def _require_mixable(site: Site, *, logits: bool, weights: bool) -> None:
+    module, kept = site.module, _find_own(site.module)
+    given = f"{site.label} ({type(module).__name__})"
+    own = isinstance(module, MultiheadAttention) and type(module).forward is not MultiheadAttention.forward
+    if site.scores is None or isinstance(module, AdditiveAttention) or own:
+        raise LayoutError(
+            f"{given}: heads are mixed in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that "
+            "call torch's scaled_dot_product_attention or the attention interface of transformers, and not in one "
+            f"{'whose forward is its own' if own else 'that computes its scores otherwise'}."
+        )
+    if site.divided or any(is_sharded(parameter) for parameter in module.parameters()):
+        raise LayoutError(
+            f"{given}: its heads or weights are divided over processes, and the matrices are not; call hw.mix_heads "
+            "first, or leave this attention out of the plan of parallelize_module."
+        )
+    if site.num_heads < 2:
+        raise LayoutError(f"{given} has one head; expected two or more to mix.")
+    if hasattr(module, CHILD) and kept is None:
+        raise LayoutError(f"{given} has an attribute {CHILD!r} of its own; rename it first.")
+    if kept is not None and module.__dict__.get(CONNECTION) is not None:
+        raise LayoutError(f"{given} has talking heads already; call remove() on the handle of the first mix_heads().")
+    if kept is not None and (kept.logits is not None, kept.weights is not None) != (logits, weights):
+        raise LayoutError(
+            f"{given} is a copy that holds matrices ({kept.extra_repr()}); call mix_heads with the same logits and "
+            "weights."
+        )
+
+
+def _find_own(module: nn.Module) -> HeadMixer | None:
+    held = find_mixer(module)
+    return held if isinstance(held, HeadMixer) else None
+
+
+def _make(site: Site, *, logits: bool, weights: bool) -> HeadMixer:
+    """Return new matrices on the device of the site, in the dtype of its weights where these are floating."""
+    mixer = HeadMixer(site.num_heads, logits=logits, weights=weights)
+    weight: Tensor | None = site.slices[0].owner._parameters.get(site.slices[0].attribute)
+    if weight is not None:
+        mixer = mixer.to(device=weight.device, dtype=weight.dtype if weight.is_floating_point() else None)
+    trained = RequireTrained(f"{site.name}.{CHILD}".removeprefix("."), "mixer of heads")
+    mixer.register_forward_pre_hook(trained)
+    mixer.register_load_state_dict_post_hook(trained.note_loaded)
+    return mixer.train(site.module.training)

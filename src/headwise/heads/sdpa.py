@@ -1,0 +1,364 @@
+"""The attention scores of modules that call torch's `scaled_dot_product_attention` themselves.
+
+While something listens to such a module, its forward runs inside a `TorchFunctionMode`, which sees every function of
+torch that the module calls, however it was imported, and takes over that one. Modes belong to a thread, so that other
+models and threads run as ever. A module without listeners runs its own forward.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headwise.errors import LayoutError, NotFired
+from headwise.heads.capture import count_cached
+from headwise.heads.head_stack import HeadStack
+from headwise.heads.heads import Site
+from headwise.nn.average_weights import mean_of, mean_weights
+from headwise.nn.checkpointing import is_recomputing, resolve_request
+from headwise.nn.hooks import Hook, run_uncompiled
+from headwise.nn.mixing import drop_weights, find_mixer
+from headwise.nn.scores import (
+    Bias,
+    Listeners,
+    Observer,
+    ScoreCall,
+    add_listener,
+    always,
+    clear_empty_rows,
+    discard_listener,
+    normalize_scores,
+    sum_masks,
+)
+
+CALLED = "scaled_dot_product_attention"
+# How far a call is looked for: a method of the attention, a function that it calls, and one that this calls.
+DEPTH = 2
+
+
+def connect_called_scores(site: Site) -> Site:
+    """Return the site with its scores reachable, when the code of its module calls the function."""
+    stacked = any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
+    if site.scores is not None or stacked or not calls_attention(site.module):
+        return site
+    return replace(site, scores=partial(CalledScores, site))
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Return whether the code of a module, or of one inside it, names torch's `scaled_dot_product_attention`.
+
+    >>> calls_attention(nn.Linear(2, 2))
+    False
+    """
+    seen: set[CodeType] = set()
+    return any(_mentions(function, seen, DEPTH) for part in module.modules() for function in _list_methods(type(part)))
+
+
+def _list_methods(kind: type) -> Iterator[FunctionType]:
+    """Yield the methods of a class that may run: inherited ones unless they are replaced by one without super()."""
+    replaced: set[str] = set()
+    for base in kind.__mro__:
+        if base is nn.Module or base is object or base.__module__.startswith("torch.nn."):
+            continue
+        for name, member in vars(base).items():
+            function = inspect.unwrap(member) if callable(member) else None
+            if name in replaced or not isinstance(function, FunctionType):
+                continue
+            yield function
+            if "__class__" not in function.__code__.co_freevars:
+                replaced.add(name)
+
+
+def _mentions(function: FunctionType, seen: set[CodeType], depth: int) -> bool:
+    codes = [function.__code__]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        names |= set(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if CALLED in names or any(function.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
+        return True
+    called = (function.__globals__.get(name) for name in names) if depth > 0 else ()
+    return any(
+        _mentions(other, seen, depth - 1)
+        for other in called
+        if isinstance(other, FunctionType) and not other.__module__.startswith("torch.")
+    )
+
+
+class CalledScores:
+    """The scores of a module that calls `scaled_dot_product_attention` itself."""
+
+    # observers get the values and the outputs of the heads, too
+    gives: tuple[str, ...] = ("values", "outputs")
+
+    def __init__(self, site: Site, module: nn.Module) -> None:
+        self.site, self.module = site, module
+
+    def listen(self, listener: Observer | Bias) -> Callable[[], None]:
+        """Attach an observer or a bias to the module, and return what detaches it."""
+        forward, release = _intercept(self.module, self.site)
+        add_listener(forward.listeners, listener)
+        # refuses replicas of the module, whose forward would be that of the original
+        handle = self.module.register_forward_pre_hook(Hook(self.module, _see_nothing))
+
+        def stop() -> None:
+            discard_listener(forward.listeners, listener)
+            handle.remove()
+            release()
+
+        return stop
+
+    def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Have the module attend with its mixer, and return what ends that and a check that does nothing."""
+        # the call itself is checked: `InterceptedForward` refuses a forward without attention
+        return _intercept(self.module, self.site)[1], always
+
+
+def _see_nothing(_module: nn.Module, _args: tuple) -> None:
+    return None
+
+
+class InterceptedForward:
+    """The forward of a module whose calls of attention are taken over; a copy of the module has the plain one.
+
+    Attributes:
+        module: The module.
+        site: Its site, for sizes and messages.
+        previous: What its `forward` was, where it had one of its own (Accelerate gives it one).
+        listeners: Observers and biases.
+        holders: How many need it.
+    """
+
+    def __init__(self, module: nn.Module, site: Site) -> None:
+        self.module, self.site = module, site
+        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.__wrapped__ = module.forward
+        self.listeners, self.holders = Listeners(), 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, and take over its call of attention.
+
+        Raises:
+            NotFired: It made no such call.
+        """
+        mixed = find_mixer(self.module) is not None
+        if not self.listeners and not mixed and not is_recomputing():
+            return self.__wrapped__(*args, **kwargs)
+        running = _Running(count_cached(self.module, (*args, *kwargs.values())))
+        with _TakenOver(self, running):
+            output = self.__wrapped__(*args, **kwargs)
+        listening = self.listeners.biases or any(observer.active() for observer in self.listeners.observers) or mixed
+        if running.calls == 0 and listening:
+            raise NotFired(
+                f"{self.site.label} ({type(self.module).__name__}): its forward did not call {CALLED}, at which "
+                "weights and biases of its heads are reached; it took another way (an eager path, a switch such as "
+                "fused_attn=False, a flex or flash kernel). Have it call that function, or remove() what is attached."
+            )
+        return output
+
+    def __reduce__(self) -> tuple:
+        # for copy and pickle; the module is among what was copied before
+        return (_bind_forward, (self.module,)) if self.previous is None else (_return_given, (self.previous,))
+
+
+def _bind_forward(module: nn.Module) -> Callable[..., Any]:
+    return type(module).forward.__get__(module)
+
+
+def _return_given(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _intercept(module: nn.Module, site: Site) -> tuple[InterceptedForward, Callable[[], None]]:
+    """Give a module an intercepted forward, or find the one it has; return it and what ends that."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, InterceptedForward):
+        forward = module.__dict__["forward"] = InterceptedForward(module, site)
+    forward.holders += 1
+    ended = False
+
+    def release() -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
+        forward.holders -= 1
+        # what was wrapped around it since keeps calling it, and it does nothing without listeners
+        if forward.holders == 0 and module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+            if forward.previous is not None:
+                module.__dict__["forward"] = forward.previous
+
+    return forward, release
+
+
+@dataclass
+class _Running:
+    """One forward of a module: how many tokens were in the cache it was given, and its calls of attention so far.
+
+    Its own object, as torch.compile forgets what a mode holds when it is left.
+    """
+
+    cached: int | None
+    calls: int = 0
+
+
+class _TakenOver(TorchFunctionMode):
+    """Takes over the call of attention in one forward of a module."""
+
+    def __init__(self, forward: InterceptedForward, running: _Running) -> None:
+        super().__init__()
+        self.forward, self.running = forward, running
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch as it is, or attention with what is listened to."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.running.calls += 1
+            return self._attend(*args, **kwargs)
+        if func is Tensor.unflatten:
+            # torch.compile traces a mode's functions, and cannot trace the super() in this one
+            func = torch.unflatten
+        return func(*args, **kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        module, site = self.forward.module, self.forward.site
+        if self.running.calls > 1:
+            raise LayoutError(
+                f"{site.label} ({type(module).__name__}) calls {CALLED} several times in one forward; in which of them "
+                "its heads are is unknown, so their weights and biases cannot be reached."
+            )
+        _require_heads(site, module, query, key)
+        unbatched = query.dim() == 3
+        query, key, value = (tensor.unsqueeze(0) if unbatched else tensor for tensor in (query, key, value))
+        output = _attend(self.forward, self.running.cached, query, key, value, *args, **kwargs)
+        return output.squeeze(0) if unbatched else output
+
+
+run_uncompiled(_TakenOver.__torch_function__)
+
+
+def _require_heads(site: Site, module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Raise `LayoutError` unless these are queries and keys of the site's heads, of a batch or one sequence."""
+    size = site.slices[0].head_size
+    fits = not query.is_nested and query.dim() == key.dim() and query.dim() in (3, 4) and query.shape[-1] == size
+    if fits:
+        heads, groups = query.shape[-3], key.shape[-3]
+        fits = site.count_all(heads, site.num_heads) == site.num_heads and (
+            site.count_all(groups, site.key_value_heads) == site.key_value_heads or groups == heads
+        )
+    if not fits:
+        raise LayoutError(
+            f"{site.label} ({type(module).__name__}) calls {CALLED} with queries {_describe(query)} and keys "
+            f"{_describe(key)}; expected (batch, {site.num_heads} heads, tokens, {size} features), from which weights "
+            "and biases of heads can be read."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return "in a nested tensor" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+
+
+def _attend(
+    forward: InterceptedForward,
+    cached: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as torch's function does, [B, H, Q, e], with biases, and tell observers what they asked for."""
+    settings: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    listeners = forward.listeners
+    call = ScoreCall(
+        max(query.shape[0], key.shape[0]),
+        query.shape[1],
+        query.shape[2],
+        key.shape[2],
+        first=cached or 0,
+        cached=cached is not None,
+        dtype=query.dtype,
+        device=query.device,
+        causal=is_causal,
+    )
+
+    def keep_forward(frame: Any) -> None:
+        # the recomputation must find it although the listener may be gone by then
+        _, release = _intercept(forward.module, forward.site)
+        weakref.finalize(frame, release).atexit = False
+
+    answer = resolve_request(forward.module, listeners.observers, listeners.biases, call, keep_forward)
+    mask, causal = attn_mask, is_causal
+    empty = None
+    if answer.biases:
+        total = sum_masks(attn_mask, is_causal, answer.biases, call.queries, call.keys, query.dtype)
+        mask, empty = clear_empty_rows(total)
+        mask, causal = mask.expand(*mask.shape[:-2], call.queries, -1), False
+    else:
+        total = attn_mask
+    weights, mixer = None, find_mixer(forward.module)
+    if answer.weights or mixer is not None:
+        weights = _compute_weights(query, key, total, causal, scale, mixer)
+    if weights is None or (answer.beside and mixer is None):
+        output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **settings)
+        output = output if empty is None else output.masked_fill(empty, 0.0)
+    else:
+        output = drop_weights(weights, dropout_p, mixer) @ _repeat_groups(value, query.shape[1])
+    for observer in () if is_recomputing() else listeners.observers:
+        output = output if observer.edit is None else observer.edit(output.transpose(1, 2)).transpose(1, 2)
+    mean = None
+    if answer.mean_weights:
+        mean = mean_weights(query, key, total, scale=scale, causal=causal) if weights is None else mean_of(weights)
+    if not is_recomputing():
+        _notify(forward, value, weights, mean, output)
+    return output
+
+
+def _compute_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None, mixer: nn.Module | None
+) -> Tensor:
+    """Return softmax(scale Q K^T + mask), [B, H, Q, K], with the heads of the product mixed where there is a mixer."""
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ _repeat_groups(key, query.shape[1]).mT
+    scores = scores if mixer is None else mixer(scores, "logits")
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return normalize_scores(scores, torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+
+
+def _repeat_groups(tensor: Tensor, heads: int) -> Tensor:
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def _notify(
+    forward: InterceptedForward, value: Tensor, weights: Tensor | None, mean: Tensor | None, output: Tensor
+) -> None:
+    """Tell observers what was computed; values that were repeated for each query head are given once."""
+    shared = value.shape[1] // max(1, forward.site.key_value_heads)
+    values = value[:, ::shared] if shared > 1 else value
+    for observer in forward.listeners.observers:
+        observer.notify(values.transpose(1, 2), weights, None, mean, output.transpose(1, 2))

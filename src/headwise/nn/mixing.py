@@ -1,0 +1,96 @@
+"""Talking heads: matrices that mix the heads of an attention before and after its softmax."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import SettingError, require_integer
+
+# The name under which an attention holds its mixer.
+CHILD = "head_mixer"
+
+
+class HeadMixer(nn.Module):
+    """The matrices of talking heads of one attention (Shazeer et al. 2020).
+
+    L_g = sum_h P_l[h, g] J_h and U_g = sum_h P_w[h, g] W_h, with J the scores of the heads and W = softmax(L + mask).
+    Both matrices start as the identity, with which attention is what it was.
+
+    Args:
+        num_heads: Heads H.
+        logits: Whether there is P_l, which mixes scores.
+        weights: Whether there is P_w, which mixes weights.
+
+    Attributes:
+        logits: P_l, [H, H], from the head of the row to that of the column; None without it.
+        weights: P_w likewise.
+
+    Raises:
+        SettingError: There are no two heads, or neither matrix is wanted.
+
+    Example:
+        >>> mixer = HeadMixer(2, weights=False)
+        >>> mixer.logits.data = torch.tensor([[1.0, 0.0], [3.0, 1.0]])
+        >>> mixer(torch.tensor([1.0, 10.0]).view(1, 2, 1, 1), "logits").flatten().tolist()
+        [31.0, 10.0]
+    """
+
+    def __init__(self, num_heads: int, *, logits: bool = True, weights: bool = True) -> None:
+        super().__init__()
+        require_integer("num_heads", num_heads, low=2)
+        if not (logits or weights):
+            raise SettingError("talking heads were given neither matrix; expected logits, weights or both to be True.")
+        self.logits = nn.Parameter(torch.eye(num_heads)) if logits else None
+        self.weights = nn.Parameter(torch.eye(num_heads)) if weights else None
+
+    def reset_parameters(self) -> None:
+        """Set the matrices to the identity."""
+        for matrix in (self.logits, self.weights):
+            if matrix is not None:
+                nn.init.eye_(matrix)
+
+    def forward(self, maps: Tensor, which: str) -> Tensor:
+        """Return mixed maps [B, H, Q, K]; as they are where there is no such matrix.
+
+        Args:
+            maps: Scores without any mask, or weights, [B, H, Q, K].
+            which: "logits" or "weights". Mixed weights need not be positive, nor sum to 1.
+        """
+        matrix: nn.Parameter | None = getattr(self, which)
+        return maps if matrix is None else mix_heads(maps, matrix)
+
+    def extra_repr(self) -> str:
+        """Return which matrices it has, for printing."""
+        return ", ".join(name for name in ("logits", "weights") if getattr(self, name) is not None)
+
+
+def mix_heads(maps: Tensor, matrix: Tensor) -> Tensor:
+    """Return sum_h matrix[h, g] maps_h for each head g.
+
+    Args:
+        maps: [B, H, Q, K], finite: minus infinity times 0 is NaN.
+        matrix: [H, H], from the head of the row to that of the column.
+
+    >>> mix_heads(torch.tensor([1.0, 10.0]).view(1, 2, 1, 1), torch.tensor([[1.0, 2.0], [0.0, 1.0]])).flatten()
+    tensor([ 1., 12.])
+    """
+    return (matrix.mT.to(maps.dtype) @ maps.flatten(2)).unflatten(2, maps.shape[2:])
+
+
+def drop_weights(weights: Tensor, dropout: float, mixer: nn.Module | None) -> Tensor:
+    """Return the weights that values are summed with: mixed where there is a mixer, then dropped.
+
+    >>> drop_weights(torch.ones(1, 2, 1, 1), 0.0, None).flatten()
+    tensor([1., 1.])
+    """
+    weights = weights if mixer is None else mixer(weights, "weights")
+    return F.dropout(weights, dropout) if dropout > 0.0 else weights
+
+
+def find_mixer(module: nn.Module) -> nn.Module | None:
+    """Return the mixer that an attention attends with, perhaps in a wrapper of peft; None without one.
+
+    >>> find_mixer(nn.Linear(2, 2)) is None
+    True
+    """
+    return module._modules.get(CHILD)

@@ -1,0 +1,229 @@
+"""Adapters of peft: the effective weight is read where it is W + B A, and refused with why where it is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from heads.test_huggingface_taps import BY_NAME
+from heads.wrappers import LoraLinear, wrap
+
+peft = pytest.importorskip("peft")
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def adapted(module: nn.Module | None = None, config=None, **settings) -> nn.Module:
+    """The module under an adapter, away from its start, where it adds nothing."""
+    torch.manual_seed(2)
+    module = SeparateAttention() if module is None else module
+    config = config or peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": [*PROJECTIONS], **settings})
+    return fill(peft.get_peft_model(module, config)).double().eval()
+
+
+def fill(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.4)
+    return model
+
+
+def multiplied(layer: nn.Module) -> Tensor:
+    """What a layer multiplies its input by, [d_out, d_in], whatever it is made of."""
+    inputs = torch.eye(layer.in_features, dtype=torch.float64)
+    return (layer(inputs) - layer(torch.zeros_like(inputs))).T
+
+
+def assert_read(heads: hw.Heads) -> None:
+    for head_slice in heads.sites[0].slices:
+        expected = multiplied(head_slice.module)
+        rows = [
+            expected[head_slice.start + i * head_slice.stride :][: head_slice.head_size]
+            for i in range(head_slice.heads)
+        ]
+        found = head_slice.read().mT if head_slice.transposed else head_slice.read()
+        torch.testing.assert_close(found, torch.stack(rows))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}])
+def test_heads_are_those_of_the_effective_weight(settings):
+    attention = SeparateAttention(key_value_heads=2)
+    attention.k_proj.bias = nn.Parameter(torch.zeros(10))
+    model = adapted(attention, **settings)
+    heads = hw.find_heads(model)
+    assert_read(heads)
+    assert hw.verify(heads, (X,)).sites == ("base_model.model",)
+    site = heads.sites[0]
+    assert not torch.allclose(site.slices[0].read(), site.slices[0].view(site.slices[0].parameter), atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("GPT-2", "c_attn"), ("GPT-NeoX", "query_key_value"), ("Phi-3", "qkv_proj")]
+)
+def test_fused_layers_and_transposed_ones_are_read_alike(family, target):
+    entry = BY_NAME[family]
+    model = adapted(entry.build(), target_modules=[target], fan_in_fan_out=family == "GPT-2")
+    heads = hw.find_heads(model)
+    assert_read(heads)
+    assert len(hw.verify(heads, entry.inputs()).sites) == len(heads)
+
+
+def test_active_merged_and_disabled_adapters_count_as_the_model_counts_them():
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=[*PROJECTIONS]))
+    fill(model).double()
+    heads = hw.find_heads(model)
+    (first, *_) = heads.sites[0].slices
+    assert [adapter.name for adapter in first.adapters] == ["default"]
+    assert_read(heads)
+    model.base_model.set_adapter(["default", "second"])
+    assert len(first.adapters) == 2
+    assert_read(heads)
+    model.merge_adapter(["second"])
+    assert first.adapters == ()
+    assert_read(heads)
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(hw.LayoutError, match=r"q_proj\.base_layer\.weight has adapters merged that are disabled"):
+        first.read()
+    model(X)
+    assert_read(heads)
+    without = first.read()
+    model.base_model.enable_adapter_layers()
+    assert not torch.allclose(first.read(), without, atol=0.01)
+
+
+CONFIGS = {
+    "DoRA": (peft.LoraConfig(target_modules=[*PROJECTIONS], use_dora=True), r"'default' is a variant \(Dora"),
+    "LoHa": (peft.LoHaConfig(target_modules=[*PROJECTIONS]), r"base of a peft\.tuners\.loha\S+, whose adapter is not"),
+    "IA3": (peft.IA3Config(target_modules=[*PROJECTIONS], feedforward_modules=[]), r"base of a peft\.tuners\.ia3"),
+    "AdaLoRA": (peft.AdaLoraConfig(target_modules=[*PROJECTIONS], total_step=9), r"base of a peft\.tuners\.adalora"),
+    "VeRA": (peft.VeraConfig(target_modules=[*PROJECTIONS], r=2), r"base of a peft\.tuners\.vera"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_not_w_plus_b_a_is_refused_by_repulsion_and_noted_by_measure(name):
+    config, reason = CONFIGS[name]
+    attention = SeparateAttention(head_dim=3)
+    model = adapted(attention, copy.deepcopy(config))
+    heads = hw.find_heads(model)
+    assert hw.verify(heads, (X,)).sites == ("base_model.model",)
+    with pytest.raises(
+        hw.LayoutError, match=rf"^base_model\.model\.q_proj\.base_layer\.weight is the {reason}|{reason}"
+    ):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+    with hw.Taps(heads, values=True) as taps, torch.no_grad():
+        model(X)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.values.flatten(-2), attention.v_proj(X))
+
+
+def test_a_layer_under_two_adapters_is_refused():
+    model = wrap(SeparateAttention(), *PROJECTIONS)
+    wrap(model, *PROJECTIONS)
+    heads = hw.find_heads(model)
+    with pytest.raises(hw.LayoutError, match=r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+
+
+def test_a_lora_around_torch_s_attention_is_read_but_not_repelled():
+    torch.manual_seed(0)
+    model = adapted(nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), target_modules=["self_attn"]).float()
+    heads = hw.find_heads(model)
+    assert hw.verify(heads, (X.float(),)).sites == ("base_model.model.self_attn.base_layer",)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is adapted by a \S+\.MultiheadAttention around"):
+        hw.repel(optimizer, heads, hw.SVGD())
+
+
+def test_a_trained_copy_of_a_module_is_the_one_that_is_found():
+    entry = BY_NAME["BERT"]
+    model = adapted(
+        entry.build(), peft.LoraConfig(target_modules=["intermediate.dense"], modules_to_save=["attention"])
+    )
+    heads = hw.find_heads(model)
+    assert [site.name for site in heads] == [
+        f"base_model.model.encoder.layer.{i}.attention.modules_to_save.default.self" for i in range(2)
+    ]
+    assert hw.verify(heads, entry.inputs()).sites == tuple(site.name for site in heads)
+    model = adapted(entry.build(), peft.LoraConfig(target_modules=["intermediate.dense"], modules_to_save=["query"]))
+    heads = hw.find_heads(model)
+    assert heads.sites[0].slices[0].name.endswith("query.modules_to_save.default.weight")
+    assert hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads.projection("query"), hw.SVGD())
+    model.add_adapter("second", peft.LoraConfig(target_modules=["intermediate.dense"]))
+    model.set_adapter("second")
+    with pytest.raises(
+        hw.LayoutError, match=r"query\S+ is not what ModulesToSaveWrapper calls anymore: another adapter"
+    ):
+        hw.Taps(heads, values=True)
+
+
+def test_the_penalty_on_values_reaches_a_and_b_through_the_effective_weight():
+    model = adapted()
+    heads = hw.find_heads(model)
+    penalty = hw.Disagreement(heads, hw.Subspace())
+    model.train()
+    model(X)
+    penalty().backward()
+    layer = heads.sites[0].slices[2].lora
+    first, second = (factor["default"].weight for factor in (layer.lora_A, layer.lora_B))
+    bias = layer.base_layer.bias
+    theta = layer.base_layer.weight + layer.scaling["default"] * second @ first
+    values = (X @ theta.T + bias).unflatten(-1, (4, 5))
+    units = values / values.norm(dim=-1, keepdim=True)
+    similarity = (units @ units.mT).mean()
+    for factor, expected in zip((first, second), torch.autograd.grad(similarity, (first, second)), strict=True):
+        torch.testing.assert_close(factor.grad, expected)
+
+
+def test_a_report_measures_the_effective_weight():
+    entry = BY_NAME["BERT"]
+    model = adapted(entry.build(), target_modules=["query", "key", "value"]).float()
+    merged = copy.deepcopy(model).merge_and_unload()
+    found, expected = (hw.measure(own, hw.find_heads(own), [entry.inputs()]).layers[0].pairs for own in (model, merged))
+    assert {"query_distance", "key_cosine", "value_parameter_distance"} <= set(found)
+    for name in found:
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
+    base = entry.build()
+    plain = hw.measure(base, hw.find_heads(base), [entry.inputs()]).layers[0].pairs
+    assert not torch.allclose(torch.tensor(found["query_distance"]), torch.tensor(plain["query_distance"]), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"q_proj\S+ has the adapters 'default' merged into it.*unmerge_adapter"),
+        (lambda model: model.base_model.disable_adapter_layers(), r"adapters \('default'\) are disabled; call set_ad"),
+        (lambda model: freeze(model, "lora_"), r"whose adapters 'default' are frozen; load them with is_trainable"),
+        (lambda model: freeze(model, "lora_A"), r"of which A or B alone is trained \(adapters 'default'\); train both"),
+        (lambda model: model.requires_grad_(True), r"q_proj\S+ is trained beside its LoRA adapters; freeze it"),
+    ],
+    ids=["merged", "disabled", "frozen", "half frozen", "base trained"],
+)
+def test_adapters_that_cannot_be_trained_are_refused_with_what_to_do(change, message):
+    model = adapted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change(model)
+    with pytest.raises(hw.LayoutError, match=message):
+        hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+
+
+def freeze(model: nn.Module, part: str) -> None:
+    for name, parameter in model.named_parameters():
+        if part in name:
+            parameter.requires_grad_(False)
+
+
+def test_an_adapter_that_is_not_plain_is_refused_by_structure_alone():
+    model = wrap(SeparateAttention(), *PROJECTIONS)
+    assert isinstance(model.q_proj, LoraLinear)
+    model.q_proj.lora_A["default"] = nn.Sequential(model.q_proj.lora_A["default"])
+    with pytest.raises(hw.LayoutError, match=r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), hw.SVGD())

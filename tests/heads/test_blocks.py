@@ -1,0 +1,190 @@
+"""The blocks of heads under optimizers of matrices: equal to what each would do alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import LayoutError, SettingError
+
+
+def make(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
+
+
+def gpt2() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    return transformers.GPT2Model(
+        transformers.GPT2Config(
+            vocab_size=20,
+            n_positions=8,
+            n_embd=12,
+            n_layer=2,
+            n_head=3,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
+    )
+
+
+def llama() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    return transformers.LlamaModel(
+        transformers.LlamaConfig(
+            vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+def run(model: torch.nn.Module, step: int) -> torch.Tensor:
+    torch.manual_seed(step)
+    if isinstance(model, torch.nn.TransformerEncoderLayer):
+        return model(torch.randn(2, 5, 12)).square().mean()
+    return model(torch.randint(0, 20, (2, 6))).last_hidden_state[..., :3].square().mean()
+
+
+@pytest.mark.parametrize("build", [make, gpt2, llama])
+def test_sgd_on_blocks_is_sgd_on_the_weights(build):
+    model = build()
+    other = copy.deepcopy(model)
+    blocks = hw.head_blocks(hw.find_heads(model))
+    optimizers = [
+        torch.optim.SGD(list(blocks), lr=0.5, momentum=0.9),
+        torch.optim.SGD(blocks.rest, lr=0.5, momentum=0.9),
+    ]
+    blocks.attach(optimizers[0])
+    plain = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    for step in range(4):
+        for optimizer in (*optimizers, plain):
+            optimizer.zero_grad()
+        run(model, step).backward()
+        run(other, step).backward()
+        for optimizer in (*optimizers, plain):
+            optimizer.step()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+
+
+@pytest.mark.parametrize("build", [make, gpt2, llama])
+def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
+    model = build()
+    heads = hw.find_heads(model)
+    blocks = hw.head_blocks(heads)
+    muon = torch.optim.Muon(list(blocks), lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    blocks.attach(muon)
+    alone = [block.detach().clone().requires_grad_() for block in blocks]
+    expected = torch.optim.Muon(alone, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(2):
+        muon.zero_grad()
+        run(model, step).backward()
+        for single, block in zip(alone, _gradients(heads), strict=True):
+            single.grad = block.clone()
+        muon.step()
+        expected.step()
+    for one, two in zip(blocks, alone, strict=True):
+        torch.testing.assert_close(one, two)
+    held = {id(part.parameter) for site in heads for part in (*site.slices, site.output)}
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, was) == (id(parameter) not in held)
+
+
+@pytest.mark.parametrize("build", [make, gpt2, llama])
+def test_whole_projections_are_the_control_also_where_they_share_a_parameter(build):
+    model = build()
+    other = copy.deepcopy(model)
+    blocks = hw.head_blocks(hw.find_heads(model), per_head=False)
+    slices = [part for site in hw.find_heads(other) for part in (*site.slices, site.output)]
+    alone = [torch.nn.Parameter(part.turn(part.view(part.parameter.detach())).mT.flatten(0, 1)) for part in slices]
+    assert [tuple(block.shape) for block in blocks] == [tuple(one.shape) for one in alone]
+    assert all(
+        whole.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+        for whole, block in zip(blocks.wholes, blocks, strict=True)
+    )
+    settings = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    muon, expected = torch.optim.Muon(list(blocks), **settings), torch.optim.Muon(alone, **settings)
+    blocks.attach(muon)
+    for step in range(2):
+        muon.zero_grad()
+        run(model, step).backward()
+        with torch.no_grad():
+            for one, (part, block) in zip(alone, zip(slices, blocks, strict=True), strict=True):
+                one.copy_(block)
+                gradient = dict(model.named_parameters())[part.name].grad
+                one.grad = part.turn(part.view(gradient)).mT.flatten(0, 1).clone()
+        muon.step()
+        expected.step()
+        for block, one in zip(blocks, alone, strict=True):
+            torch.testing.assert_close(block, one)
+
+
+def test_projections_that_do_not_lie_side_by_side_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(num_attention_heads=4, **config))
+    assert len(hw.head_blocks(hw.find_heads(model))) == 16
+    with pytest.raises(LayoutError, match=r"its query do not lie side by side.*per_head=True"):
+        hw.head_blocks(hw.find_heads(model), per_head=False)
+
+
+def _gradients(heads: hw.Heads) -> list[torch.Tensor]:
+    """The gradient of every block, read from the slices."""
+    return [
+        block
+        for site in heads
+        for part in (*site.slices, site.output)
+        for block in part.view(part.parameter.grad).unbind(0)
+    ]
+
+
+def test_zero_grad_clears_the_whole_weights_until_removed():
+    model = make()
+    blocks = hw.head_blocks(hw.find_heads(model))
+    optimizer = torch.optim.SGD(list(blocks), lr=0.1)
+    blocks.attach(optimizer)
+    run(model, 0).backward()
+    optimizer.zero_grad()
+    assert model.self_attn.in_proj_weight.grad is None
+    run(model, 0).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert not model.self_attn.in_proj_weight.grad.any()
+    with pytest.raises(SettingError, match="attached already"):
+        blocks.attach(optimizer)
+    blocks.remove()
+    run(model, 0).backward()
+    optimizer.zero_grad()
+    assert model.self_attn.in_proj_weight.grad.any()
+
+
+def test_rest_and_blocks_are_all_of_the_model():
+    model = make()
+    blocks = hw.head_blocks(hw.find_heads(model))
+    assert sum(p.numel() for p in (*blocks, *blocks.rest)) == sum(p.numel() for p in model.parameters())
+    assert len(blocks) == len(blocks.names) == 12
+    assert blocks.names[4] == "self_attn.in_proj_weight key 1"
+
+
+def test_what_would_not_train_is_refused():
+    model = make()
+    with pytest.raises(LayoutError, match=r"12 of its 36 rows belong to selected heads"):
+        hw.head_blocks(hw.find_heads(model).projection("query"))
+    blocks = hw.head_blocks(hw.find_heads(model))
+    with pytest.raises(SettingError, match="holds none of the 12 blocks"):
+        blocks.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(list(blocks), lr=0.1)
+    blocks.attach(optimizer)
+    model.double()
+    run(model.float(), 0).backward()
+    with pytest.raises(LayoutError, match=r"another place of memory|was replaced"):
+        optimizer.step()
+    model.self_attn.in_proj_weight.requires_grad_(False)
+    with pytest.raises(LayoutError, match="does not require a gradient"):
+        hw.head_blocks(hw.find_heads(model))

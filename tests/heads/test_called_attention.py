@@ -1,0 +1,440 @@
+"""What attentions that call the fused kernel themselves compute is read and biased at the call, exactly."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from heads.calling import CallingAttention, CausalSelfAttention, EinsumAttention, NanoGPT, written_out
+from heads.vision import SwinTransformer, VisionTransformer
+
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+SETTINGS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "grouped": {"key_value_heads": 2, "causal": True},
+    "repeated": {"key_value_heads": 2, "grouped": "repeated"},
+    "one key-value head": {"key_value_heads": 1, "scale": 0.7},
+}
+
+
+def build(settings: str) -> CallingAttention:
+    torch.manual_seed(0)
+    return CallingAttention(**SETTINGS[settings]).double()
+
+
+def masks() -> dict[str, Tensor | None]:
+    allowed = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+    allowed[0, 0, 2] = False
+    heads = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return {
+        "no mask": None,
+        "boolean": allowed,
+        "of queries and keys": torch.ones(6, 6).tril().bool(),
+        "additive": torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(~allowed, -math.inf),
+        "a bias of its own": heads,
+    }
+
+
+CASES = [
+    (settings, mask)
+    for settings in SETTINGS
+    for mask in masks()
+    if mask == "no mask" or "causal" not in SETTINGS[settings]
+]
+
+
+@pytest.mark.parametrize(("settings", "mask"), CASES)
+def test_weights_values_and_outputs_are_those_of_a_softmax_written_out(settings: str, mask: str):
+    model, given = build(settings), masks()[mask]
+    expected = written_out(model, X, given)
+    plain = model(X, given)
+    torch.testing.assert_close(plain, expected["returned"], rtol=1e-12, atol=1e-12)
+    heads = hw.find_heads(model)
+    for beside in (False, True):
+        with hw.Taps(heads, weights=True, values=True, outputs=True, mean_weights=True, beside=beside) as taps:
+            returned = model(X, given)
+            (capture,) = taps.read()
+        for name in ("weights", "values", "outputs"):
+            torch.testing.assert_close(getattr(capture, name), expected[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(capture.mean_weights, expected["weights"].mean(1), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(returned, plain, rtol=1e-12, atol=1e-12)
+        assert torch.equal(returned, plain) or not beside
+    with hw.Taps(heads, mean_weights=True) as taps:
+        assert torch.equal(model(X, given), plain)
+        torch.testing.assert_close(taps.read()[0].mean_weights, expected["weights"].mean(1), rtol=1e-12, atol=1e-12)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(("settings", "mask"), CASES)
+@pytest.mark.parametrize("read", [False, True])
+def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, read: bool):
+    model, given = build(settings), masks()[mask]
+    bias = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    bias[0, 1, 3, :3] = bias[1, 2, :, 4] = -math.inf
+    bias.requires_grad_()
+    expected = written_out(model, X, given, bias)
+    with hw.bias_heads(hw.find_heads(model), lambda _site, _call: bias) as handle:
+        taps = hw.Taps(hw.find_heads(model), weights=True) if read else None
+        returned = model(X, given)
+        if taps is not None:
+            torch.testing.assert_close(taps.read()[0].weights, expected["weights"], rtol=1e-12, atol=1e-12)
+            taps.remove()
+    assert list(handle.calls.values()) == [1]
+    torch.testing.assert_close(returned, expected["returned"], rtol=1e-12, atol=1e-12)
+    own, others = (
+        torch.autograd.grad(one.square().sum(), [bias, model.q_proj.weight]) for one in (returned, expected["returned"])
+    )
+    for found, wanted in zip(own, others, strict=True):
+        torch.testing.assert_close(found.nan_to_num(), wanted.nan_to_num(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "term", [hw.Position(), hw.Frobenius(), hw.PositionSquaredDifference(), hw.Position(recompute=True)]
+)
+def test_penalties_on_weights_have_the_value_and_gradient_of_weights_written_out(term):
+    model = build("grouped")
+    penalty = hw.Disagreement(hw.find_heads(model), term)
+    model(X)
+    value = penalty()
+    weights = written_out(model, X)["weights"]
+    given = weights.mean(1) if term.reads == "mean_weights" else weights
+    own, number = term.sum_and_count(given, None)
+    torch.testing.assert_close(value, own / number, rtol=1e-12, atol=1e-12)
+    parameters = [model.q_proj.weight, model.k_proj.bias, model.k_proj.weight]
+    found, wanted = (
+        torch.autograd.grad(one, parameters, allow_unused=True, materialize_grads=True) for one in (value, own / number)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert float(found[0].abs().max()) > 1e-6
+
+
+def test_dropout_acts_on_the_weights_that_are_read_before_it():
+    model = CallingAttention(dropout=0.5).double()
+    expected = written_out(model, X)
+    with hw.Taps(hw.find_heads(model), weights=True, outputs=True) as taps:
+        torch.manual_seed(7)
+        returned = model(X)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.weights, expected["weights"])
+    torch.manual_seed(7)
+    dropped = F.dropout(expected["weights"], 0.5)
+    outputs = torch.einsum("bhqk,bkhe->bqhe", dropped, expected["values"])
+    torch.testing.assert_close(capture.outputs, outputs)
+    torch.testing.assert_close(returned, model.o_proj(outputs.flatten(2)))
+    torch.manual_seed(7)
+    plain = model(X)
+    with hw.Taps(hw.find_heads(model), weights=True, beside=True):
+        torch.manual_seed(7)
+        assert torch.equal(model(X), plain)
+
+
+def test_one_sequence_without_a_batch_is_read_as_a_batch_of_one():
+    model = build("causal")
+    plain = model(X[0])
+    with hw.Taps(hw.find_heads(model), weights=True) as taps:
+        torch.testing.assert_close(model(X[0]), plain)
+        torch.testing.assert_close(taps.read()[0].weights, written_out(model, X[:1])["weights"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
+    model = build("grouped")
+    expected = written_out(model, X)["weights"]
+    model.to(dtype)
+    with hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model(X.to(dtype))
+        (capture,) = taps.read()
+    assert capture.weights.dtype == dtype
+    torch.testing.assert_close(capture.weights.double(), expected, rtol=0.0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_nanogpt_and_timm_are_read_in_every_layer():
+    for model, inputs, count in (
+        (NanoGPT(), torch.randn(2, 6, 12), 3),
+        (VisionTransformer(24, 3, 2), torch.randn(2, 3, 8, 8), 3),
+        (SwinTransformer(16, (2, 4), 2), torch.randn(2, 3, 8, 8), 2),
+    ):
+        model.double().eval()
+        x = inputs.double()
+        heads = hw.find_heads(model)
+        plain = model(x)
+        with hw.Taps(heads, weights=True, values=True, outputs=True) as taps:
+            torch.testing.assert_close(model(x), plain, rtol=1e-12, atol=1e-12)
+            captures = taps.read()
+        assert captures[0].weights.shape[1] == count
+        for capture in captures:
+            rebuilt = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
+            torch.testing.assert_close(rebuilt, capture.outputs, rtol=1e-12, atol=1e-12)
+        penalty = hw.Disagreement(heads, hw.Position() + hw.Frobenius())
+        model(x)
+        penalty().backward()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_roles_guide_the_heads_of_nanogpt(size: int):
+    torch.manual_seed(0)
+    model = NanoGPT(layers=1, dropout=0.0).double().eval()
+    mask = hw.Roles(hw.Window(size))(hw.WordTable.split("one two three four five six"), num_heads=3)
+    attention = model.h[0]["attn"]
+    x = model.h[0]["ln_1"](X[:1])
+    with hw.guide(hw.find_heads(model), mask), hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model(X[:1])
+        (capture,) = taps.read()
+    q, k, _ = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in attention.c_attn(x).chunk(3, -1))
+    scores = q @ k.mT / 2.0 + mask.additive(torch.float64, causal=True)
+    expected = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf).softmax(-1)
+    torch.testing.assert_close(capture.weights, expected)
+    assert capture.weights[0, :, 5, 0].gt(0.0).tolist() == [False, True, True]
+
+
+def test_a_recomputed_call_has_the_bias_of_its_first_run():
+    gradients = []
+    for recomputed in (False, True):
+        model = build("causal")
+        bias = torch.randn(1, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        handle = hw.bias_heads(hw.find_heads(model), bias)
+        loss = (checkpoint(model, X, use_reentrant=False) if recomputed else model(X)).square().sum()
+        handle.remove()
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        del loss
+        assert "forward" not in vars(model)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-12, atol=1e-12)
+    plain = build("causal")
+    plain(X).square().sum().backward()
+    assert not torch.allclose(plain.q_proj.weight.grad, gradients[0]["q_proj.weight"])
+
+
+@pytest.mark.parametrize("model", [NanoGPT(layers=1, dropout=0.0), build("grouped")], ids=["nanoGPT", "grouped"])
+def test_a_compiled_model_is_read_and_biased_in_one_graph(model: nn.Module):
+    model.double()
+    bias = torch.randn(1, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    heads = hw.find_heads(model)
+    with hw.bias_heads(heads, bias), hw.Taps(heads, weights=True, outputs=True) as taps:
+        expected = model(X)
+        (own,) = taps.read()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(X), expected)
+            (capture,) = taps.read()
+            torch.testing.assert_close(capture.weights, own.weights)
+            torch.testing.assert_close(capture.outputs, own.outputs)
+        capture.weights.square().sum().backward()
+    torch._dynamo.reset()
+
+
+def test_other_threads_and_models_are_left_alone():
+    model, other = build("causal"), build("grouped")
+    bias = torch.zeros(1, 4, 6, 6, dtype=torch.float64)
+    bias[..., 1:] = -3.0
+    expected, plain = written_out(model, X, bias=bias)["returned"], other(X)
+    q = torch.randn(2, 4, 6, 5)
+    direct = F.scaled_dot_product_attention(q, q, q)
+    ready, wrong = threading.Barrier(4), []
+
+    def run(call, wanted: Tensor) -> None:
+        ready.wait()
+        wrong.extend(float((call() - wanted).detach().abs().max()) for _ in range(60))
+
+    with hw.bias_heads(hw.find_heads(model), bias):
+        threads = [
+            threading.Thread(target=run, args=args)
+            for args in (
+                (lambda: model(X), expected),
+                (lambda: model(X), expected),
+                (lambda: other(X), plain),
+                (lambda: F.scaled_dot_product_attention(q, q, q), direct),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(wrong) == 240
+    assert max(wrong) < 1e-12
+
+
+def test_copies_and_pickles_run_their_own_forward_and_removal_leaves_nothing():
+    import inspect
+
+    model = build("causal")
+    plain, signature = model(X), inspect.signature(model.forward)
+    bias = torch.zeros(1, 4, 1, 6, dtype=torch.float64)
+    bias[..., 0] = 5.0
+    with hw.bias_heads(hw.find_heads(model), bias):
+        assert inspect.signature(model.forward) == signature
+        biased = model(X)
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        with pytest.raises(hw.NotFired, match=r"replica that nn\.DataParallel made"):
+            model._replicate_for_data_parallel()(X)
+        for one in (twin, loaded):
+            assert vars(one)["forward"] == type(one).forward.__get__(one)
+            assert torch.equal(one(X), plain)
+            with torch.no_grad():
+                one.q_proj.weight.zero_()
+            assert not torch.equal(one(X), plain)
+        assert torch.equal(model(X), biased)
+        assert not torch.allclose(biased, plain)
+    assert "forward" not in vars(model)
+    assert torch.equal(model(X), plain)
+    # hooks of Accelerate wrap a forward in this way
+    inner = model.forward
+    model.forward = lambda x, mask=None: 2.0 * inner(x, mask)
+    with hw.bias_heads(hw.find_heads(model), bias):
+        torch.testing.assert_close(model(X), 2.0 * biased)
+        outer = model.forward
+        model.forward = lambda x, mask=None: outer(x, mask) + 1.0
+        torch.testing.assert_close(model(X), 2.0 * biased + 1.0)
+    torch.testing.assert_close(model(X), 2.0 * plain + 1.0)
+
+
+class Twice(CallingAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) + super().forward(x.flip(1), mask)
+
+
+class Folded(CallingAttention):
+    """Heads in the batch."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in self.project(x))
+        heads = F.scaled_dot_product_attention(q, k, v, mask).unflatten(0, (-1, self.num_heads))
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Channels(CallingAttention):
+    """Channels attend to channels, as in XCiT."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part.mT for part in self.project(x))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).permute(0, 3, 1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (Twice, r"calls scaled_dot_product_attention several times in one forward"),
+        (Folded, r"queries of shape \(8, 6, 5\) and keys .*expected \(batch, 4 heads, tokens, 5 features\)"),
+        (Channels, r"with queries of shape \(2, 4, 5, 6\)"),
+    ],
+)
+def test_calls_from_which_heads_cannot_be_read_are_refused(attention: type[nn.Module], message: str):
+    model = attention().double()
+    plain = model(X)
+    with hw.Taps(hw.find_heads(model), weights=True), pytest.raises(hw.LayoutError, match=message):
+        model(X)
+    assert torch.equal(model(X), plain)
+
+
+def test_a_forward_that_takes_another_way_is_told():
+    model = CausalSelfAttention().double()
+    model.flash = False
+    heads = hw.find_heads(model)
+    plain = model.eval()(X)
+    for attach in (
+        lambda: hw.Disagreement(heads, hw.Position()),
+        lambda: hw.bias_heads(heads, torch.zeros(1, 1, 1, 6)),
+    ):
+        handle = attach()
+        with pytest.raises(hw.NotFired, match=r"did not call scaled_dot_product_attention.*fused_attn=False"):
+            model(X)
+        handle.remove()
+    assert torch.equal(model(X), plain)
+
+
+def test_heads_in_parameters_are_read_removed_and_biased_at_the_call():
+    torch.manual_seed(0)
+    model = EinsumAttention().double()
+    row = hw.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
+    heads = hw.find_heads(model, row)
+    plain = model(X)
+    q, k, v = torch.einsum("bld,pdhe->pbhle", X, model.w_qkv)
+    scores = (q @ k.mT / 5**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+    outputs = (scores.softmax(-1) @ v).transpose(1, 2)
+    with hw.Taps(heads, outputs=True, values=True, weights=True, beside=True) as taps:
+        assert torch.equal(model(X), plain)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.outputs, outputs)
+    torch.testing.assert_close(capture.values, v.transpose(1, 2))
+    torch.testing.assert_close(capture.weights, scores.softmax(-1))
+    penalty = hw.Disagreement(heads, hw.Output() + hw.Subspace())
+    model(X)
+    penalty().backward()
+    assert float(model.w_qkv.grad[2].abs().max()) > 0.0
+    penalty.remove()
+    keep = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    with torch.no_grad(), hw.ablate(heads, 1, 3) as ablation, hw.Taps(heads, outputs=True) as taps:
+        ablated = model(X)
+        torch.testing.assert_close(taps.read()[0].outputs, outputs * keep[:, None])
+    assert ablation.called
+    torch.testing.assert_close(ablated, torch.einsum("blhe,hed->bld", outputs * keep[:, None], model.w_o))
+    drops = hw.importance(heads, lambda: float(model(X).std())).drops["(model)"]
+    assert float(drops.abs().min()) > 0.0
+    assert hw.verify(heads, (X,)).sites == ("",)
+    with pytest.raises(hw.LayoutError, match="W_O is the parameter w_o"):
+        hw.aggregate(heads, hw.SimpleRouting(capsules=2))
+
+
+@pytest.mark.parametrize("grouped", ["repeated", "enable_gqa"])
+def test_values_of_groups_are_read_once_at_the_call(grouped: str):
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w_q = nn.Parameter(torch.randn(4, 12, 5))
+            self.w_k, self.w_v = (nn.Parameter(torch.randn(2, 12, 5)) for _ in range(2))
+            self.proj = nn.Linear(20, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (torch.einsum("bld,hde->bhle", x, weight) for weight in (self.w_q, self.w_k, self.w_v))
+            if grouped == "repeated":
+                k, v = (part.repeat_interleave(2, 1) for part in (k, v))
+            heads = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped == "enable_gqa")
+            return self.proj(heads.transpose(1, 2).flatten(2))
+
+    model = Grouped().double()
+    with hw.Taps(hw.find_heads(model, hw.SeparateParameters(axes="h d e")), values=True) as taps:
+        model(X)
+        torch.testing.assert_close(taps.read()[0].values, torch.einsum("bld,hde->blhe", X, model.w_v))
+
+
+def test_a_role_of_future_tokens_alone_leaves_a_causal_head_regular():
+    model = NanoGPT(layers=1, dropout=0.0).double().eval()
+    mask = hw.Roles(hw.Separator())(hw.WordTable.split("one two three four five ."), num_heads=3)
+    with hw.guide(hw.find_heads(model), mask), hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model(X[:1])
+        weights = taps.read()[0].weights
+    # tokens before the separator have no key that the role and causality allow: their head is regular there
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 3, 6, dtype=torch.float64))
+    assert weights[0, 0, 5].nonzero().flatten().tolist() == [5]
+
+
+def test_what_no_call_is_found_in_is_refused_when_attached():
+    model = CallingAttention()
+
+    class Eager(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 4
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = model.q_proj, model.k_proj, model.v_proj, model.o_proj
+
+    with pytest.raises(
+        hw.LayoutError, match="scaled_dot_product_attention or the attention interface of transformers, wh"
+    ):
+        hw.Taps(hw.find_heads(Eager()), weights=True)

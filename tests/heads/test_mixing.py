@@ -1,0 +1,384 @@
+"""Talking heads: the equation, the same model at the start, and refusals of what would not be trained or applied."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from heads.calling import CallingAttention, CausalSelfAttention
+from heads.families import Family
+from heads.test_head_bias import weighed
+from heads.test_huggingface_taps import BY_NAME, REACHED, checkpoint_activations, results, same, without_dropout
+from headwise.nn.mixing import HeadMixer, find_mixer
+from headwise.reference.attention import talking_heads
+
+# What comes after P_l in these is another number for each head: sinks, a cap, position biases.
+UNEQUAL = ("GPT-OSS", "T5", "timm Swin")
+
+
+def draw(mixer: HeadMixer, seed: int) -> None:
+    """Give a mixer matrices near the identity, none of whose entries is 0 or 1."""
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for matrix in (mixer.logits, mixer.weights):
+            if matrix is not None:
+                matrix.add_(torch.randn(matrix.shape, generator=drawn).to(matrix.dtype), alpha=0.4)
+
+
+def mixed(model: nn.Module, **which: bool) -> hw.HeadMixing:
+    mixing = hw.mix_heads(hw.find_heads(model), **which)
+    for seed, mixer in enumerate(mixing.mixers.values()):
+        draw(mixer, seed)
+    return mixing
+
+
+def attention(dropout: float = 0.0) -> hw.nn.MultiheadAttention:
+    torch.manual_seed(0)
+    return hw.nn.MultiheadAttention(12, 3, batch_first=True, dropout=dropout).double()
+
+
+X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+ALLOWED = torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(4)) > 0.4
+ALLOWED[1, 0, 2] = False
+ALLOWED[1, 2, 4] = False
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("which", [{"logits": True, "weights": False}, {"logits": False, "weights": True}, {}], ids=str)
+def test_multihead_attention_talks_as_the_loop_says(which, need_weights: bool):
+    module = attention()
+    mixer = mixed(module, **which).mixers[""]
+    q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in module._project(X, X, X))
+    eye = torch.eye(3, dtype=torch.float64)
+    matrices = [eye if matrix is None else matrix.detach() for matrix in (mixer.logits, mixer.weights)]
+    assert [torch.equal(matrix, eye) for matrix in matrices] == [
+        not which.get(name, True) for name in ("logits", "weights")
+    ]
+    maps, outputs = talking_heads(q, k, v, ALLOWED, *matrices)
+    with hw.Taps(hw.find_heads(module), weights=True, outputs=True, mean_weights=True) as taps:
+        forbidden = (~ALLOWED).flatten(0, 1)
+        returned, own = module(X, X, X, attn_mask=forbidden, need_weights=need_weights, average_attn_weights=False)
+        (capture,) = taps.read()
+    torch.testing.assert_close(capture.weights, maps, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(capture.mean_weights, maps.mean(1), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(capture.outputs.transpose(1, 2), outputs, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(returned, module.out_proj(outputs.transpose(1, 2).flatten(2)), rtol=1e-11, atol=1e-12)
+    assert not capture.weights[1, 0, 2].any()
+    if need_weights:
+        torch.testing.assert_close(own, torch.einsum("hg,bhqk->bgqk", matrices[1], maps), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True}, {"key_value_heads": 2}, {"key_value_heads": 1, "scale": 0.7}], ids=str
+)
+def test_attention_that_calls_the_fused_kernel_talks_as_the_loop_says(settings):
+    torch.manual_seed(0)
+    module = CallingAttention(**settings).double()
+    (mixer,) = mixed(module).mixers.values()
+    allowed = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4
+    allowed[0, 0, 2] = False
+    mask = None if settings.get("causal") else allowed
+    whole = torch.ones(5, 5).tril().bool().expand(2, 4, 5, 5) if mask is None else mask.expand(2, 4, 5, 5)
+    q, k, v = module.project(X)
+    k, v = (part.repeat_interleave(4 // part.shape[1], 1) for part in (k, v))
+    scaled = q * (settings.get("scale", 5**-0.5) * 5**0.5)
+    maps, outputs = talking_heads(scaled, k, v, whole, mixer.logits.detach(), mixer.weights.detach())
+    expected = module.o_proj(outputs.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(X, mask), expected, rtol=1e-11, atol=1e-12)
+    with hw.Taps(hw.find_heads(module), weights=True, beside=True) as taps:
+        torch.testing.assert_close(module(X, mask), expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(taps.read()[0].weights, maps, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["its own", "eager"])
+@pytest.mark.parametrize("family", REACHED, ids=str)
+def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family, implementation: str):
+    if implementation == "eager" and not family.interface:
+        pytest.skip("it has one implementation")
+    model, inputs = family.build(), family.inputs(padded=family.maskable)
+    if implementation == "eager":
+        model.set_attn_implementation(implementation)
+    heads = hw.find_heads(model)
+    # stock modules change class
+    hw.Taps(heads, outputs=True).remove()
+    before = results(model, inputs)
+    with hw.Taps(heads, weights=True) as taps:
+        results(model, inputs)
+        plain = taps.read()
+    mixing = hw.mix_heads(heads)
+    for one, other in zip(before, results(model, inputs), strict=True):
+        torch.testing.assert_close(other, one, atol=3e-6, rtol=1e-4)
+    for seed, mixer in enumerate(mixing.mixers.values()):
+        draw(mixer, seed)
+    with hw.Taps(heads, weights=True, values=True, outputs=True) as taps:
+        after = results(model, inputs)
+        talking = taps.read()
+    assert not torch.allclose(before[0], after[0], atol=1e-3)
+    first = plain[0].site
+    for was, now in zip(plain, talking, strict=True):
+        mixer, site = mixing.mixers[now.site.name], now.site
+        if site.module is first.module and family.name not in UNEQUAL and was is plain[0]:
+            # the logarithm of a softmax is the scores but for a number of each query, which the next one forgets
+            scores = torch.einsum("hg,bhqk->bgqk", mixer.logits, was.weights.clamp_min(1e-30).log())
+            forbidden = (was.weights == 0).all(1, keepdim=True)
+            rows = ~forbidden.all(-1, keepdim=True)
+            expected = scores.masked_fill(forbidden & rows, -torch.inf).softmax(-1) * rows
+            torch.testing.assert_close(now.weights, expected, atol=2e-5, rtol=1e-3)
+        if family.name != "NeoMME":
+            # NeoMME gates its heads
+            values = now.values.repeat_interleave(site.num_heads // site.key_value_heads, dim=2)
+            summed = torch.einsum("hg,bhqk,bkge->bqge", mixer.weights, now.weights, values)
+            torch.testing.assert_close(now.outputs, summed, atol=1e-5, rtol=1e-4)
+    sum(weighed(found) for found in results(model, inputs) if found.is_floating_point()).backward()
+    gradients = [(mixer.logits.grad, mixer.weights.grad) for mixer in mixing.mixers.values()]
+    assert all(bool(grad.isfinite().all()) for pair in gradients for grad in pair)
+    assert all(bool((second != 0).any()) for _, second in gradients)
+    # a text of CLIP is pooled at its first token, which has one key
+    assert any(bool((first != 0).any()) for first, _ in gradients)
+    mixing.remove()
+    assert same(before, results(model, inputs))
+    assert not any("head_mixer" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+def test_what_is_read_beside_the_attention_is_what_it_attends_with(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=True)
+    plain = results(model, inputs)
+    mixed(model)
+    talking = results(model, inputs)
+    assert not torch.allclose(plain[0], talking[0], atol=1e-3)
+    for beside in (False, True):
+        with hw.Taps(hw.find_heads(model), weights=True, beside=beside):
+            assert same(results(model, inputs), talking)
+
+
+@pytest.mark.parametrize("talking", [False, True])
+def test_heads_of_projected_tensors_are_those_of_the_forward(talking: bool):
+    module = attention()
+    if talking:
+        mixed(module)
+    q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in module._project(X, X, X))
+    for allowed in (None, ALLOWED):
+        mask = None if allowed is None else (~allowed).flatten(0, 1)
+        with hw.Taps(hw.find_heads(module), outputs=True) as taps:
+            module(X, X, X, attn_mask=mask, need_weights=False)
+            expected = taps.read()[0].outputs.transpose(1, 2)
+        torch.testing.assert_close(module.attend_heads(q, k, v, allowed), expected)
+
+
+def test_gradients_are_those_of_finite_differences():
+    module = attention()
+    mixer = mixed(module).mixers[""]
+    names = ["head_mixer.logits", "head_mixer.weights", "in_proj_weight"]
+    mask = (~ALLOWED).flatten(0, 1)
+
+    def run(x: Tensor, *given: Tensor) -> Tensor:
+        call = {"attn_mask": mask, "need_weights": False}
+        return torch.func.functional_call(module, dict(zip(names, given, strict=True)), (x, x, x), call)[0]
+
+    parameters = [mixer.logits, mixer.weights, module.in_proj_weight]
+    inputs = [X, *parameters]
+    assert torch.autograd.gradcheck(run, [tensor.detach().clone().requires_grad_() for tensor in inputs])
+
+
+def test_dropout_comes_after_both_matrices():
+    module = attention(dropout=0.5).train()
+    mixer = mixed(module).mixers[""]
+    with hw.Taps(hw.find_heads(module), weights=True, values=True, outputs=True) as taps:
+        torch.manual_seed(5)
+        module(X, X, X)
+        (capture,) = taps.read()
+    torch.manual_seed(5)
+    # the draw follows the order in memory
+    mixture = torch.einsum("hg,bhqk->bgqk", mixer.weights, capture.weights).contiguous()
+    dropped = nn.functional.dropout(mixture, 0.5)
+    torch.testing.assert_close(capture.outputs, torch.einsum("bgqk,bkge->bqge", dropped, capture.values))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["BERT", "calling", "torch"])
+def test_recomputed_activations_give_the_same_gradients(name: str, reentrant: bool):
+    def gradients(recomputed: bool) -> list[Tensor]:
+        if name == "BERT":
+            family = BY_NAME["BERT"]
+            model, inputs = family.build().train(), family.inputs(padded=True)
+            without_dropout(model)
+            mixed(model)
+            if recomputed:
+                checkpoint_activations(model, reentrant=reentrant)
+            loss = results(model, inputs)[0].square().mean()
+        else:
+            torch.manual_seed(0)
+            model = (
+                CallingAttention().double() if name == "calling" else nn.TransformerEncoderLayer(12, 3, 8, 0.0).double()
+            )
+            mixed(model)
+            x = X.clone().requires_grad_()
+            found = checkpoint(model, x, use_reentrant=reentrant) if recomputed else model(x)
+            loss = found.square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_again():
+    module = attention()
+    mixed(module)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+        assert torch.equal(twin(X, X, X)[0], module(X, X, X)[0])
+    for model, call in (
+        (BY_NAME["BERT"].build(), lambda model: results(model, BY_NAME["BERT"].inputs())[0]),
+        (CallingAttention().double(), lambda model: model(X)),
+    ):
+        handle = mixed(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            with pytest.raises(hw.NotFired, match=r"it is a copy.*Call hw\.mix_heads\(hw\.find_heads\(model\)\)"):
+                call(twin)
+            with pytest.raises(hw.LayoutError, match=r"a copy that holds matrices \(logits, weights\)"):
+                hw.mix_heads(hw.find_heads(twin), weights=False)
+            again = hw.mix_heads(hw.find_heads(twin))
+            assert torch.equal(call(twin), call(model))
+            again.remove()
+            assert not torch.equal(call(twin), call(model))
+        handle.remove()
+
+
+def test_a_model_compiled_before_talks_as_one_that_is_not():
+    model = nn.TransformerEncoderLayer(12, 3, 8, 0.0, batch_first=True).double().eval()
+    hw.Taps(hw.find_heads(model), outputs=True).remove()
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = compiled(X)
+    mixing = mixed(model)
+    torch.testing.assert_close(compiled(X), model(X))
+    assert not torch.allclose(compiled(X), plain)
+    mixing.remove()
+    torch.testing.assert_close(compiled(X), plain)
+
+
+def test_matrices_follow_the_model_and_its_state():
+    model = BY_NAME["BERT"].build().bfloat16()
+    mixing = mixed(model)
+    assert {mixer.logits.dtype for mixer in mixing.mixers.values()} == {torch.bfloat16}
+    names = {name for name in model.state_dict() if "head_mixer" in name}
+    assert names == {f"{site.name}.head_mixer.{matrix}" for site in mixing.heads for matrix in ("logits", "weights")}
+    assert results(model, BY_NAME["BERT"].inputs())[0].isfinite().all()
+    other = BY_NAME["BERT"].build()
+    hw.mix_heads(hw.find_heads(other))
+    other.load_state_dict(model.state_dict())
+    assert find_mixer(mixing.heads.sites[0].module).reset_parameters() is None
+    assert torch.equal(mixing.mixers[mixing.heads.sites[0].name].weights, torch.eye(4, dtype=torch.bfloat16))
+    assert str(mixing) == "HeadMixing(HeadMixer(logits, weights) in 2 sites)"
+
+
+def test_an_implementation_set_later_is_refused():
+    model = BY_NAME["BERT"].build()
+    mixed(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(hw.NotFired, match=r"'flash_attention_2'.*hw\.mix_heads was attached"):
+        results(model, BY_NAME["BERT"].inputs())
+
+
+def test_peft_trains_and_saves_the_matrices_it_is_told_of():
+    peft = pytest.importorskip("peft")
+    family = BY_NAME["BERT"]
+    model, inputs = family.build().train(), family.inputs()
+    mixing = mixed(model)
+    before = results(model.eval(), inputs)[0]
+    names = [f"{site.name}.query" for site in mixing.heads]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, modules_to_save=["head_mixer"]))
+    torch.testing.assert_close(results(adapted.eval(), inputs)[0], before)
+    weighed(results(adapted.train(), inputs)[0]).backward()
+    found = {name: parameter for name, parameter in adapted.named_parameters() if "head_mixer" in name}
+    trained = [name for name, parameter in found.items() if parameter.grad is not None]
+    assert len(trained) == 4
+    assert all("modules_to_save" in name for name in trained)
+    with pytest.raises(hw.LayoutError, match=r"holds adapters of peft.*modules_to_save=\['head_mixer'\]"):
+        hw.mix_heads(hw.find_heads(adapted))
+
+
+def test_matrices_that_peft_froze_at_their_start_are_refused():
+    peft = pytest.importorskip("peft")
+    family = BY_NAME["BERT"]
+    model = family.build()
+    mixing = hw.mix_heads(hw.find_heads(model))
+    names = [f"{site.name}.query" for site in mixing.heads]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, lora_dropout=0.0)).train()
+    with pytest.raises(hw.SettingError, match=r"its new mixer of heads is frozen.*modules_to_save"):
+        results(adapted, family.inputs())
+
+
+def test_aggregators_go_with_talking_heads_and_a_folder_that_could_not_be_loaded_is_not_written(tmp_path):
+    model = BY_NAME["BERT"].build()
+    mixed(model)
+    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    assert results(model, BY_NAME["BERT"].inputs())[0].isfinite().all()
+    with pytest.raises(hw.DataError, match=r"has talking heads, which load.* does not make; save its state_dict"):
+        model.save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_forward_that_does_not_call_attention_is_refused():
+    model = CausalSelfAttention(dropout=0.0)
+    mixed(model)
+    model.flash = False
+    with pytest.raises(hw.NotFired, match="its forward did not call scaled_dot_product_attention"):
+        model(X.float())
+
+
+class Replicated(nn.parallel.DistributedDataParallel):
+    """Its shape without processes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+class OwnForward(hw.nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_what_would_not_be_trained_or_not_be_applied_is_refused():
+    module = attention()
+    heads = hw.find_heads(module)
+    with pytest.raises(hw.SettingError, match="neither matrix"):
+        hw.mix_heads(heads, logits=False, weights=False)
+    with pytest.raises(hw.SettingError, match="neither matrix"):
+        HeadMixer(3, logits=False, weights=False)
+    with pytest.raises(hw.SettingError, match="num_heads is 1"):
+        HeadMixer(1)
+    handle = hw.mix_heads(heads)
+    with pytest.raises(hw.LayoutError, match=r"has talking heads already; call remove\(\)"):
+        hw.mix_heads(heads)
+    module.head_mixer = HeadMixer(3)
+    with pytest.raises(hw.HeadwiseError, match="no longer has the matrices of this mix_heads"):
+        handle.remove()
+    for wrong, message in (
+        (hw.nn.AdditiveAttention(12, 4, 3), "computes its scores otherwise"),
+        (BY_NAME["Bloom"].build(), "computes its scores otherwise"),
+        (OwnForward(12, 3), "whose forward is its own"),
+        (hw.nn.MultiheadAttention(12, 1), "has one head"),
+        (Replicated(attention()), "wrapped by DistributedDataParallel"),
+    ):
+        with pytest.raises(hw.LayoutError, match=message):
+            hw.mix_heads(hw.find_heads(wrong))
+        assert not any("head_mixer" in name for name, _ in wrong.named_parameters())
+    own = attention()
+    own.head_mixer = nn.Linear(2, 2)
+    with pytest.raises(hw.LayoutError, match="attribute 'head_mixer' of its own"):
+        hw.mix_heads(hw.find_heads(own))

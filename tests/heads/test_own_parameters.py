@@ -1,0 +1,491 @@
+"""Heads in a user's own parameters and in lists are found, proved, repelled and read, or refused in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.own import HEADS, SIZE, WIDTH, LensAttention, ListAttention, ParameterAttention, ThreeLists
+from heads.refused import REFUSED
+from headwise.heads.axes import Axes
+from headwise.heads.heads import Heads
+from headwise.reference import particles as reference
+
+X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(3))
+
+SEPARATE = ("h d e", "h e d", "d h e", "e d h", "(h e) d", "d (h e)", "(e h) d", "d (e h)")
+PACKED = (
+    *("p d h e", "p h d e", "d p h e", "(p h e) d", "(h p e) d", "(h e p) d", "(p e h) d", "d (p h e)", "d (h p e)"),
+    *("p (h e) d", "p d (h e)", "(p h) d e", "d p (e h)"),
+)
+
+
+def separate(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.SeparateParameters]:
+    row = hw.SeparateParameters("mine", axes=axes, output_axes=output_axes)
+    return ParameterAttention(axes, output_axes, **settings).eval(), row
+
+
+def packed(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.FusedParameter]:
+    order = settings.get("order", ("query", "key", "value"))
+    row = hw.FusedParameter("mine", axes=axes, output_axes=output_axes, order=order)
+    return ParameterAttention(axes, output_axes, packed=True, **settings).eval(), row
+
+
+CASES = {
+    **{f"separate {axes}": separate(axes) for axes in SEPARATE},
+    **{f"packed {axes}": packed(axes) for axes in PACKED},
+    "grouped": separate("h d e", key_value_heads=2),
+    "one key-value head": separate("(h e) d", "h e d", key_value_heads=1, causal=True),
+    "grouped in one": packed("h d e", key_value_heads=2),
+    "grouped rows in one": packed("(h e) d", "d h e", key_value_heads=2),
+    "another order": packed("p d h e", order=("value", "query", "key")),
+    "W_O h e d": separate("h d e", "h e d"),
+    "W_O (h e) d": separate("d (h e)", "(h e) d", causal=True),
+    "W_O d (e h)": packed("p h d e", "d (e h)"),
+    # more features of heads than W_O has outputs: they are read in several calls
+    "wide heads": separate("h d e", "h e d", width=4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
+    model, row = CASES[case]
+    heads = hw.find_heads(model, row)
+    for head_slice in heads.slices():
+        expected = model.weights()[head_slice.projection].detach()
+        torch.testing.assert_close(head_slice.read().mT if head_slice.transposed else head_slice.read(), expected)
+    x = X[..., : model.sizes["d"]]
+    assert hw.verify(heads, (x,)).sites == ("",)
+
+
+def readings(case: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Every other reading that the shapes of a case allow."""
+    model, row = CASES[case]
+    parameter = model.w_qkv if isinstance(row, hw.FusedParameter) else model.W_Q
+    patterns = PACKED if "p" in row.axes else SEPARATE
+    known = {"h": HEADS, **({"p": 3} if "p" in row.axes else {})}
+    fitting = [axes for axes in patterns if Axes.read(axes).bind(parameter.shape, known) is not None]
+    orders = [("query", "key", "value"), ("key", "query", "value"), ("query", "value", "key")]
+    given = getattr(row, "order", orders[0])
+    return [(axes, order) for axes in fitting for order in orders if (axes, order) != (row.axes, given)]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "separate" in case or "packed" in case])
+def test_every_wrong_order_of_axes_is_disproved(case: str):
+    model, row = CASES[case]
+    x = X[..., : model.sizes["d"]]
+    for axes, order in readings(case):
+        if isinstance(row, hw.FusedParameter):
+            wrong = hw.FusedParameter("wrong", axes=axes, order=order)
+        else:
+            names = {"query": ("W_Q",), "key": ("W_K",), "value": ("W_V",)}
+            swapped = dict(zip(("query", "key", "value"), (names[kind] for kind in order), strict=True))
+            wrong = hw.SeparateParameters("wrong", axes=axes, **swapped)
+        with pytest.raises(hw.LayoutError):
+            hw.verify(hw.find_heads(model, wrong), (x,))
+    assert readings(case)
+
+
+@pytest.mark.parametrize("shift", [-1, 1, 2])
+@pytest.mark.parametrize("projection", [0, 1, 2])
+def test_rows_shifted_by_a_few_are_disproved(projection: int, shift: int, monkeypatch: pytest.MonkeyPatch):
+    model, row = packed("(h p e) d")
+    (site,) = hw.find_heads(model, row).sites
+    slices = list(site.slices)
+    start = slices[projection].start + shift
+    if not 0 <= start <= slices[projection].stride - SIZE:
+        start -= 2 * shift
+    slices[projection] = replace(slices[projection], start=start)
+    heads = Heads(model, (replace(site, slices=tuple(slices)),))
+    with pytest.raises(hw.LayoutError, match="as part of its"):
+        hw.verify(heads, (X,))
+    monkeypatch.setattr(import_module("headwise.heads.verify"), "check_head_slices", lambda _: None)
+    with pytest.raises(hw.LayoutError, match="misreads"):
+        hw.verify(heads, (X,))
+
+
+def test_keys_of_other_heads_than_the_queries_are_disproved():
+    class Crossed(ParameterAttention):
+        def weights(self) -> dict[str, Tensor]:
+            found = super().weights()
+            return {**found, "key": found["key"].flip(0)}
+
+    heads = hw.find_heads(Crossed().eval(), hw.SeparateParameters(axes="h d e"))
+    with pytest.raises(hw.LayoutError, match=r"changing the key weights of head 0 changed heads \[3\], not \[0\]"):
+        hw.verify(heads, (X,))
+
+
+@pytest.mark.parametrize("axes", ["h d e", "d h e", "h e d", "p d h e", "p h d e", "d p h e", "(p h e) d"])
+def test_shapes_that_allow_one_reading_need_no_axes(axes: str):
+    # heads of 3 features could be 3 projections
+    model = ParameterAttention(axes, packed="p" in axes, head_size=2, width=2 * HEADS).eval()
+    (site,) = hw.find_heads(model).sites
+    assert (site.num_heads, site.head_size, site.layout) == (HEADS, 2, "parameter" if "p" in axes else "parameters")
+    for head_slice in site.slices:
+        read = head_slice.read()
+        expected = model.weights()[head_slice.projection].detach()
+        torch.testing.assert_close(read.mT if head_slice.transposed else read, expected)
+    assert hw.verify(hw.find_heads(model), (X[..., :8],)).sites == ("",)
+
+
+def test_shapes_that_allow_several_readings_are_refused_with_them():
+    square = ParameterAttention("(h e) d", width=HEADS * SIZE)
+    with pytest.raises(
+        hw.LayoutError,
+        match=r"W_Q of shape \(12, 12\) can be read with 4 heads as '\(h e\) d' and 'd \(h e\)'; name its",
+    ):
+        hw.find_heads(square)
+    cubic = ParameterAttention("h d e", head_size=HEADS, width=HEADS * HEADS)
+    with pytest.raises(hw.LayoutError, match=r"as 'h d e' and 'e d h'; name its axes"):
+        hw.find_heads(cubic)
+    stacked = ParameterAttention("p (h e) d", packed=True, head_size=2, width=2 * HEADS)
+    with pytest.raises(hw.LayoutError, match=r"as 'p \(h e\) d' and 'p d \(h e\)'; name its axes"):
+        hw.find_heads(stacked)
+    unknown = ParameterAttention("h d e", "h e d")
+    with pytest.raises(hw.LayoutError, match=r"W_Q of shape \(4, 10, 3\) fits no order of axes with 4 heads"):
+        hw.find_heads(unknown)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (hw.SeparateParameters(axes="h e d", num_heads=3), r"does not have the axes 'h e d' with .*h = 3"),
+        (hw.SeparateParameters(axes="(h e) d"), r"W_Q of shape \(4, 10, 3\) does not have the axes '\(h e\) d'"),
+        (hw.FusedParameter(fused=("W_Q",), axes="p d e h"), r"does not have the axes 'p d e h' with p = 3, .*h = 4"),
+        (hw.FusedParameter(fused=("W_Q",), axes="h d e"), r"has 4 heads along h, not 4 of the queries and as many"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused_with_the_shape(row, message: str):
+    with pytest.raises(hw.LayoutError, match=message):
+        hw.find_heads(ParameterAttention("h d e"), row)
+
+
+@pytest.mark.parametrize("axes", ["h d", "h d e e", "x h d e", "h (d e)", "", None, 3, "b h d e"], ids=repr)
+def test_what_is_no_order_of_axes_is_refused(axes):
+    with pytest.raises(hw.SettingError, match="axes is "):
+        Axes.read(axes)
+
+
+def test_projections_are_for_one_parameter_that_holds_several():
+    with pytest.raises(hw.SettingError, match="p is for one parameter of several projections, a FusedParameter"):
+        hw.SeparateParameters(axes="p h d e")
+    with pytest.raises(hw.SettingError, match="order is"):
+        hw.FusedParameter(order=("query", "key"))
+
+
+def forces(theta: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient that SVGD hands to the optimizer, by loops over pairs of heads."""
+    flat, g = theta.flatten(1), gradient.flatten(1)
+    kappa = reference.rbf(reference.median_bandwidth(flat))
+    settings = {"alpha": 0.7, "epsilon": 0.3, "tau": 0.2, "N": 3.0, "beta": 1.7, "smoothing": True}
+    step = reference.svgd(flat, g, kappa, reference.repulsion(flat, kappa), **settings)
+    return step.view(theta.shape)
+
+
+RULE = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    model.double()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "wide heads"])
+def test_the_force_on_heads_of_any_axes_is_that_of_loops_over_pairs(case: str):
+    model, row = CASES[case]
+    torch.manual_seed(5)
+    model = with_gradients(type(model)(model.axes, model.output_axes, **settings_of(model)))
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    weights, gradients = model.weights(), model.split(before)
+    expected = {kind: forces(weights[kind].detach(), gradients[kind]) for kind in weights}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hw.repel(optimizer, hw.find_heads(model, row), RULE)
+    optimizer.step()
+    after = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for kind, gradient in model.split(after).items():
+        torch.testing.assert_close(gradient, expected[kind], rtol=1e-10, atol=1e-12)
+        if len(gradient) > 1:
+            assert not torch.allclose(gradient, gradients[kind])
+    for name in set(after) - {"w_qkv", "W_Q", "W_K", "W_V"}:
+        assert torch.equal(after[name], before[name])
+
+
+def settings_of(model: ParameterAttention) -> dict:
+    return {
+        "key_value_heads": model.counts["key"]["h"],
+        "packed": hasattr(model, "w_qkv"),
+        "order": model.order,
+    }
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_force_on_heads_in_a_list_is_that_of_loops_over_pairs(joint: bool):
+    torch.manual_seed(5)
+    model = with_gradients(ListAttention())
+    kinds = ("query", "key", "value")
+
+    def gather(read) -> list[Tensor]:
+        parts = [torch.stack([read(getattr(head, kind).weight) for head in model.heads]) for kind in kinds]
+        return [torch.cat(parts, 1)] if joint else parts
+
+    expected = [
+        forces(theta, gradient)
+        for theta, gradient in zip(gather(lambda w: w.detach().clone()), gather(lambda w: w.grad.clone()), strict=True)
+    ]
+    rest = model.proj.weight.grad.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    repulsion = hw.repel(optimizer, hw.find_heads(model), RULE, joint=joint)
+    optimizer.step()
+    for gradient, force in zip(gather(lambda w: w.grad), expected, strict=True):
+        torch.testing.assert_close(gradient, force, rtol=1e-10, atol=1e-12)
+    assert torch.equal(model.proj.weight.grad, rest)
+    assert repulsion.last.names == (("query+key+value",) if joint else kinds)
+    repulsion.verify()
+
+
+def test_functions_of_heads_in_a_list_are_repelled_as_those_of_one_matrix():
+    torch.manual_seed(5)
+    model = with_gradients(ListAttention())
+    whole = with_gradients(ParameterAttention("(h e) d"))
+    with torch.no_grad():
+        for kind, name in (("query", "W_Q"), ("key", "W_K"), ("value", "W_V")):
+            getattr(whole, name).copy_(torch.cat([getattr(head, kind).weight for head in model.heads]))
+            getattr(whole, name).grad.copy_(torch.cat([getattr(head, kind).weight.grad for head in model.heads]))
+        whole.proj.load_state_dict(model.proj.state_dict())
+        for name in ("weight", "bias"):
+            getattr(whole.proj, name).grad.copy_(getattr(model.proj, name).grad)
+    for one, row in ((model, hw.LAYOUTS), (whole, hw.SeparateParameters(axes="(h e) d"))):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        hw.repel(optimizer, hw.find_heads(one, row), hw.FunctionSVGD(alpha=0.5))
+        optimizer.step()
+    for kind, name in (("query", "W_Q"), ("key", "W_K"), ("value", "W_V")):
+        joined = torch.cat([getattr(head, kind).weight.grad for head in model.heads])
+        torch.testing.assert_close(joined, getattr(whole, name).grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.proj.weight.grad, whole.proj.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_noise_and_jitter_reach_every_head_of_a_list():
+    torch.manual_seed(5)
+    model = ListAttention()
+    with torch.no_grad():
+        for head in model.heads[1:]:
+            head.load_state_dict(model.heads[0].state_dict())
+    heads = hw.find_heads(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hw.HeadwiseError, match="all 4 heads are equal"):
+        hw.repel(optimizer, heads, hw.SVGD())
+    hw.jitter(heads, 1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    hw.repel(optimizer, heads, hw.SPOS(alpha=0.0, inverse_temperature=4.0))
+    optimizer.step()
+    drawn = [head.query.weight.grad for head in model.heads]
+    assert all(float(grad.std()) > 0.1 for grad in drawn)
+    assert not torch.allclose(drawn[0], drawn[1])
+    with torch.no_grad():
+        model.heads[2].key.weight[0, 0] = torch.nan
+    with pytest.raises(hw.HeadwiseError, match=r"heads\.2\.key\.weight holds NaN"):
+        hw.jitter(heads, 1e-2)
+
+
+def test_a_list_of_heads_is_one_attention():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sa, self.ln = ListAttention(), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.sa(self.ln(x))
+
+    model = nn.Sequential(Block(), Block()).eval()
+    heads = hw.find_heads(model)
+    assert [(site.name, site.layer, site.num_heads, site.head_size, site.layout) for site in heads] == [
+        ("0.sa", 0, HEADS, SIZE, "list"),
+        ("1.sa", 1, HEADS, SIZE, "list"),
+    ]
+    assert heads.layer(1).slices()[0].name == "1.sa.heads.*.query.weight"
+    assert "0.sa" in str(heads)
+    assert "proj: Linear" in str(heads)
+    assert hw.verify(heads, (X,)).sites == ("0.sa", "1.sa")
+    assert hw.find_heads(ThreeLists()).sites[0].slices[2].name == "v_mappings.*.weight"
+    assert hw.verify(hw.find_heads(ThreeLists()), (torch.randn(2, 5, 12),)).sites == ("",)
+    assert hw.verify(hw.find_heads(ListAttention(projected=False)), (X,)).sites == ("",)
+
+
+def test_heads_of_a_list_in_another_order_are_disproved():
+    model = ListAttention().eval()
+    (site,) = hw.find_heads(model).sites
+    query, key, value = site.slices
+    for slices in (
+        (query.with_parts(query.parts[::-1]), key, value),
+        (key.with_parts(query.parts), query.with_parts(key.parts), value),
+        (query, key.with_parts(value.parts), value.with_parts(key.parts)),
+    ):
+        with pytest.raises(hw.LayoutError, match="layout 'list' with 4 heads of 3 misreads ListAttention"):
+            hw.verify(Heads(model, (replace(site, slices=slices),)), (X,))
+
+
+def test_a_list_of_layers_is_no_list_of_heads():
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([ListAttention().heads[0] for _ in range(3)])
+            self.layers.extend([nn.Identity()])
+
+    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+        hw.find_heads(Layers())
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([ListAttention(size=WIDTH).heads[0] for _ in range(3)])
+
+    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+        hw.find_heads(Chain())
+    uneven = ListAttention()
+    uneven.heads[1].key = nn.Linear(WIDTH, 2)
+    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+        hw.find_heads(uneven)
+
+
+def test_what_heads_of_a_list_compute_is_read_penalized_and_removed():
+    torch.manual_seed(5)
+    model = ListAttention().double()
+    heads, x = hw.find_heads(model), X.double()
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        torch.manual_seed(1)
+        model(x)
+        torch.manual_seed(1)
+        outputs = torch.stack([head(x) for head in model.heads], 2)
+        captures = taps.read()
+        torch.manual_seed(1)
+        model(x)
+        (second,) = taps.read()
+    torch.testing.assert_close(captures[0].outputs, outputs)
+    torch.testing.assert_close(captures[0].values, torch.stack([head.value(x) for head in model.heads], 2))
+    torch.testing.assert_close(second.values, captures[0].values)
+    penalty = hw.Disagreement(heads, hw.Subspace())
+    model(x)
+    value = penalty()
+    directions = torch.stack([nn.functional.normalize(head.value(x), dim=-1) for head in model.heads], 2)
+    torch.testing.assert_close(value, (directions.mean(2) ** 2).sum(-1).mean())
+    value.backward()
+    assert float(model.heads[0].value.weight.grad.abs().max()) > 0.0
+    penalty.remove()
+    model.eval()
+    with hw.ablate(heads, 1, 3):
+        ablated = model(x)
+    joined = torch.cat([head(x) * (index in (0, 2)) for index, head in enumerate(model.heads)], -1)
+    torch.testing.assert_close(ablated, model.proj(joined))
+    drops = hw.importance(heads, lambda: float(model(x).std())).drops["(model)"]
+    assert drops.shape == (HEADS,)
+    report = hw.measure(model, heads, [x], score=lambda output, _: output.std((1, 2)))
+    assert {"query_cosine", "value_cosine", "output_cosine"} <= set(report.layers[0].pairs)
+    assert any("attention weights of ListAttention cannot be read" in note for note in report.notes)
+
+
+def test_what_cannot_be_read_in_parameters_is_refused_in_a_sentence():
+    model = ParameterAttention("h d e", "h e d")
+    heads = hw.find_heads(model, hw.SeparateParameters(axes="h d e", output_axes="h e d"))
+    assert "W_O: parameter" in str(heads)
+    for attach in (
+        lambda: hw.Disagreement(heads, hw.Output()),
+        lambda: hw.ablate(heads, 0),
+        lambda: hw.aggregate(heads, hw.SimpleRouting(capsules=2)),
+    ):
+        with pytest.raises(
+            hw.LayoutError, match=r"W_O is the parameter W_O, which its forward uses itself; outputs of"
+        ):
+            attach()
+    with pytest.raises(hw.LayoutError, match="no module computes values of its heads"):
+        hw.Disagreement(heads, hw.Subspace())
+    with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
+        hw.Disagreement(heads, hw.Position())
+    module = ParameterAttention("h d e")
+    penalty = hw.Disagreement(hw.find_heads(module, hw.SeparateParameters(axes="h d e")), hw.Output())
+    module(X)
+    assert 1 / HEADS / HEADS < float(penalty().detach()) < 1.0
+
+
+def test_the_shapes_of_transformer_lens_are_read_with_their_biases():
+    model = LensAttention().eval()
+    heads = hw.find_heads(model, hw.SeparateParameters("lens", axes="h d e", output_axes="h e d"))
+    assert hw.verify(heads, (X,)).sites == ("",)
+    for head_slice in heads.slices():
+        letter = head_slice.projection[0].upper()
+        assert (head_slice.name, head_slice.bias) == (f"W_{letter}", f"b_{letter}")
+        bias = getattr(model, f"b_{letter}")
+        torch.testing.assert_close(head_slice.bias_view(bias), bias)
+
+
+def test_a_parameter_that_was_replaced_or_frozen_is_told():
+    model = ParameterAttention("h d e")
+    heads = hw.find_heads(model, hw.SeparateParameters(axes="h d e"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.W_K.requires_grad_(False)
+    with pytest.raises(hw.LayoutError, match="W_K does not require a gradient"):
+        hw.repel(optimizer, heads, hw.SVGD())
+    model.W_K = None
+    with pytest.raises(hw.LayoutError, match="W_K is no longer a parameter of ParameterAttention"):
+        hw.repel(optimizer, heads, hw.SVGD())
+
+
+def test_a_number_of_heads_is_given_where_the_module_does_not_tell_it():
+    class Untold(ParameterAttention):
+        def __init__(self) -> None:
+            super().__init__("h d e")
+            del self.num_heads
+
+    with pytest.raises(hw.LayoutError, match=r"name its axes, or num_heads, in the row"):
+        hw.find_heads(Untold())
+    model = nn.Module()
+    model.q_proj, model.k_proj, model.v_proj, model.o_proj = (nn.Linear(12, 12) for _ in range(4))
+    with pytest.raises(hw.LayoutError, match=r"give its number of heads, find_heads\(model, num_heads=8\)"):
+        hw.find_heads(model)
+    for heads in (
+        hw.find_heads(model, num_heads=3),
+        hw.find_heads(model, hw.SeparateLinears(num_heads=3)),
+        hw.find_heads(model, hw.SeparateLinears(num_heads=("nope", 3))),
+    ):
+        assert (heads.sites[0].num_heads, heads.sites[0].head_size) == (3, 4)
+    model.head_dim = 4
+    assert hw.find_heads(model, hw.SeparateLinears(num_heads=2)).sites[0].head_size == 6
+    with pytest.raises(hw.LayoutError, match="num_heads=2 fits no attention: those found tell 3 heads themselves"):
+        hw.find_heads(model, num_heads=2)
+    with pytest.raises(hw.LayoutError, match="12 rows do not divide into heads"):
+        hw.find_heads(model, hw.SeparateLinears(num_heads=5))
+    for wrong in (0, -1, True, 2.0, "3"):
+        with pytest.raises(hw.SettingError, match="num_heads is"):
+            hw.find_heads(model, num_heads=wrong)
+        with pytest.raises(hw.SettingError, match="num_heads"):
+            hw.SeparateLinears(num_heads=wrong)
+    fused = nn.Module()
+    fused.qkv, fused.proj = nn.Linear(12, 36), nn.Linear(12, 12)
+    assert hw.find_heads(fused, num_heads=6).sites[0].head_size == 2
+
+
+def test_xlnet_is_repelled_with_a_row_of_its_own():
+    model = next(entry for entry in REFUSED if entry.families == "XLNet").build()
+    row = hw.SeparateParameters(
+        query=("q",), key=("k",), value=("v",), output=("o",), axes="d h e", output_axes="d h e"
+    )
+    heads = hw.find_heads(model, row, num_heads=4)
+    assert [(site.num_heads, site.head_size) for site in heads] == [(4, 8), (4, 8)]
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hw.repel(optimizer, heads, RULE)
+    weight = model.layer[1].rel_attn.k
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = forces(weight.detach().transpose(0, 1), weight.grad.transpose(0, 1).clone())
+    optimizer.step()
+    torch.testing.assert_close(weight.grad.transpose(0, 1), expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(hw.HeadwiseError, match=r"W_O, .*, is a parameter, and its output is not linear in that"):
+        hw.verify(heads, {"input_ids": torch.arange(14).view(2, 7)})

@@ -1,0 +1,125 @@
+"""Slices that lie a few rows off are refused in every layout: by what they overlap, or else by `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
+from heads.families import FAMILIES
+from headwise.heads.heads import Heads, Site
+
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
+LAYOUTS = ("BERT", "GPT-2", "GPT-2 with cross-attention", "GPT-NeoX", "DeBERTa-v2", "ModernBERT", "Phi-3", "Llama")
+
+
+class HeadGates(SeparateAttention):
+    """Head h of one projection is [features; gate]: one number that multiplies all of its output."""
+
+    def __init__(self, gated: str) -> None:
+        super().__init__()
+        self.gated = gated
+        setattr(self, gated, nn.Linear(12, self.num_heads * (self.head_dim + 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {name: getattr(self, name)(x) for name in ("q_proj", "k_proj", "v_proj")}
+        split = parts[self.gated].unflatten(-1, (self.num_heads, self.head_dim + 1))
+        parts[self.gated], gate = split[..., :-1].flatten(2), split[..., -1:]
+        heads = F.scaled_dot_product_attention(*(self.split(part) for part in parts.values())).transpose(1, 2)
+        return self.o_proj((heads * gate.sigmoid()).flatten(2))
+
+
+def find_gated(gated: str) -> Heads:
+    model = HeadGates(gated)
+    linear = model._modules.pop(gated)
+    setattr(model, gated, nn.Linear(12, model.num_heads * model.head_dim))
+    (site,) = hw.find_heads(model).sites
+    setattr(model, gated, linear)
+    rows = model.head_dim + 1
+    slices = [
+        replace(own, owner=linear, module=linear, stride=rows, along=model.num_heads * rows, across=12)
+        if own.name.startswith(gated)
+        else own
+        for own in site.slices
+    ]
+    return Heads(model, (replace(site, slices=tuple(slices), value_module=model.v_proj),))
+
+
+def shifts(site: Site) -> Iterator[tuple[str, Site]]:
+    """The site with one, two or all of its slices some rows off: label and site."""
+    longest = max(head_slice.stride for head_slice in site.slices)
+    for rows in (rows for rows in range(1 - longest, longest) if rows):
+        for count in (1, 2, 3):
+            for moved in combinations(range(3), count):
+                slices = [
+                    replace(own, start=own.start + rows, bias_start=own.bias_start + rows) if index in moved else own
+                    for index, own in enumerate(site.slices)
+                ]
+                if all(own.start >= 0 for own in slices):
+                    names = " and ".join(site.slices[index].projection for index in moved)
+                    yield f"{names} by {rows}", replace(site, slices=tuple(slices))
+
+
+def accept_shifts(heads: Heads, inputs: object) -> tuple[list[str], int]:
+    """The shifts that `verify` accepts, and how many of those it refused took an experiment."""
+    (site, *_) = heads.sites
+    assert hw.verify(heads, inputs).sites
+    accepted, by_experiment = [], 0
+    for label, shifted in shifts(site):
+        try:
+            hw.verify(Heads(heads.model, (shifted,)), inputs)
+        except hw.LayoutError as error:
+            by_experiment += "misreads" in str(error)
+        else:
+            accepted.append(label)
+    return accepted, by_experiment
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SeparateAttention(),
+        GatedAttention(key_value_heads=2),
+        KeyValueAttention(),
+        FusedAttention(interleaved=True),
+        FusedAttention(("query", "key", "value"), key_value_heads=2),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_no_shift_of_any_layout_is_accepted(model: nn.Module):
+    row = hw.FusedLinear("mine", ("qkv",), ("proj",), interleaved=getattr(model, "interleaved", False))
+    heads = hw.find_heads(model, (row, *hw.LAYOUTS))
+    inputs = (X, X) if isinstance(model, KeyValueAttention) else (X,)
+    accepted, _ = accept_shifts(heads, inputs)
+    assert accepted == []
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in LAYOUTS], ids=str)
+def test_no_shift_in_any_family_is_accepted(family):
+    heads = hw.find_heads(family.build())
+    assert accept_shifts(heads, family.inputs())[0] == []
+
+
+@pytest.mark.parametrize("gated", ["q_proj", "k_proj", "v_proj"])
+def test_a_gate_beside_a_head_is_no_feature_of_it(gated: str):
+    accepted, by_experiment = accept_shifts(find_gated(gated), (X,))
+    assert accepted == []
+    assert by_experiment > 0
+
+
+def test_slices_that_share_rows_are_refused_when_heads_are_found():
+    class Overlapping(hw.FusedLinear):
+        def site(self, model, name, module):
+            site = super().site(model, name, module)
+            return site and replace(site, slices=(replace(site.slices[0], start=1), *site.slices[1:]))
+
+    row = Overlapping("mine", ("qkv",), ("proj",), interleaved=True)
+    with pytest.raises(hw.LayoutError, match=r"qkv\.weight: row 5 is read as part of its query heads and of its key"):
+        hw.find_heads(FusedAttention(interleaved=True), row)
