@@ -230,3 +230,31 @@ def test_weights_and_keep_of_another_type_are_refused():
     model(torch.randn(2, 3, 12))
     with pytest.raises(hw.ShapeError, match=r"keep is a list; expected a torch\.bool tensor of shape \(2, 3\)"):
         penalty(keep=[[True] * 3] * 2)
+
+
+@pytest.mark.parametrize("term", [hw.Output(), hw.Position(), hw.MapCosine()], ids=str)
+def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_training(term):
+    model, x = SeparateAttention(), torch.randn(3, 5, 12)
+    heads = hw.find_heads(model)
+    if term == hw.Position():
+        model = nn.MultiheadAttention(12, 3, batch_first=True)
+        heads = hw.find_heads(model)
+    run = (lambda: model(x, x, x)) if isinstance(model, nn.MultiheadAttention) else (lambda: model(x))
+    penalty, always = hw.Disagreement(heads, term, training_only=True), hw.Disagreement(heads, term)
+    run()
+    assert penalty().item() == pytest.approx(always().item())
+    model.eval()
+    run()
+    assert always().item() > 0.0
+    assert penalty().item() == 0.0
+    model.train()
+    with torch.no_grad():
+        run()
+        assert penalty().item() == 0.0
+    run()  # what evaluation computed does not enter
+    run()
+    first, second = penalty(), always()
+    assert first.item() == pytest.approx(second.item())
+    assert first.requires_grad
+    with pytest.raises(hw.SettingError, match="training_only is 1; expected True or False"):
+        hw.Disagreement(heads, term, training_only=1)

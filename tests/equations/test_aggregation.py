@@ -444,7 +444,7 @@ def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
     model = encoder()
     first = aggregate(find_heads(model).layer(1), Trunk())
     before = model.layers[0].self_attn.out_proj
-    with pytest.raises(LayoutError, match="already has a TrunkAggregator"):
+    with pytest.raises(LayoutError, match="already has TrunkAggregator as its output"):
         aggregate(find_heads(model), EMRouting())
     assert model.layers[0].self_attn.out_proj is before
     first.remove()

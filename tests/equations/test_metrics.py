@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equations.public import public_names
+from headwise import metrics
 from headwise.errors import MaskError, ShapeError
-from headwise.metrics import heads as metrics
+from headwise.metrics import heads, moments
 from headwise.reference import metrics as loops
 
 torch.set_num_threads(1)
@@ -45,6 +46,8 @@ METRICS = {
     "head_distance": Metric(metrics.head_distance, loops.head_distance, vectors),
     "output_cosine": Metric(metrics.output_cosine, loops.output_cosine, vectors),
     "linear_cka": Metric(metrics.linear_cka, loops.linear_cka, vectors),
+    "rbf_hsic": Metric(metrics.rbf_hsic, loops.rbf_hsic, vectors),
+    "prediction_disagreement": Metric(metrics.prediction_disagreement, loops.prediction_disagreement, vectors),
     "attention_jensen_shannon": Metric(metrics.attention_jensen_shannon, loops.attention_jensen_shannon, rows),
     "generalized_jensen_shannon": Metric(metrics.generalized_jensen_shannon, loops.generalized_jensen_shannon, rows),
     "attention_entropy": Metric(metrics.attention_entropy, loops.attention_entropy, rows),
@@ -213,6 +216,51 @@ def test_parameter_metrics_refuse_what_has_no_pairs_or_no_rows() -> None:
         metrics.particle_norms(torch.rand(5))
 
 
+@settings(max_examples=15)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(4, 6), st.integers(2, 4), st.integers(1, 5)),
+    seed=st.integers(0, 2**31),
+)
+def test_debiased_cka_and_effective_heads_equal_those_of_the_loop(sizes: tuple[int, int, int, int], seed: int) -> None:
+    torch.manual_seed(seed)
+    tensor, keep = vectors(*sizes), torch.rand(sizes[:2]) > 0.4
+    keep[0, :4] = True
+    # the rounding of HSIC_1(i, i), which may be next to nothing at four tokens, is divided by
+    assert float(metrics.debiased_cka(tensor, keep)) == pytest.approx(loops.debiased_cka(tensor, keep), abs=1e-8)
+    found = metrics.effective_heads(tensor, keep)
+    assert found.number == pytest.approx(loops.effective_heads(tensor, keep), abs=1e-7)
+    assert found.tokens == int(keep.sum())
+
+
+def test_moments_of_batches_about_different_means_add_up() -> None:
+    torch.manual_seed(1)
+    tensor = vectors(4, 9, 3, 5) + torch.arange(4.0).view(4, 1, 1, 1) * torch.randn(3, 5)
+    weights = torch.randn(3, 7, 5, dtype=torch.float64)
+    whole = metrics.output_moments(tensor, output_weights=weights)
+    parts = [metrics.output_moments(part, output_weights=weights) for part in tensor]
+    added = parts[0] + parts[1] + parts[2] + parts[3]
+    for name in ("mean", "scatter", "thirds", "lengths"):
+        torch.testing.assert_close(getattr(added, name), getattr(whole, name))
+    assert added.effective_heads() == pytest.approx(whole.effective_heads())
+    formed = torch.einsum("bthe,hde->bthd", tensor, weights)
+    assert metrics.effective_heads(formed) == pytest.approx(whole.effective_heads())
+    torch.testing.assert_close(metrics.linear_cka(formed), whole.linear_cka())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_debiased_cka_of_low_precision_is_that_of_its_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    tensor = (vectors(2, 30, 4, 6) + 100).to(dtype)
+    torch.testing.assert_close(metrics.debiased_cka(tensor), metrics.debiased_cka(tensor.double()), atol=1e-5, rtol=0)
+
+
+def test_effective_heads_refuses_three_tokens_and_other_weights() -> None:
+    with pytest.raises(ShapeError, match="the moments are of 3 tokens; debiased CKA needs at least 4"):
+        metrics.effective_heads(torch.rand(3, 2, 4))
+    with pytest.raises(ShapeError, match=r"output_weights has shape \(2, 7, 3\); expected \[2, d, 4\]"):
+        metrics.effective_heads(torch.rand(5, 2, 4), output_weights=torch.rand(2, 7, 3))
+
+
 def test_moments_refuse_one_token_and_heads_of_other_shapes() -> None:
     with pytest.raises(ShapeError, match="the moments are of 1 token"):
         metrics.linear_cka(torch.rand(1, 3, 4))
@@ -221,4 +269,5 @@ def test_moments_refuse_one_token_and_heads_of_other_shapes() -> None:
 
 
 def test_every_metric_has_a_loop() -> None:
-    assert public_names(loops) == public_names(metrics) - {"OutputMoments", "ParameterCosine", "output_moments"}
+    composed = {"EffectiveHeads", "OutputMoments", "ParameterCosine", "output_moments"}
+    assert public_names(loops) == (public_names(heads) | public_names(moments)) - composed

@@ -13,8 +13,9 @@ from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
 from headwise.repulsion.gram import Geometry, geometry
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Mixing, Relative, blend
+from headwise.repulsion.mixing import Mixing, blend
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
+from headwise.strength import Relative
 
 EPS = torch.finfo(torch.float64).eps
 NOISY = (SPOS, SGLD)

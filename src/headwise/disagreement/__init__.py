@@ -1,12 +1,22 @@
 """Penalties on the similarity of heads."""
 
-from headwise.disagreement.penalty import (
-    Disagreement,
+from headwise.disagreement.invariant import (
+    CKA,
+    HSIC,
+    CrossCorrelation,
+    LogDeterminant,
+    MapCosine,
+    SpanOverlap,
+    SquaredCosine,
+)
+from headwise.disagreement.penalty import Disagreement
+from headwise.disagreement.similarities import (
     Frobenius,
     Output,
     Position,
     PositionSquaredDifference,
     Similarity,
+    SiteSimilarity,
     Subspace,
     Sum,
 )
@@ -27,12 +37,20 @@ from headwise.disagreement.terms import (
 )
 
 __all__ = [
+    "CKA",
+    "HSIC",
+    "CrossCorrelation",
     "Disagreement",
     "Frobenius",
+    "LogDeterminant",
+    "MapCosine",
     "Output",
     "Position",
     "PositionSquaredDifference",
     "Similarity",
+    "SiteSimilarity",
+    "SpanOverlap",
+    "SquaredCosine",
     "Subspace",
     "Sum",
     "frobenius_penalty",

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import (
-    frobenius_penalty_sum,
-    output_similarity_sum,
-    position_similarity_of_mean_sum,
-    position_similarity_sum,
-    position_squared_difference_sum,
-    subspace_similarity_sum,
-)
+from headwise.disagreement.relative import RelativeWeights
+from headwise.disagreement.similarities import PARAMETERS, READABLE, Similarity, SiteSimilarity, Sum, list_parts
 from headwise.errors import (
     LayoutError,
     NotFired,
@@ -24,154 +17,45 @@ from headwise.errors import (
     ShapeError,
     require_boolean,
     require_choice,
+    require_integer,
     require_range,
 )
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.sharding import average_over
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
-from headwise.parallel import average_over
-
-# The fields of a capture that a similarity may read.
-READABLE = ("outputs", "values", "weights", "mean_weights")
-
-
-@runtime_checkable
-class Similarity(Protocol):
-    """A similarity of heads; anything with these two attributes can be added to the built-in ones."""
-
-    @property
-    def reads(self) -> str:
-        """The field of a capture it is computed from: "outputs", "values", "weights" or "mean_weights"."""
-        ...
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over valid tokens and their number, given the field named by `reads`."""
-        ...
-
-
-class _Arithmetic:
-    """`+` between terms and `*` with a number."""
-
-    def __add__(self, other: Similarity | Sum) -> Sum:
-        return Sum((*_list_parts(self), *_list_parts(other)))
-
-    def __mul__(self, weight: float) -> Sum:
-        require_range("weight of a term", weight)
-        return Sum(tuple((weight * own, similarity) for own, similarity in _list_parts(self)))
-
-    __rmul__ = __mul__
-
-
-@dataclass(frozen=True)
-class Sum(_Arithmetic):
-    """A weighted sum of similarities, made by `+` and `*`: `Output() + 0.5 * Position()`."""
-
-    parts: tuple[tuple[float, Similarity], ...]
-
-    def __str__(self) -> str:
-        return " + ".join(f"{weight:g} * {similarity}" for weight, similarity in self.parts)
-
-
-@dataclass(frozen=True)
-class Output(_Arithmetic):
-    """Similarity of head outputs: (1/H^2) sum_ij cos(O_i, O_j), minus Eq. 7 of Li et al. 2021; per query."""
-
-    reads = "outputs"
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum and number over valid queries."""
-        return output_similarity_sum(tensor, keep)
-
-
-@dataclass(frozen=True)
-class Subspace(_Arithmetic):
-    """Similarity of projected values: (1/H^2) sum_ij cos(V_i, V_j), minus Eq. 5 of Li et al. 2021; per key."""
-
-    reads = "values"
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum and number over valid keys."""
-        return subspace_similarity_sum(tensor, keep)
-
-
-@dataclass(frozen=True, repr=False)
-class Position(_Arithmetic):
-    """Overlap of attended positions: (1/H^2) sum_ij sum_k A_ik A_jk, minus Eq. 6 of Li et al. 2021; per query.
-
-    Its minimum is not diversity but collapse to uniform attention; monitor a normalized similarity as well.
-
-    Args:
-        recompute: False computes attention explicitly and keeps the weights of all heads for the backward pass. True
-            leaves attention to the fused kernel and computes the weights a second time, one head after another, in
-            both passes: for long sequences, whose H Q K weights do not fit in memory. The value is the same. It is
-            never chosen by size or device: a fused kernel draws dropout differently, so the same seed would give a
-            different run.
-    """
-
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        require_boolean("Position.recompute", self.recompute)
-
-    @property
-    def reads(self) -> str:
-        """The weights, or their mean over heads."""
-        return "mean_weights" if self.recompute else "weights"
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum and number over valid queries."""
-        return (
-            position_similarity_of_mean_sum(tensor, keep) if self.recompute else position_similarity_sum(tensor, keep)
-        )
-
-    def __repr__(self) -> str:
-        # as in records of runs made before this option existed
-        return "Position(recompute=True)" if self.recompute else "Position()"
-
-
-@dataclass(frozen=True)
-class PositionSquaredDifference(_Arithmetic):
-    """Minus the mean squared difference of attention rows, the variant of footnote 3 of Li et al. 2021."""
-
-    reads = "weights"
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum and number over valid queries."""
-        return position_squared_difference_sum(tensor, keep)
-
-
-@dataclass(frozen=True)
-class Frobenius(_Arithmetic):
-    """||A_q A_q^T - I||_F^2 over the attention rows A_q [H, K] of one query (Lin et al. 2017); per query.
-
-    Squared, as in the paper. Not a mean over pairs: it grows with H^2, up to H (H - 1) for heads that all attend to
-    one token, and its minimum 0 requires one-hot rows on different tokens.
-    """
-
-    reads = "weights"
-
-    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum and number over valid queries."""
-        return frobenius_penalty_sum(tensor.transpose(1, 2), keep)
+from headwise.strength import DEFAULT, Relative, Target
 
 
 class Disagreement(Handle):
     """A penalty that makes heads disagree: add it to the loss.
 
     loss = task loss + lambda * sum_kind w_kind * mean_site s(site), with s the chosen similarity averaged over the
-    valid tokens of all calls since the last reading (Li et al. 2021, section 3.1, where lambda is 1). The similarity
-    counts all H^2 pairs including i = j, so orthogonal heads score 1/H. Attach before `torch.compile`.
+    valid tokens of all calls since the last reading (Li et al. 2021, section 3.1, where lambda is 1). `Output()`
+    counts all H^2 pairs including i = j, so orthogonal heads score 1/H, and heads that cancel 0. Attach before
+    `torch.compile`.
 
     Args:
         heads: The heads to act on.
-        term: `Output()`, `Subspace()`, `Position()`, `PositionSquaredDifference()`, `Frobenius()`, or a weighted sum
-            of them.
+        term: What to lower: `CKA()` or another of those that tricks do not fool (`SquaredCosine`, `HSIC`,
+            `CrossCorrelation`, `LogDeterminant`, `SpanOverlap`, `MapCosine`); the papers' `Output()`, `Subspace()`,
+            `Position()`, `PositionSquaredDifference()`, `Frobenius()`; or a weighted sum of such.
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
         across: The process group over which each batch is divided, if lengths differ between processes and gradients
             are averaged (DistributedDataParallel, FSDP2): the mean is then over the tokens of all processes, so that
             the penalty averaged over processes is that of the whole batch. None averages over this process's tokens.
+        training_only: Whether evaluation is left alone: in evaluation mode and without gradients the model computes
+            what it would without the penalty, and the penalty is 0.
+        strength: How strongly `add_to` pushes: a `Relative`, a share of the loss's own gradient, or a `Target`, which
+            pushes until an attention has as many effective heads as wanted. None is `Relative(0.1)` there, and lets a
+            call return the penalty for a weight of your own.
+        every: Number of steps from one measurement of `add_to` to the next.
+
+    Attributes:
+        relative: The weights that `add_to` uses, with the last measured shares and controllers; None before.
+        last: The similarity at the last reading, without these weights; None before the first.
 
     The similarity of an attention with one head (for values: one key/value head) is constant. It still counts in the
     mean over several, and printing the penalty lists it.
@@ -180,28 +64,32 @@ class Disagreement(Handle):
         LayoutError: An attention cannot be read that way, the model was changed since its heads were found, or no
             attention has more than one head of what a term reads.
         SettingError: `heads` or `term` has the wrong type, a weight names an unknown kind or one that `heads` does not
-            contain, or a custom term reads a field that captures do not have.
+            contain, a custom term reads a field that captures do not have, or a target is above the number of heads.
 
     Example:
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> penalty = Disagreement(hw.find_heads(model), Output() + 0.5 * Subspace())
-        >>> loss = model(torch.randn(3, 5, 8)).square().mean() + penalty()
-        >>> loss.backward()
+        >>> penalty = Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
+        >>> loss = model(torch.randn(3, 5, 8)).square().mean()
+        >>> penalty.add_to(loss).backward()
     """
 
     def __init__(
         self,
         heads: Heads,
-        term: Similarity | Sum,
+        term: Similarity | SiteSimilarity | Sum,
         *,
         weights: Mapping[str, float] | None = None,
         across: Any = None,
+        training_only: bool = False,
+        strength: Relative | Target | None = None,
+        every: int = 20,
     ) -> None:
         super().__init__()
-        self.across = across
+        require_boolean("training_only", training_only)
+        self.across, self.training_only = across, training_only
         require_heads(heads)
-        self._parts = _list_parts(term)
+        self._parts = list_parts(term)
         for _, similarity in self._parts:
             require_choice(f"what {similarity} reads", similarity.reads, READABLE)
             _require_several(similarity, heads)
@@ -213,15 +101,31 @@ class Disagreement(Handle):
             require_range(f"weight of {kind}", weight)
         self.heads, self.term = heads, term
         self.weights = {kind: float((weights or {}).get(kind, 1.0)) for kind in kinds}
+        if strength is not None and not isinstance(strength, Relative | Target):
+            raise SettingError(
+                f"strength is {strength!r}; expected hw.Relative(0.1), hw.Target(effective_heads=...) or None."
+            )
+        require_integer("every", every, low=1)
+        self.strength, self.every = strength, every
+        self.relative = None if strength is None else RelativeWeights(heads, strength, every)
         needed = {similarity.reads for _, similarity in self._parts}
-        self.taps = Taps(
-            heads,
-            outputs="outputs" in needed,
-            values="values" in needed,
-            weights="weights" in needed,
-            mean_weights="mean_weights" in needed,
-        )
-        self._removers.append(self.taps.remove)
+        if isinstance(strength, Target):
+            needed.add("outputs")
+        # parameters need no forward pass, but the layout must say where they are
+        for similarity in (own for _, own in self._parts if own.reads == PARAMETERS):
+            for site in heads:
+                _measure_parameters(similarity, site)
+        self.taps: Taps | None = None
+        if needed - {PARAMETERS}:
+            self.taps = Taps(
+                heads,
+                outputs="outputs" in needed,
+                values="values" in needed,
+                weights="weights" in needed,
+                mean_weights="mean_weights" in needed,
+                training_only=training_only,
+            )
+            self._removers.append(self.taps.remove)
         self.last: Tensor | None = None
 
     def __call__(self, keep: Tensor | None = None) -> Tensor:
@@ -236,28 +140,111 @@ class Disagreement(Handle):
                 carry no gradient while the model trains; or the penalty is no longer attached.
             ShapeError: `keep` does not fit what an attention computed.
         """
-        captures = self.taps.read()
-        model = self.heads.model
-        if model.training and torch.is_grad_enabled():
+        if self.strength is not None:
+            raise SettingError(
+                f"{self.strength} is a strength relative to a loss; write loss = penalty.add_to(loss), or leave "
+                "strength out."
+            )
+        return self._add_up(self._measure_sites(self._read(), keep))
+
+    def add_to(self, loss: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return the loss with the penalty added at its `strength`; call it in place of the penalty.
+
+        With `Relative(r)`, and r = 0.1 where no strength was given, the total is L + sum_site w_site s_site, with
+        w_site such that the gradient of w_site s_site on the attention's parameters (those of query, key, value and
+        W_O) is r times that of L. The gradients are measured at the first step and at every `every`-th from there, by a
+        backward pass more for the loss and a partial one for the penalty; w is averaged over measurements in its
+        logarithm, and a constant of the step. Give the loss as it is before a gradient scaler multiplies it. Optimizers
+        such as Adam rescale gradients: r is a share of gradients, not of updates. With `Target(E)` the ratio is what
+        its controller says at each measurement.
+
+        In evaluation the loss is returned as it is.
+
+        Args:
+            loss: The loss of the task, a scalar in the graph.
+            keep: As for a call.
+
+        Raises:
+            NotFired: As for a call.
+            ShapeError: As for a call, or the loss is not a scalar.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ShapeError(f"loss is {_describe_loss(loss)}; expected a tensor of one number.")
+        if not (self.heads.model.training and torch.is_grad_enabled()):
+            if self.taps is not None and not self.training_only:
+                self.taps.read()
+            return loss
+        if self.relative is None:
+            self.relative = RelativeWeights(self.heads, DEFAULT, self.every)
+        captures = self._read()
+        values = self._measure_sites(captures, keep)
+        self._add_up(values)
+        return loss + self.relative.weigh(loss, values, self.across, captures, keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs for the same weights, as plain numbers; empty before the first `add_to`."""
+        return {} if self.relative is None else self.relative.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            SettingError: It is no such state, or of other attentions or another strength. Nothing is changed then.
+        """
+        if state == {} and self.strength is None:
+            self.relative = None
+            return
+        weights = RelativeWeights(self.heads, self.strength or DEFAULT, self.every)
+        weights.load_state_dict(state)
+        self.relative = weights
+
+    def _read(self) -> list[Capture]:
+        return [] if self.taps is None or self._is_off() else self.taps.read()
+
+    def _is_off(self) -> bool:
+        return self.training_only and not (self.heads.model.training and torch.is_grad_enabled())
+
+    def _measure_sites(self, captures: list[Capture], keep: Tensor | None) -> list[tuple[Site, Tensor]]:
+        """Return each attention's share of the penalty, in the order of kinds and sites."""
+        if self._is_off():
+            return []
+        training = self.heads.model.training and torch.is_grad_enabled()
+        if training:
             _require_gradient(captures)
-        weights, sums, counts = [], [], []
+        owners, weights, sums, counts = [], [], [], []
         for kind, weight in self.weights.items():
             sites = [site for site in self.heads.sites if site.kind == kind]
             for scale, similarity in self._parts:
                 for site in sites:
-                    calls = [_measure(similarity, c, keep) for c in captures if c.site is site]
-                    own, number = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
+                    if similarity.reads == PARAMETERS:
+                        own, number = _measure_parameters(similarity, site)
+                    else:
+                        calls = [_measure(similarity, c, keep) for c in captures if c.site is site]
+                        own, number = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
+                    owners.append(site)
                     weights.append(weight * scale / len(sites))
                     sums.append(own)
                     counts.append(number)
         if self.across is not None:
             counts = average_over(self.across, counts)
-        total = None
-        for weight, own, number in zip(weights, sums, counts, strict=True):
+        values: dict[int, tuple[Site, Tensor]] = {}
+        for site, weight, own, number in zip(owners, weights, sums, counts, strict=True):
             value = own / number.clamp_min(torch.finfo(own.dtype).tiny if self.across else 1) * weight
-            total = value if total is None else total + value.to(total.device)
-        assert total is not None  # every kind has a site and every term a part
-        self.last = total.detach()
+            before = values.get(id(site))
+            values[id(site)] = (site, value if before is None else before[1] + value.to(before[1].device))
+        if training and not any(value.requires_grad for _, value in values.values()):
+            raise NotFired(
+                f"no parameter that {self.term} compares is trained, so the penalty would change nothing; unfreeze "
+                "them (under LoRA: name their layers in target_modules) or use a term on outputs, such as hw.CKA()."
+            )
+        return list(values.values())
+
+    def _add_up(self, values: list[tuple[Site, Tensor]]) -> Tensor:
+        total = torch.zeros(()) if not values else values[0][1]
+        for _, value in values[1:]:
+            total = total + value.to(total.device)
+        if values:
+            self.last = total.detach()
         return total
 
     def __str__(self) -> str:
@@ -274,11 +261,15 @@ class Disagreement(Handle):
     __repr__ = __str__
 
 
-def _count_heads(similarity: Similarity, site: Site) -> int:
+def _describe_loss(loss: object) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+
+
+def _count_heads(similarity: Similarity | SiteSimilarity, site: Site) -> int:
     return site.key_value_heads if similarity.reads == "values" else site.num_heads
 
 
-def _require_several(similarity: Similarity, heads: Heads) -> None:
+def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> None:
     if all(_count_heads(similarity, site) == 1 for site in heads):
         what = "key/value head" if similarity.reads == "values" else "head"
         grouped = what != "head" and any(site.num_heads > 1 for site in heads)
@@ -289,17 +280,7 @@ def _require_several(similarity: Similarity, heads: Heads) -> None:
         )
 
 
-def _list_parts(term: object) -> tuple[tuple[float, Similarity], ...]:
-    if isinstance(term, Sum):
-        return term.parts
-    if isinstance(term, Similarity) and not isinstance(term, type):
-        return ((1.0, term),)
-    raise SettingError(
-        f"term is {term!r}; expected Output(), Subspace(), Position(), Frobenius() or a weighted sum of them."
-    )
-
-
-def _measure(similarity: Similarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _measure(similarity: Similarity | SiteSimilarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     name = capture.site.label
     tensor: Tensor | None = getattr(capture, similarity.reads)
     assert tensor is not None  # taps refuse a call that did not compute it
@@ -314,7 +295,15 @@ def _measure(similarity: Similarity, capture: Capture, keep: Tensor | None) -> t
             "One keep cannot serve calls of different lengths: leave it out if the attention receives a padding "
             "mask."
         )
+    if isinstance(similarity, SiteSimilarity):
+        return similarity.sum_and_count_at(capture.site, tensor, keep)
     return similarity.sum_and_count(tensor, keep)
+
+
+def _measure_parameters(similarity: Similarity | SiteSimilarity, site: Site) -> tuple[Tensor, Tensor]:
+    if not isinstance(similarity, SiteSimilarity):
+        raise SettingError(f"{similarity} reads parameters; expected a method sum_and_count_at(site, tensor, keep).")
+    return similarity.sum_and_count_at(site, None, None)
 
 
 def _require_gradient(captures: list[Capture]) -> None:

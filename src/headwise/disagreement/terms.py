@@ -10,13 +10,12 @@ no valid token the mean is 0: raising would require reading the mask's values in
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.errors import MaskError, ShapeError
+from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 
 ZERO_NORM = 1e-12
 
@@ -26,8 +25,9 @@ def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 
     s = mean_t (1/H²) Σ_ij cos(O_ti, O_tj)  (Li et al. 2021, Eq. 7, s = -D), computed as
     |(1/H) Σ_h O_th/|O_th||². It is 1 when all heads agree and 1/H, not 0, when they are orthogonal: the H
-    pairs of a head with itself count. The paper does not define the vectors; as in its released code they are
-    each head's output at one token, before the output projection.
+    pairs of a head with itself count. Its minimum 0 is that of directions that cancel, such as a and -a. The paper
+    does not define the vectors; as in its released code they are each head's output at one token, before the
+    output projection.
 
     A vector shorter than 1e-12 has no direction: its cosines are 0 and it receives no gradient.
 
@@ -96,7 +96,8 @@ def position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
         keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
 
     Returns:
-        A scalar in [1/K, 1], float32 or float64.
+        A scalar in [1/K, 1] for rows that sum to one, float32 or float64; a row of zeros, that of a query without
+        keys, adds 0.
 
     Raises:
         ShapeError: `weights` is not floating or has fewer than three axes.
@@ -314,18 +315,6 @@ def _mean(sum_and_count: tuple[Tensor, Tensor]) -> Tensor:
     return total / count.clamp_min(1)
 
 
-def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums over a tensor are computed: float32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast on the device of a tensor."""
-    # Autocast would run a float32 product in half precision.
-    device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-
-
 def _require_vectors(name: str, vectors: Tensor, keep: Tensor | None) -> None:
     require_floating(name, vectors, 2, "[..., H, e]")
     if keep is not None:
@@ -336,22 +325,3 @@ def _require_weights(weights: Tensor, keep: Tensor | None) -> None:
     require_floating("weights", weights, 3, "[..., H, Q, K]")
     if keep is not None:
         require_keep(keep, (*weights.shape[:-3], weights.shape[-2]))
-
-
-def require_floating(name: str, tensor: Tensor, axes: int, shape: str) -> None:
-    """Raise `ShapeError` unless a tensor is floating point and has at least this many axes, none of them empty."""
-    if not isinstance(tensor, Tensor):
-        raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {shape}.")
-    if tensor.dim() < axes or 0 in tensor.shape[-axes:]:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, none of these axes empty.")
-    if not tensor.is_floating_point():
-        raise ShapeError(f"{name} is {tensor.dtype}; expected a floating dtype.")
-
-
-def require_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `MaskError` unless `keep` is a boolean mask of that shape."""
-    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        given = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
-        raise MaskError(f"keep is {given}; expected a bool tensor, True = valid.")
-    if tuple(keep.shape) != tuple(shape):
-        raise MaskError(f"keep has shape {tuple(keep.shape)}; expected {tuple(shape)}, one entry per token.")

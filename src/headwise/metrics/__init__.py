@@ -2,19 +2,26 @@
 
 from headwise.metrics.calibration import BINS, Reliability, predictive_entropy, reliability, reliability_of
 from headwise.metrics.heads import (
-    OutputMoments,
     ParameterCosine,
     attention_entropy,
     attention_jensen_shannon,
     generalized_jensen_shannon,
     head_distance,
-    linear_cka,
     output_cosine,
-    output_moments,
     parameter_cosine,
     particle_norms,
+    prediction_disagreement,
+    rbf_hsic,
 )
 from headwise.metrics.intervals import Interval, mean_interval, student_quantile
+from headwise.metrics.moments import (
+    EffectiveHeads,
+    OutputMoments,
+    debiased_cka,
+    effective_heads,
+    linear_cka,
+    output_moments,
+)
 from headwise.metrics.pairs import (
     PairSums,
     attention_pairs,
@@ -28,6 +35,7 @@ from headwise.metrics.roles import RoleShares, role_shares
 
 __all__ = [
     "BINS",
+    "EffectiveHeads",
     "Interval",
     "OutputMoments",
     "PairSums",
@@ -38,7 +46,9 @@ __all__ = [
     "attention_jensen_shannon",
     "attention_pairs",
     "cosine_pairs",
+    "debiased_cka",
     "distance_pairs",
+    "effective_heads",
     "generalized_jensen_shannon",
     "head_distance",
     "linear_cka",
@@ -50,7 +60,9 @@ __all__ = [
     "parameter_cosine",
     "parameter_pairs",
     "particle_norms",
+    "prediction_disagreement",
     "predictive_entropy",
+    "rbf_hsic",
     "reliability",
     "reliability_of",
     "role_shares",

@@ -2,25 +2,19 @@
 
 They are not losses, and no gradient flows through them (to lower a similarity, use `headwise.disagreement`). Pairs are
 unordered pairs of different heads, i < j. A mean over tokens is over valid tokens only (`keep`, True = valid) and needs
-at least one; to pool batches, weight each by its number of valid tokens, and add `OutputMoments` for CKA. None of them
-measures the quality of a model.
+at least one; to pool batches, weight each by its number of valid tokens. None of them measures the quality of a model.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import autocast_off, require_floating
-from headwise.errors import MaskError, ShapeError
-from headwise.metrics.pairs import select_tokens
-
-# A variance below this share of the second moment is rounding error of a constant.
-CONSTANT = 1e-24
+from headwise.errors import ShapeError
+from headwise.metrics.pairs import average_pairs, require_particles, require_two_heads, select_outputs, select_some
+from headwise.similarity.tokens import require_floating
 
 
 class ParameterCosine(NamedTuple):
@@ -56,9 +50,9 @@ def head_distance(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     >>> head_distance(torch.tensor([[[0.0, 0.0], [3.0, 4.0]]]))
     tensor(5.)
     """
-    items = _select_outputs("outputs", outputs, keep)
+    items = select_outputs("outputs", outputs, keep)
     distances = torch.cdist(items, items, compute_mode="donot_use_mm_for_euclid_dist")
-    return _average_pairs(distances).mean()
+    return average_pairs(distances).mean()
 
 
 @torch.no_grad()
@@ -83,7 +77,7 @@ def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     >>> output_cosine(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]]))
     tensor(0.6000)
     """
-    units = torch.nn.functional.normalize(_select_outputs("outputs", outputs, keep), dim=-1)
+    units = torch.nn.functional.normalize(select_outputs("outputs", outputs, keep), dim=-1)
     pairs = units.sum(-2).square().sum(-1) - units.square().sum((-2, -1))
     heads = units.shape[-2]
     return pairs.mean() / (heads * (heads - 1))
@@ -108,10 +102,10 @@ def parameter_cosine(particles: Tensor) -> ParameterCosine:
     >>> parameter_cosine(torch.tensor([[1.0, 0.0], [-2.0, 0.0], [0.0, 1.0]]))
     ParameterCosine(mean=tensor(-0.3333, dtype=torch.float64), mean_absolute=tensor(0.3333, dtype=torch.float64))
     """
-    _require_particles("particles", particles, "[*, M, D]")
+    require_particles("particles", particles, "[*, M, D]")
     units = torch.nn.functional.normalize(particles.double(), dim=-1)
     cosines = units @ units.mT
-    return ParameterCosine(_average_pairs(cosines), _average_pairs(cosines.abs()))
+    return ParameterCosine(average_pairs(cosines), average_pairs(cosines.abs()))
 
 
 @torch.no_grad()
@@ -132,116 +126,6 @@ def particle_norms(particles: Tensor) -> Tensor:
     """
     require_floating("particles", particles, 2, "[*, M, D]")
     return torch.linalg.vector_norm(particles.double(), dim=-1)
-
-
-@dataclass(frozen=True, eq=False)
-class OutputMoments:
-    """Moments of the outputs of H heads for linear CKA, in float64; `a + b` are the moments of both sets of tokens.
-
-    Attributes:
-        count: Number of tokens.
-        mean: [H, e], mean output of each head.
-        scatter: [H, e, H, e], Σ_t (O_t - mean)(O_t - mean)ᵀ over the concatenated heads.
-
-    >>> a, b = torch.randn(7, 2, 3), torch.randn(5, 2, 3)
-    >>> together = output_moments(torch.cat([a, b])).linear_cka()
-    >>> torch.allclose((output_moments(a) + output_moments(b)).linear_cka(), together)
-    True
-    """
-
-    count: int
-    mean: Tensor
-    scatter: Tensor
-
-    def __add__(self, other: OutputMoments) -> OutputMoments:
-        if self.mean.shape != other.mean.shape:
-            raise ShapeError(
-                f"moments of heads {tuple(self.mean.shape)} and {tuple(other.mean.shape)} were added; expected "
-                "the same number and width of heads."
-            )
-        count = self.count + other.count
-        shift = other.mean - self.mean
-        between = shift[:, :, None, None] * shift * (self.count * other.count / count)
-        mean = self.mean + shift * (other.count / count)
-        return OutputMoments(count, mean, self.scatter + other.scatter + between)
-
-    def linear_cka(self) -> Tensor:
-        """Return the mean of `linear_cka_matrix` over pairs i < j, a float64 scalar."""
-        return _average_pairs(self.linear_cka_matrix())
-
-    def linear_cka_matrix(self) -> Tensor:
-        """Return the linear CKA of each pair of heads, [H, H] in [0, 1]; ones on the diagonal, 0 for a constant head.
-
-        Raises:
-            ShapeError: There are fewer than two tokens.
-        """
-        if self.count < 2:
-            raise ShapeError(f"the moments are of {self.count} token; linear CKA needs at least 2, better 10 e.")
-        norms = self.scatter.square().sum((1, 3))
-        within = torch.einsum("hehe->h", self.scatter)
-        raw = within + self.count * self.mean.square().sum(-1)
-        constant = within <= CONSTANT * raw
-        scale = norms.diagonal().masked_fill(constant, math.inf).rsqrt()
-        return norms * scale[:, None] * scale
-
-
-@torch.no_grad()
-def output_moments(outputs: Tensor, keep: Tensor | None = None) -> OutputMoments:
-    """Return the moments of the outputs of one batch, to be added over batches.
-
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
-
-    Returns:
-        `OutputMoments`, whose memory is (H e)² for any number of tokens.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
-
-    >>> output_moments(torch.ones(4, 2, 3)).count
-    4
-    """
-    tokens = _select_outputs("outputs", outputs, keep)
-    mean = tokens.mean(0, dtype=torch.float64)
-    # the rounding of the mean to float32 is subtracted from the products; heads are scaled so that none underflows
-    shift = mean.to(tokens.dtype)
-    centered = tokens - shift
-    size = centered.abs().amax((0, 2)).double().clamp_min(torch.finfo(tokens.dtype).tiny)
-    rest = ((mean - shift.double()) / size[:, None]).flatten()
-    scaled = (centered / size[:, None].to(tokens.dtype)).flatten(1)
-    with autocast_off(tokens):
-        scatter = (scaled.mT @ scaled).double() - len(tokens) * rest[:, None] * rest
-    scales = size[:, None].expand_as(mean)
-    scatter = scatter.reshape(*mean.shape, *mean.shape) * scales[:, :, None, None] * scales
-    return OutputMoments(len(tokens), mean, scatter)
-
-
-def linear_cka(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean linear centered kernel alignment between the outputs of two heads.
-
-    mean_{i<j} |X_iᵀ X_j|²_F / (|X_iᵀ X_i|_F |X_jᵀ X_j|_F), where X_i are the outputs of head i over all valid tokens,
-    with each feature centered (Kornblith et al. 2019). Unlike a cosine it is invariant to the basis: it is 1 when one
-    head is a rotation and scaling of another. It is biased upward with few tokens: independent heads score about e/T,
-    so use many more tokens than the width of a head.
-
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
-
-    Returns:
-        A float64 scalar in [0, 1]; a head that is constant over tokens scores 0 with every other head.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
-
-    >>> head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0]])
-    >>> linear_cka(torch.stack([head, -3 * head.flip(1)], dim=1))
-    tensor(1.0000, dtype=torch.float64)
-    """
-    return output_moments(outputs, keep).linear_cka()
 
 
 @torch.no_grad()
@@ -266,7 +150,7 @@ def attention_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> Ten
     tensor(0.6931)
     """
     rows = _select_rows(weights, keep)
-    _require_two_heads("weights", rows.shape[-2])
+    require_two_heads("weights", rows.shape[-2])
     heads = rows.shape[-2]
     entropy = _entropy(rows)
     total = rows.new_zeros(())
@@ -299,7 +183,7 @@ def generalized_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> T
     tensor(4.)
     """
     rows = _select_rows(weights, keep)
-    _require_two_heads("weights", rows.shape[-2])
+    require_two_heads("weights", rows.shape[-2])
     return (_entropy(rows.mean(1)) - _entropy(rows).mean(1)).clamp_min(0).mean()
 
 
@@ -330,36 +214,72 @@ def _entropy(rows: Tensor) -> Tensor:
     return torch.special.entr(rows).sum(-1)
 
 
-def _average_pairs(matrices: Tensor) -> Tensor:
-    """Return the mean above the diagonal, [*, H, H] -> [*]."""
-    heads = matrices.shape[-1]
-    return matrices.triu(1).sum((-2, -1)) / (heads * (heads - 1) / 2)
-
-
-def _select_outputs(name: str, outputs: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the outputs of the valid tokens, [T, H, e]."""
-    _require_particles(name, outputs, "[..., H, e]")
-    return _select(outputs, keep)
-
-
 def _select_rows(weights: Tensor, keep: Tensor | None) -> Tensor:
     """Return the attention rows of the valid queries, [T, H, K]."""
     require_floating("weights", weights, 3, "[..., H, Q, K]")
-    return _select(weights.movedim(-3, -2), keep)
+    return select_some(weights.movedim(-3, -2), keep)
 
 
-def _select(vectors: Tensor, keep: Tensor | None) -> Tensor:
-    tokens = select_tokens(vectors, keep)
-    if not len(tokens):
-        raise (ShapeError if keep is None else MaskError)("there is no valid token; expected at least one.")
-    return tokens
+@torch.no_grad()
+def prediction_disagreement(logits: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Share of tokens at which two heads, each read by itself, predict another class.
+
+    mean_t mean_{i<j} [argmax_c l_tic != argmax_c l_tjc] (Kuncheva and Whitaker 2003), where l_ti is what the model's
+    reading makes of one head's contribution alone. Report it at the last layer, or with a fitted probe: at other layers
+    the reading is not the model's. A sign or a common offset changes it although the heads say the same.
+
+    Args:
+        logits: [..., H, C].
+        keep: [...], bool, True = valid token; None keeps all.
+
+    Returns:
+        A float64 scalar in [0, 1].
+
+    Raises:
+        ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
+        MaskError: `keep` is not bool, of another shape, or keeps no token.
+
+    >>> prediction_disagreement(torch.tensor([[[2.0, 0.0], [0.0, 1.0], [3.0, 1.0]]]))
+    tensor(0.6667, dtype=torch.float64)
+    """
+    classes = select_outputs("logits", logits, keep).argmax(-1)
+    return average_pairs((classes.unsqueeze(-1) != classes.unsqueeze(-2)).double()).mean()
 
 
-def _require_particles(name: str, vectors: Tensor, shape: str) -> None:
-    require_floating(name, vectors, 2, shape)
-    _require_two_heads(name, vectors.shape[-2])
+@torch.no_grad()
+def rbf_hsic(outputs: Tensor, keep: Tensor | None = None, *, tokens: int = 512) -> Tensor:
+    """Mean Hilbert-Schmidt independence criterion between two heads with Gaussian kernels.
 
+    HSIC_0 = tr(K J L J) / (N - 1)^2 (Gretton et al. 2005) with k(x, y) = exp(-|x - y|^2 / 2 sigma^2), sigma the median
+    distance between tokens of each head, which makes it indifferent to scale. It sees copies that no linear kernel
+    does, such as |z| of z, weakly where heads are wide. Its value for a copy is not fixed.
 
-def _require_two_heads(name: str, heads: int) -> None:
-    if heads < 2:
-        raise ShapeError(f"{name} has {heads} head; expected at least two, since the metric is over pairs.")
+    Args:
+        outputs: [..., H, e].
+        keep: [...], bool, True = valid token; None keeps all.
+        tokens: The most tokens compared, spread evenly over those given: the cost grows with their square.
+
+    Returns:
+        A float64 scalar of at least 0; a head that is constant over tokens is independent of every other.
+
+    Raises:
+        ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
+        MaskError: `keep` is not bool, of another shape, or keeps no token.
+
+    >>> rbf_hsic(torch.tensor([[[0.0], [0.0]], [[1.0], [2.0]], [[3.0], [6.0]]]))
+    tensor(0.1301, dtype=torch.float64)
+    """
+    items = select_outputs("outputs", outputs, keep).double()
+    if len(items) < 2:
+        raise ShapeError(f"there is {len(items)} token; HSIC needs at least 2.")
+    if len(items) > tokens:
+        items = items[torch.linspace(0, len(items) - 1, tokens).round().long()]
+    kernels = []
+    for head in items.unbind(1):
+        distances = torch.cdist(head, head, compute_mode="donot_use_mm_for_euclid_dist")
+        apart = distances[distances > 0]
+        kernel = (-0.5 * (distances / (apart.median() if len(apart) else 1.0)).square()).exp()
+        rows = kernel.mean(0)
+        kernels.append((kernel - rows - rows[:, None] + rows.mean()).flatten())
+    stacked = torch.stack(kernels)
+    return average_pairs(stacked @ stacked.mT / (len(items) - 1) ** 2)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import accumulation_dtype, autocast_off, require_floating, require_keep
 from headwise.errors import MaskError, ShapeError
+from headwise.similarity.tokens import autocast_off, require_floating, select_tokens
 
 # Number of tokens compared at once, so that intermediate results stay in a core's cache.
 CHUNK = 256
@@ -157,12 +157,33 @@ def _entropy(rows: Tensor, logarithms: Tensor) -> Tensor:
     return logarithms.log_().mul_(rows).sum(-1).neg_()
 
 
-def select_tokens(vectors: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the vectors of the valid tokens, [T, H, e], in the dtype of accumulation."""
-    require_floating("vectors", vectors, 2, "[..., H, e]")
-    if keep is not None:
-        require_keep(keep, vectors.shape[:-2])
-        vectors = vectors[keep]
-    elif vectors.dim() != 3:
-        vectors = vectors.reshape(-1, *vectors.shape[-2:])
-    return vectors.to(accumulation_dtype(vectors))
+def average_pairs(matrices: Tensor) -> Tensor:
+    """Return the mean above the diagonal, [*, H, H] -> [*]."""
+    heads = matrices.shape[-1]
+    return matrices.triu(1).sum((-2, -1)) / (heads * (heads - 1) / 2)
+
+
+def select_outputs(name: str, outputs: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the outputs of the valid tokens, [T, H, e]."""
+    require_particles(name, outputs, "[..., H, e]")
+    return select_some(outputs, keep)
+
+
+def select_some(vectors: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the vectors of the valid tokens, of which there must be one."""
+    tokens = select_tokens(vectors, keep)
+    if not len(tokens):
+        raise (ShapeError if keep is None else MaskError)("there is no valid token; expected at least one.")
+    return tokens
+
+
+def require_particles(name: str, vectors: Tensor, shape: str) -> None:
+    """Raise `ShapeError` unless these are floating vectors of at least two heads."""
+    require_floating(name, vectors, 2, shape)
+    require_two_heads(name, vectors.shape[-2])
+
+
+def require_two_heads(name: str, heads: int) -> None:
+    """Raise `ShapeError` for a single head."""
+    if heads < 2:
+        raise ShapeError(f"{name} has {heads} head; expected at least two, since the metric is over pairs.")

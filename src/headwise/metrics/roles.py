@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import accumulation_dtype, require_floating
 from headwise.errors import MaskError, ShapeError
+from headwise.similarity.tokens import accumulation_dtype, require_floating
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,6 +79,73 @@ def linear_cka(outputs: Tensor, keep: Tensor) -> float:
     return _mean(alignments)
 
 
+def debiased_cka(outputs: Tensor, keep: Tensor) -> float:
+    """Mean over i < j of HSIC_1(K_i, K_j) / sqrt(HSIC_1(K_i, K_i) HSIC_1(K_j, K_j)), Song et al. 2012, Eq. 5.
+
+    Computed from the uncentered Gram matrices between tokens, with zero diagonals, of at least four tokens.
+
+    >>> heads = torch.tensor([[0.0], [1.0], [3.0], [-2.0], [5.0]]).reshape(5, 1, 1, 1).repeat(1, 1, 2, 1)
+    >>> round(debiased_cka(heads, torch.ones(5, 1, dtype=bool)), 6)
+    1.0
+    """
+    grams = _hollow_grams(_tokens(outputs, keep))
+    return _mean([_alignment(grams[i], grams[j]) for i, j in _pairs(len(grams))])
+
+
+def effective_heads(outputs: Tensor, keep: Tensor) -> float:
+    """Exp of the entropy of the eigenvalues of K/H, K the debiased CKA of each pair clipped to [0, 1].
+
+    >>> heads = torch.tensor([[0.0], [1.0], [3.0], [-2.0], [5.0]]).reshape(5, 1, 1, 1).repeat(1, 1, 2, 1)
+    >>> round(effective_heads(heads, torch.ones(5, 1, dtype=bool)), 6)
+    1.0
+    """
+    grams = _hollow_grams(_tokens(outputs, keep))
+    heads = range(len(grams))
+    kernel = [[1.0 if i == j else min(max(_alignment(grams[i], grams[j]), 0.0), 1.0) for j in heads] for i in heads]
+    eigenvalues = [max(float(x), 0.0) for x in torch.linalg.eigvals(torch.tensor(kernel, dtype=torch.float64)).real]
+    shares = [x / sum(eigenvalues) for x in eigenvalues]
+    return math.exp(-sum(share * math.log(share) for share in shares if share > 0))
+
+
+def rbf_hsic(outputs: Tensor, keep: Tensor) -> float:
+    """Mean over i < j of (1/(N-1)^2) sum_st K_st L~_st, K~ the centered kernel matrix, sigma the median distance.
+
+    >>> heads = torch.tensor([[0.0, 0.0], [1.0, 2.0], [3.0, 6.0]]).reshape(3, 1, 2, 1)
+    >>> round(rbf_hsic(heads, torch.ones(3, 1, dtype=bool)), 4)
+    0.1301
+    """
+    tokens = _tokens(outputs, keep)
+    count = range(len(tokens))
+    kernels = []
+    for head in range(len(tokens[0])):
+        distances = [[math.dist(tokens[s][head], tokens[t][head]) for t in count] for s in count]
+        apart = sorted(x for row in distances for x in row if x > 0)
+        median = apart[(len(apart) - 1) // 2] if apart else 1.0
+        kernel = [[math.exp(-(x * x) / (2 * median**2)) for x in row] for row in distances]
+        rows = [_mean(row) for row in kernel]
+        kernels.append([[kernel[s][t] - rows[s] - rows[t] + _mean(rows) for t in count] for s in count])
+    scale = (len(tokens) - 1) ** 2
+    return _mean(
+        [
+            sum(_dot(one, other) for one, other in zip(kernels[i], kernels[j], strict=True)) / scale
+            for i, j in _pairs(len(kernels))
+        ]
+    )
+
+
+def prediction_disagreement(logits: Tensor, keep: Tensor) -> float:
+    """Mean over valid t and i < j of [argmax l_i != argmax l_j], for logits [B, L, H, C].
+
+    >>> prediction_disagreement(torch.tensor([[[[2.0, 0.0], [0.0, 1.0]]]]), torch.tensor([[True]]))
+    1.0
+    """
+    found = []
+    for rows in _tokens(logits, keep):
+        classes = [row.index(max(row)) for row in rows]
+        found += [float(classes[i] != classes[j]) for i, j in _pairs(len(classes))]
+    return _mean(found)
+
+
 def attention_jensen_shannon(weights: Tensor, keep: Tensor) -> float:
     """Mean over valid q and i < j of ½ KL(A_i | M) + ½ KL(A_j | M), M the mean of the two rows, in nats.
 
@@ -140,3 +207,25 @@ def _cosine(x: list[float], y: list[float]) -> float:
 
 def _divergence(p: list[float], q: list[float]) -> float:
     return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def _hollow_grams(tokens: list[list[list[float]]]) -> list[list[list[float]]]:
+    """Return for each head the Gram matrix of its tokens with a zero diagonal."""
+    count = range(len(tokens))
+    return [
+        [[0.0 if s == t else _dot(tokens[s][head], tokens[t][head]) for t in count] for s in count]
+        for head in range(len(tokens[0]))
+    ]
+
+
+def _alignment(k: list[list[float]], m: list[list[float]]) -> float:
+    own = _unbiased_hsic(k, k) * _unbiased_hsic(m, m)
+    return _unbiased_hsic(k, m) / math.sqrt(own) if own > 0 else 0.0
+
+
+def _unbiased_hsic(k: list[list[float]], m: list[list[float]]) -> float:
+    n = len(k)
+    product = sum(_dot(row, other) for row, other in zip(k, m, strict=True))
+    rows, others = [sum(row) for row in k], [sum(row) for row in m]
+    means = sum(rows) * sum(others) / ((n - 1) * (n - 2))
+    return (product + means - 2 / (n - 2) * _dot(rows, others)) / (n * (n - 3))

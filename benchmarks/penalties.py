@@ -1,0 +1,150 @@
+"""Cost of each diversity term, rule and rival in a training step of encoder layers of base shape, against plain torch.
+
+All variants run interleaved in one process, and the median over rounds of the ratio within a round is the result. The
+plain model runs twice per round, so that the A/A ratio shows the noise of the machine. A strength by share or by
+target measures every 20 steps: "measured" is the step in which it does, "between" one in which it does not. Run by
+`make bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.repulsion.rules import Rule
+from timing import console, default_device, interleaved, new_record, ratio, write
+
+WIDTH, HEADS, INNER, LAYERS = 512, 8, 2048, 2
+BATCH, LENGTH = 16, 64
+PLAIN, AGAIN = "plain", "plain again"
+TERMS = {
+    "Output": hw.Output(),
+    "SquaredCosine": hw.SquaredCosine(),
+    "CKA": hw.CKA(),
+    "CKA of contributions": hw.CKA(of="contributions"),
+    "CKA, 8 random directions": hw.CKA(sketch=8),
+    "HSIC": hw.HSIC(),
+    "CrossCorrelation": hw.CrossCorrelation(),
+    "CrossCorrelation, matched": hw.CrossCorrelation(matched=True),
+    "LogDeterminant": hw.LogDeterminant(),
+    "SpanOverlap": hw.SpanOverlap(),
+    "MapCosine": hw.MapCosine(),
+}
+GATES = {
+    "SigmoidGate": hw.SigmoidGate(),
+    "SigmoidGate per element": hw.SigmoidGate("element"),
+    "MixtureOfHeads": hw.MixtureOfHeads(shared=2, active=4),
+}
+MIXED = (("logits",), ("weights",), ("logits", "weights"))
+RULES: dict[str, Rule] = {"SVGD": hw.SVGD(), "FunctionSVGD": hw.FunctionSVGD(), "SpanSVGD": hw.SpanSVGD()}
+TARGET = hw.Target(effective_heads=HEADS)
+STRENGTHS = {"relative": hw.Relative(0.1), "target": TARGET}
+# the first step of a run measures, and no other of so few
+EVERY = {"between": 10_000, "measured": 1}
+
+
+class Variant:
+    """One way to train the layers.
+
+    Args:
+        device: Where.
+        term: What a penalty lowers; None for no penalty.
+        strength: A strength that is measured against the loss; None adds the penalty as it is.
+        every: Steps from one measurement to the next.
+        rule: What repels the heads; None for no repulsion.
+        gates: What gates the heads; None for no gates.
+        mixed: Which matrices of talking heads there are: "logits", "weights".
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        term: hw.Output | hw.CKA | None = None,
+        *,
+        strength: hw.Relative | hw.Target | None = None,
+        every: int = 20,
+        rule: Rule | None = None,
+        gates: hw.SigmoidGate | hw.MixtureOfHeads | None = None,
+        mixed: Sequence[str] = (),
+    ) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.1, batch_first=True)
+        self.model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).to(device)
+        heads = hw.find_heads(self.model)
+        self.gating = None if gates is None else hw.gate_heads(heads, gates)
+        if mixed:
+            hw.mix_heads(heads, logits="logits" in mixed, weights="weights" in mixed)
+        self.balanced = isinstance(gates, hw.MixtureOfHeads)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.penalty = None if term is None else hw.Disagreement(heads, term, strength=strength, every=every)
+        if rule is not None:
+            hw.repel(self.optimizer, heads, rule, every=every)
+
+    def step(self, x: Tensor) -> None:
+        """Train one step on a batch [B, L, d]."""
+        loss = (self.model(x) - x).square().mean()
+        if self.penalty is not None:
+            loss = loss + self.penalty() if self.penalty.strength is None else self.penalty.add_to(loss)
+        if self.gating is not None and self.balanced:
+            loss = self.gating.add_to(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def make_variants(device: torch.device) -> dict[str, Variant]:
+    variants = {PLAIN: Variant(device), AGAIN: Variant(device)}
+    variants |= {name: Variant(device, term) for name, term in TERMS.items()}
+    variants |= {
+        f"CKA, {kind}, {when}": Variant(device, hw.CKA(), strength=strength, every=every)
+        for kind, strength in STRENGTHS.items()
+        for when, every in EVERY.items()
+    }
+    variants |= {name: Variant(device, rule=rule) for name, rule in RULES.items()}
+    variants |= {
+        f"SVGD, target, {when}": Variant(device, rule=hw.SVGD(alpha=TARGET), every=every)
+        for when, every in EVERY.items()
+    }
+    variants |= {name: Variant(device, gates=gates) for name, gates in GATES.items()}
+    return variants | {f"talking heads, {' and '.join(mixed)}": Variant(device, mixed=mixed) for mixed in MIXED}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default=default_device().type)
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
+    arguments = parser.parse_args(given)
+    device = torch.device(arguments.device)
+    record = new_record("penalties", device)
+    x = torch.randn(BATCH, LENGTH, WIDTH, device=device)
+    runs: dict[str, Callable[[], object]] = {
+        name: (lambda variant=variant: variant.step(x)) for name, variant in make_variants(device).items()
+    }
+    seconds = interleaved(device, runs, arguments.rounds, f"{LAYERS} layers, batch {BATCH} x {LENGTH}")
+    ratios = {name: ratio(seconds, name, PLAIN) for name in runs if name != PLAIN}
+    record |= {
+        "layers": LAYERS,
+        "width": WIDTH,
+        "heads": HEADS,
+        "batch": BATCH,
+        "length": LENGTH,
+        "rounds": arguments.rounds,
+        "plain step seconds": statistics.median(seconds[PLAIN]),
+        "ratio to plain": ratios,
+        "seconds": seconds,
+    }
+    console.print(f"{LAYERS} layers of width {WIDTH}, batch {BATCH} x {LENGTH}; step time relative to plain")
+    for name, value in ratios.items():
+        console.print(f"  {name:<28} {value:8.4f}")
+    write(record, device, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

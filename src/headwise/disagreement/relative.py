@@ -1,0 +1,195 @@
+"""The weight of a penalty at each attention, from the gradients of penalty and loss there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import LayoutError, NotFired, SettingError, require_integer
+from headwise.heads.capture import Capture
+from headwise.heads.effective import count_effective_heads, require_reachable
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Heads, Site
+from headwise.heads.sharding import average_over
+from headwise.strength import Control, Relative, Target, advance
+
+# How much of the logarithm of a weight is kept at each measurement.
+KEPT = 0.9
+# A weight stays below this multiple of its first value: at the least similarity its gradient vanishes.
+MOST = 100.0
+# A gradient below this share of the loss's tells nothing of the strength.
+LEAST = 1e-12
+
+
+class RelativeWeights:
+    """Weights w of penalties s, one for each attention, with |grad(w s)| = ratio |grad L| on its parameters.
+
+    At each measurement w = ratio |grad L| / |grad s|, averaged over measurements in its logarithm, and constant in the
+    step, as the adaptive weights of GradNorm (Chen et al. 2018) and VQGAN (Esser et al. 2021) are. Until the first one
+    that tells anything, a weight is 0. The ratio is that of a `Relative`, or what the controllers of a `Target` say.
+
+    Attributes:
+        strength: The ratio, or the target.
+        every: Number of steps from one measurement to the next.
+        steps: Number of steps so far.
+        shares: Last measured |grad(w s)| / |grad L| of each attention by name, with the weight of the step.
+        controls: The controller of each attention with several heads, by name; none for a `Relative`.
+    """
+
+    def __init__(self, heads: Heads, strength: Relative | Target, every: int) -> None:
+        require_integer("every", every, low=1)
+        self.strength, self.every, self.steps = strength, every, 0
+        self.shares: dict[str, Tensor] = {}
+        self.controls: dict[str, Control] = {}
+        if isinstance(strength, Target):
+            require_reachable(strength, heads)
+            self.controls = {site.name: Control() for site in heads if site.num_heads > 1}
+        self._parameters = {site.name: _list_parameters(site) for site in heads}
+        # of the weight at a ratio of 1
+        self._logarithms: dict[str, Tensor] = {}
+        self._first: dict[str, Tensor] = {}
+
+    def weigh(
+        self,
+        loss: Tensor,
+        values: Sequence[tuple[Site, Tensor]],
+        across: Any,
+        captures: Sequence[Capture] = (),
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum over attentions of w s, and measure the weights before if it is time to.
+
+        Args:
+            loss: The loss without the penalty, a scalar in the graph.
+            values: Each attention's penalty.
+            across: A process group over which gradients are averaged; None for one process.
+            captures: The calls of the step with outputs, which a `Target` needs.
+            keep: As for a call of `Disagreement`.
+        """
+        if self.steps % self.every == 0:
+            self._measure(loss, values, across)
+            self._control(captures, across, keep)
+        self.steps += 1
+        total = loss.new_zeros(())
+        for site, value in values:
+            logarithm = self._logarithms.get(site.name)
+            ratio = self._ratio(site.name)
+            if logarithm is not None and ratio:
+                total = total + ratio * logarithm.exp().to(value) * value.to(total.device)
+        return total
+
+    def _ratio(self, name: str) -> float:
+        if isinstance(self.strength, Relative):
+            return self.strength.ratio
+        control = self.controls.get(name)
+        return 0.0 if control is None else control.ratio
+
+    def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any) -> None:
+        names = [site.name for site, _ in values]
+        every = [parameter for name in names for parameter in self._parameters[name]]
+        gradients = iter(torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True))
+        squares = []
+        for name, (_, value) in zip(names, values, strict=True):
+            own = self._parameters[name]
+            squares.append(_add_squares([next(gradients) for _ in own], loss))
+            pushed = (
+                torch.autograd.grad(value, own, retain_graph=True, allow_unused=True) if value.requires_grad else []
+            )
+            squares.append(_add_squares(pushed, loss))
+        if across is not None:
+            squares = average_over(across, squares)
+        for name, of_loss, of_value in zip(names, squares[::2], squares[1::2], strict=True):
+            self._update(name, of_loss.sqrt(), of_value.sqrt())
+
+    def _update(self, name: str, of_loss: Tensor, of_value: Tensor) -> None:
+        """Average the logarithm of a weight; norms that are not finite, or tell nothing, change nothing."""
+        if not bool((of_value > LEAST * of_loss) & of_value.isfinite() & of_loss.isfinite() & (of_loss > 0)):
+            return
+        wanted = (of_loss / of_value).log()
+        before = self._logarithms.get(name)
+        if before is None:
+            self._first[name] = wanted
+        kept = wanted if before is None else KEPT * before + (1 - KEPT) * wanted
+        self._logarithms[name] = torch.minimum(kept, self._first[name] + math.log(MOST))
+        self.shares[name] = self._ratio(name) * self._logarithms[name].exp() * of_value / of_loss
+
+    def _control(self, captures: Sequence[Capture], across: Any, keep: Tensor | None) -> None:
+        """Advance the controllers by the effective number of heads of this step, the mean over processes."""
+        if not isinstance(self.strength, Target) or not self.controls:
+            return
+        calls = {name: [call for call in captures if call.site.name == name] for name in self.controls}
+        numbers = {call.site.name: call.site.num_heads for call in captures}
+        measured = [count_effective_heads(own, keep) for own in calls.values()]
+        if across is not None:
+            measured = average_over(across, measured)
+        for name, number in zip(calls, measured, strict=True):
+            self.controls[name] = advance(self.controls[name], self.strength, float(number), numbers[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs for the same weights, as plain numbers."""
+        return {
+            "steps": self.steps,
+            "logarithms": {name: float(value) for name, value in self._logarithms.items()},
+            "first": {name: float(value) for name, value in self._first.items()},
+            "shares": {name: float(value) for name, value in self.shares.items()},
+            "controls": {name: asdict(control) for name, control in self.controls.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            SettingError: It is no such state, or names an attention that is not among the heads. Nothing is changed.
+        """
+        keys = ("steps", "logarithms", "first", "shares", "controls")
+        if not isinstance(state, Mapping) or any(key not in state for key in keys):
+            raise SettingError(f"the state of the penalty is {state!r}; expected a mapping with {', '.join(keys)}.")
+        strange = sorted({*state["logarithms"], *state["first"], *state["controls"]} - self._parameters.keys())
+        if strange:
+            raise SettingError(f"the state of the penalty names {strange[0]!r}, which is not among its attentions.")
+        if state["controls"].keys() != self.controls.keys():
+            raise SettingError(
+                f"the state of the penalty has {len(state['controls'])} controllers, and its strength "
+                f"{self.strength} has {len(self.controls)}; resume with the strength it was saved with."
+            )
+        require_integer("steps", state["steps"])
+        controls = {name: Control(**control) for name, control in state["controls"].items()}
+        self._logarithms, self._first, self.shares = (
+            {name: torch.tensor(float(value), dtype=torch.float32) for name, value in state[key].items()}
+            for key in keys[1:4]
+        )
+        self.steps, self.controls = state["steps"], controls
+
+
+def _list_parameters(site: Site) -> list[nn.Parameter]:
+    """Return the trainable parameters of an attention's projections, W_O's included."""
+    found: dict[int, nn.Parameter] = {}
+    for part in (*site.slices, *([site.output] if site.output is not None else [])):
+        held = [own.owner._parameters.get(own.attribute) for own in part.parts]
+        own = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
+        if not own and part.module is not None:
+            # a frozen weight below adapters
+            own = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
+        found |= {id(parameter): parameter for parameter in own}
+    for parameter in found.values():
+        if is_sharded(parameter):
+            raise LayoutError(
+                f"{site.label} is sharded over processes, where gradients of one attention cannot be measured alone; "
+                "give the penalty a weight instead of a relative strength."
+            )
+    if not found:
+        raise NotFired(f"{site.label}: no parameter of its heads is trainable; unfreeze them or select other heads.")
+    return list(found.values())
+
+
+def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    total = torch.zeros((), device=like.device)
+    for gradient in gradients:
+        if gradient is not None:
+            total = total + gradient.float().square().sum().to(like.device)
+    return total

@@ -1,0 +1,200 @@
+"""Centered kernel alignment of heads, biased and debiased, from one product of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
+
+# The unbiased estimator is a U-statistic over distinct quadruples of tokens.
+FEWEST_TOKENS = 4
+# Below this share of its largest value a variance, or a Hilbert-Schmidt norm, is the rounding error of a constant.
+ROUNDING = {torch.float32: 1e-12, torch.float64: 1e-24}
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """What alignment is computed from: sums over N tokens of the centered features c(x) of H heads.
+
+    Each head is divided by its root mean square before it is summed.
+
+    Attributes:
+        squares: [H, H], |S_ij|_F^2 with S_ij = sum_t c(x_ti) c(x_tj)^T.
+        lengths: [H, H], sum_t |c(x_ti)|^2 |c(x_tj)|^2.
+        traces: [H], sum_t |c(x_ti)|^2.
+        count: N, a tensor of one number.
+        sizes: [H], the mean of |c(x_t)|^2 by which the square of each head was divided.
+    """
+
+    squares: Tensor
+    lengths: Tensor
+    traces: Tensor
+    count: Tensor
+    sizes: Tensor
+
+    def linear_hsic(self) -> Tensor:
+        """Return the biased HSIC_0 of each pair, |S_ij|_F^2 / (N - 1)^2 (Gretton et al. 2005), [H, H], at least 0."""
+        return self.squares * self._rescale / (self.count - 1).clamp_min(1).square()
+
+    def unbiased_hsic(self) -> Tensor:
+        """Return the unbiased HSIC_1 of each pair with linear kernels (Song et al. 2012), [H, H].
+
+        HSIC_1(K, L) = [tr K'L' + (1'K'1)(1'L'1) / ((N-1)(N-2)) - 2 (1'K'L'1) / (N-2)] / (N (N-3)), with K' the token
+        Gram matrix with a zero diagonal. It does not change when the features are centered, after which
+        K'1 = -(|c(x_1)|^2, ..., |c(x_N)|^2), and everything follows from sums over tokens. The matrix is positive
+        semidefinite (Szekely and Rizzo 2014). With fewer than 4 tokens it is 0.
+        """
+        return self._unbiased() * self._rescale
+
+    def linear_cka(self) -> Tensor:
+        """Return the linear CKA of each pair (Kornblith et al. 2019), [H, H] in [0, 1]; 0 for a constant head."""
+        return self._normalize(self.squares)
+
+    def debiased_cka(self) -> Tensor:
+        """Return HSIC_1(i, j) / sqrt(HSIC_1(i, i) HSIC_1(j, j)) of each pair (Nguyen et al. 2021), [H, H] in [-1, 1].
+
+        Independent heads score 0 at any number of tokens; `linear_cka` scores about e / N. A head that is constant
+        over tokens, or too close to it for four tokens to tell, scores 0 with every other head.
+        """
+        return self._normalize(self._unbiased())
+
+    @property
+    def _rescale(self) -> Tensor:
+        return self.sizes[:, None] * self.sizes
+
+    def _unbiased(self) -> Tensor:
+        n = self.count.clamp_min(FEWEST_TOKENS)
+        traces = self.traces[:, None] * self.traces
+        inside = self.squares - self.lengths * (n / (n - 2)) + traces / ((n - 1) * (n - 2))
+        return torch.where(self.count >= FEWEST_TOKENS, inside / (n * (n - 3)), 0.0)
+
+    def _normalize(self, products: Tensor) -> Tensor:
+        own = products.diagonal()
+        least = ROUNDING[products.dtype] * self.squares.diagonal() / self.count.clamp_min(1).square()
+        sound = own > torch.maximum(least, torch.full_like(own, torch.finfo(own.dtype).tiny))
+        scale = torch.where(sound, own, 1.0).rsqrt() * sound
+        return products * scale[:, None] * scale
+
+
+def multiply_features(
+    features: Tensor, keep: Tensor | None = None, metric: Tensor | None = None, *, sketch: int = 0
+) -> Products:
+    """Return the sums from which alignment is computed, differentiably: T (He)^2 multiplications, one product.
+
+    Features are centered first, also for the unbiased estimator: uncentered sums in float32 lose every digit to a
+    common offset. Each head is divided by its root mean square, as fourth powers would overflow or vanish.
+
+    Args:
+        features: [..., H, e].
+        keep: [...], bool, True = valid token; None keeps all. Padded tokens may hold anything and get gradient 0.
+        metric: [H, e, e], symmetric: lengths and products are those of features y with y . y' = x^T M x'. With
+            M_i = W_O,i W_O,i^T these are the contributions y = x W_O,i of each head, [N, d], which are never formed.
+        sketch: Number of random directions in which products of different heads are estimated, without bias, as
+            |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2 with g ~ N(0, I): T H^2 e of them in place of T (He)^2. Directions
+            follow the state of torch's generator on the CPU, which stays as it was. 0 computes the products.
+
+    Raises:
+        ShapeError: `features` is not floating or has fewer than two axes.
+        MaskError: `keep` is not bool or not of the leading shape of `features`.
+
+    >>> head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0], [1.0, -1.0], [0.0, 3.0]])
+    >>> multiply_features(torch.stack([head, -3 * head.flip(1)], dim=1)).debiased_cka()[0, 1]
+    tensor(1.0000)
+    """
+    centered, count = center_features(features, keep)
+    if metric is not None:
+        metric = metric.to(centered.dtype)
+    with autocast_off(centered):
+        squares = _square(centered, metric)
+        sizes = (squares.detach().sum(0) / count.clamp_min(1)).clamp_min(torch.finfo(squares.dtype).tiny)
+        # every result is homogeneous in each head, so that the scale needs no gradient
+        scaled = centered * sizes.rsqrt()[:, None]
+        squares = squares / sizes
+        heads, width = scaled.shape[1:]
+        if sketch:
+            products = _estimate_products(scaled, metric, sketch)
+            lengths = squares.mT @ squares
+            return Products(products, lengths, squares.sum(0), count, sizes)
+        scatter: Tensor = _Scatter.apply(scaled.flatten(1))
+        blocks = scatter.view(heads, width, heads, width)
+        if metric is None:
+            products = blocks.square().sum((1, 3))
+        else:
+            # |Y_i^T Y_j|^2 = tr(S_ij M_j S_ij^T M_i)
+            left = torch.einsum("iab,ibjc->iajc", metric, blocks)
+            right = torch.einsum("iajb,jbc->iajc", blocks, metric)
+            products = (left * right).sum((1, 3))
+        lengths = squares.mT @ squares
+    return Products(products, lengths, squares.sum(0), count, sizes)
+
+
+def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Tensor:
+    """Return an unbiased estimate of |Y_i^T Y_j|_F^2 from random directions, exact on the diagonal, [H, H]."""
+    heads, width = vectors.shape[1:]
+    with torch.random.fork_rng(devices=[]):
+        directions = torch.randn(heads, width, draws, dtype=vectors.dtype).to(vectors.device)
+    own = torch.einsum("the,thf->hef", vectors, vectors)
+    if metric is None:
+        exact = own.square().sum((1, 2))
+        projected = torch.einsum("the,hes->ths", vectors, directions)
+        across = vectors.flatten(1).mT @ projected.flatten(1)
+        found = across.view(heads, width, heads, draws).square().sum((1, 3)) / draws
+    else:
+        # directions of the contributions' own space: x M^(1/2) g, whose square has the mean x^T M x
+        turned = metric @ own
+        exact = (turned * turned.mT).sum((1, 2))
+        root = torch.linalg.cholesky(metric + 1e-6 * _mean_diagonal(metric))
+        projected = torch.einsum("the,hes->ths", vectors, root @ directions)
+        across = (vectors.flatten(1).mT @ projected.flatten(1)).view(heads, width, heads, draws)
+        found = torch.einsum("iajs,iab,ibjs->ij", across, metric, across) / draws
+    found = (found + found.mT) / 2
+    return torch.where(torch.eye(heads, dtype=torch.bool, device=found.device), exact, found)
+
+
+def _mean_diagonal(metric: Tensor) -> Tensor:
+    """Return the mean of the diagonal times the identity, [H, e, e]."""
+    eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
+    return metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * eye
+
+
+def _square(vectors: Tensor, metric: Tensor | None) -> Tensor:
+    """Return x^T M x of [T, H, e] vectors, [T, H]."""
+    other = vectors if metric is None else torch.einsum("the,hef->thf", vectors, metric)
+    return (vectors * other).sum(-1)
+
+
+def center_features(features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the features less their mean over valid tokens, [T, H, e], zeros at padding, and the number of tokens."""
+    require_floating("features", features, 2, "[..., H, e]")
+    wide = features.to(accumulation_dtype(features)).reshape(-1, *features.shape[-2:])
+    if keep is None:
+        count = torch.full((), len(wide), dtype=wide.dtype, device=wide.device)
+        return wide - wide.mean(0), count
+    require_keep(keep, features.shape[:-2])
+    padding = ~keep.reshape(-1)[:, None, None]
+    count = keep.sum().to(wide.dtype)
+    mean = wide.masked_fill(padding, 0.0).sum(0) / count.clamp_min(1)
+    return (wide - mean).masked_fill(padding, 0.0), count
+
+
+class _Scatter(torch.autograd.Function):
+    """X^T X, with one product in the backward pass in place of autograd's two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(features: Tensor) -> Tensor:
+        return features.mT @ features
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004  torch's
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (features,) = ctx.saved_tensors
+        return features @ (grads[0] + grads[0].mT)

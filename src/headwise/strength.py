@@ -1,0 +1,114 @@
+"""The strength of a method relative to what it is added to: a share of the loss's gradient, or a number of heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from headwise.errors import require_positive, require_range
+
+# How many measurements in a row a controller may stand at its highest ratio before it counts as saturated.
+SATURATED = 50
+
+
+@dataclass(frozen=True)
+class Relative:
+    """Strength as a share of the loss's own gradient on the heads; ours, not in the papers.
+
+    For repulsion ||repulsion|| = ratio * ||driving term|| in every group at every step, Frobenius norms over the group.
+    For a penalty ||gradient of the penalty|| = ratio * ||gradient of the loss|| on the parameters of each attention,
+    measured now and then (see `Disagreement.add_to`). Use it instead of a search over `alpha` or a weight, whose effect
+    depends on the loss, the width and the similarity.
+
+    Args:
+        ratio: norm of the method's gradient over that of the loss's, above 0.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        require_positive("Relative.ratio", self.ratio)
+
+
+# The strength of a method that was given none: a tenth of the loss's gradient.
+DEFAULT = Relative(0.1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Strength that a controller sets, so that heads reach an effective number and are left alone beyond; ours.
+
+    Each attention has its own. At every measurement with at least four tokens, of H heads whose effective number is E
+    (`metrics.effective_heads`, of their contributions to the output), the ratio of a `Relative` strength becomes
+
+    e <- decay e + (1 - decay) E,  error = (effective_heads - e) / H,  raw = proportional error + I,
+    ratio = clip(raw, 0, highest),  I <- I + integral error + back (ratio - raw).
+
+    This is proportional-integral control with back-calculation against windup (Astrom and Rundqwist 1989). The ratio
+    never falls below 0: heads that are more diverse than asked for are not pulled together. A target that a batch of
+    few tokens or a narrow output cannot show is never reached: the ratio then stays at `highest`.
+
+    Args:
+        effective_heads: the effective number of heads to reach, in [1, H].
+        highest: the ratio never exceeds this, above 0.
+        proportional, integral, back: gains, at least 0.
+        decay: share of the average that a new measurement keeps, in [0, 1).
+    """
+
+    effective_heads: float
+    highest: float = 1.0
+    proportional: float = 1.0
+    integral: float = 0.1
+    back: float = 0.1
+    decay: float = 0.7
+
+    def __post_init__(self) -> None:
+        require_range("Target.effective_heads", self.effective_heads, low=1.0)
+        require_positive("Target.highest", self.highest)
+        for name in ("proportional", "integral", "back"):
+            require_range(f"Target.{name}", getattr(self, name), low=0.0)
+        require_range("Target.decay", self.decay, low=0.0, high=0.99)
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where the controller of one attention stands.
+
+    Attributes:
+        ratio: The ratio now; 0 until the first measurement.
+        effective_heads: Average of the measured effective numbers; None until the first.
+        integral: I of `Target`.
+        at_highest: Number of measurements in a row with the ratio at its highest.
+    """
+
+    ratio: float = 0.0
+    effective_heads: float | None = None
+    integral: float = 0.0
+    at_highest: int = 0
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the ratio has been at its highest for long, so that the target is likely out of reach."""
+        return self.at_highest >= SATURATED
+
+
+def advance(control: Control, target: Target, measured: float, num_heads: int) -> Control:
+    """Return a controller after a measurement; one that is not finite changes nothing.
+
+    >>> advance(Control(), Target(6.0), measured=2.0, num_heads=8).ratio
+    0.5
+    """
+    if not math.isfinite(measured):
+        return control
+    before = control.effective_heads
+    average = measured if before is None else target.decay * before + (1 - target.decay) * measured
+    error = (target.effective_heads - average) / num_heads
+    raw = target.proportional * error + control.integral
+    ratio = min(max(raw, 0.0), target.highest)
+    return replace(
+        control,
+        ratio=ratio,
+        effective_heads=average,
+        integral=control.integral + target.integral * error + target.back * (ratio - raw),
+        at_highest=control.at_highest + 1 if ratio == target.highest else 0,
+    )

@@ -1,0 +1,195 @@
+"""The penalties on invariant similarities, attached to models: values, gradients, padding, calls and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import LayoutError, SettingError
+from headwise.heads.taps import Taps
+from headwise.reference import metrics as loops
+from headwise.similarity.alignment import multiply_features
+
+TERMS = (
+    hw.SquaredCosine(),
+    hw.CKA(),
+    hw.CKA(debiased=False),
+    hw.CKA(of="contributions"),
+    hw.CKA(sketch=3),
+    hw.CKA(of="contributions", sketch=3),
+    hw.HSIC(),
+    hw.HSIC(of="contributions"),
+    hw.CrossCorrelation(),
+    hw.CrossCorrelation(matched=True),
+    hw.LogDeterminant(epsilon=0.02),
+    hw.LogDeterminant(of="contributions"),
+    hw.SpanOverlap(),
+    hw.SpanOverlap("query"),
+    hw.SpanOverlap("output"),
+    hw.MapCosine(),
+)
+WITHOUT_FORWARD = (hw.SpanOverlap, hw.MapCosine)
+
+
+def make(seed: int = 0, layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    layer = torch.nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).double()
+
+
+def given(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    padding = torch.zeros(4, 7, dtype=torch.bool)
+    padding[0, 5:] = padding[2, 3:] = True
+    return torch.randn(4, 7, 12, dtype=torch.float64), padding
+
+
+@pytest.mark.parametrize("term", TERMS, ids=str)
+def test_a_step_down_the_gradient_lowers_it(term):
+    model = make()
+    x, padding = given()
+    penalty = hw.Disagreement(hw.find_heads(model), term)
+    values = []
+    for _ in range(2):
+        # a sketch follows the generator's state
+        torch.manual_seed(7)
+        model(x, src_key_padding_mask=padding)
+        values.append(penalty())
+        model.zero_grad()
+        values[-1].backward()
+        with torch.no_grad():
+            for parameter in (own for own in model.parameters() if own.grad is not None):
+                parameter.sub_(1e-3 * parameter.grad / parameter.grad.norm().clamp_min(1e-9))
+    assert values[1] < values[0]
+
+
+@pytest.mark.parametrize("term", TERMS, ids=str)
+def test_padding_changes_nothing(term):
+    model = make().eval()
+    x, padding = given()
+    penalty = hw.Disagreement(hw.find_heads(model), term)
+    found = []
+    for value in (0.0, 50.0):
+        torch.manual_seed(7)
+        model(x.masked_fill(padding.unsqueeze(-1), value), src_key_padding_mask=padding)
+        found.append(penalty().detach())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_alignment_is_that_of_a_loop_over_tokens():
+    model = make(layers=1).eval()
+    x, padding = given()
+    heads = hw.find_heads(model)
+    with Taps(heads, outputs=True) as taps:
+        model(x, src_key_padding_mask=padding)
+        (capture,) = taps.read()
+    outputs, keep = capture.outputs.detach(), ~padding
+    contributions = torch.einsum("bqhe,hde->bqhd", outputs, heads.sites[0].find_output_weights())
+    for of, features in (("outputs", outputs), ("contributions", contributions)):
+        penalty = hw.Disagreement(heads, hw.CKA(of=of))
+        model(x, src_key_padding_mask=padding)
+        pairs = [loops.debiased_cka(features[:, :, list(pair)], keep) for pair in ((0, 1), (0, 2), (1, 2))]
+        assert penalty().item() == pytest.approx(sum(max(pair, 0.0) for pair in pairs) / 3)
+        penalty.remove()
+
+
+def test_a_sketch_is_unbiased_and_leaves_the_generator_alone():
+    torch.manual_seed(3)
+    x = torch.randn(60, 4, 5, dtype=torch.float64)
+    x[:, 1] += x[:, 0]
+    out = torch.randn(4, 9, 5, dtype=torch.float64)
+    for metric in (None, out.mT @ out):
+        exact = multiply_features(x, None, metric).squares
+        draws = []
+        for seed in range(2000):
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            draws.append(multiply_features(x, None, metric, sketch=2).squares)
+            assert torch.equal(torch.get_rng_state(), state)
+        found = torch.stack(draws)
+        error = found.std(0) / len(draws) ** 0.5
+        assert ((found.mean(0) - exact).abs() <= 4.5 * error + 1e-5 * exact).all()
+        assert found.std(0).diagonal().max() < 1e-9
+
+
+def test_a_span_is_turned_and_not_stretched():
+    model = make()
+    penalty = hw.Disagreement(hw.find_heads(model), hw.SpanOverlap("value"))
+    penalty().backward()
+    for site in hw.find_heads(model):
+        value = site.slices[2]
+        rows = value.view(value.parameter.detach())
+        gradient = value.view(value.parameter.grad)
+        assert gradient.norm() > 1e-4
+        assert (gradient @ rows.mT).abs().max() < 1e-6
+
+
+def test_maps_do_not_change_with_the_basis_inside_a_head():
+    model = make(layers=1)
+    heads = hw.find_heads(model)
+    penalty = hw.Disagreement(heads, hw.MapCosine())
+    before = penalty().detach()
+    (site,) = heads
+    torch.manual_seed(4)
+    with torch.no_grad():
+        value, output = site.slices[2], site.output
+        for rows, columns in zip(value.view(value.parameter), output.view(output.parameter), strict=True):
+            mix = torch.randn(4, 4, dtype=torch.float64)
+            rows.copy_(mix @ rows)
+            columns.copy_(columns @ torch.linalg.inv(mix))
+    torch.testing.assert_close(penalty().detach(), before)
+
+
+def test_terms_add_up_and_mix_with_those_of_the_papers():
+    model = make().eval()
+    x, padding = given()
+    heads = hw.find_heads(model)
+    parts = (hw.CKA(), hw.Output(), hw.SpanOverlap())
+    found = []
+    for term in (*parts, hw.CKA() + 0.5 * hw.Output() + 0.25 * hw.SpanOverlap()):
+        penalty = hw.Disagreement(heads, term)
+        model(x, src_key_padding_mask=padding)
+        found.append(penalty().item())
+        penalty.remove()
+    assert found[3] == pytest.approx(found[0] + 0.5 * found[1] + 0.25 * found[2])
+
+
+def test_three_tokens_say_nothing_and_are_not_counted():
+    model = make(layers=1)
+    x, _ = given()
+    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA())
+    model(x)
+    whole = penalty().detach()
+    model(x)
+    model(x[:1, :3])
+    torch.testing.assert_close(penalty().detach(), whole)
+    model(x[:1, :3])
+    assert penalty().item() == 0.0
+
+
+def test_grouped_queries_compare_maps_of_every_query_head():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.MapCosine() + hw.SpanOverlap("key"))
+    penalty().backward()
+    attention = model.layers[0].self_attn
+    assert all(part.weight.grad is not None for part in (attention.v_proj, attention.o_proj, attention.k_proj))
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(SettingError, match=r"CKA\.of is 'weights'"):
+        hw.CKA(of="weights")
+    with pytest.raises(SettingError, match=r"CKA\.sketch is -1"):
+        hw.CKA(sketch=-1)
+    with pytest.raises(SettingError, match=r"LogDeterminant\.epsilon is 0\.0"):
+        hw.LogDeterminant(epsilon=0.0)
+    with pytest.raises(SettingError, match=r"SpanOverlap\.projection is 'q'"):
+        hw.SpanOverlap("q")
+    with pytest.raises(LayoutError, match="one head"):
+        hw.Disagreement(hw.find_heads(torch.nn.MultiheadAttention(8, 1)), hw.CKA())

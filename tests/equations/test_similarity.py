@@ -1,0 +1,240 @@
+"""Similarities of heads: golden numbers, exact gradients, what each is indifferent to, padding, and precision."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from headwise.similarity.alignment import multiply_features
+from headwise.similarity.correlation import cross_correlation
+from headwise.similarity.cosine import squared_cosine_sum
+from headwise.similarity.effective import effective_number, log_determinant
+from headwise.similarity.subspaces import map_cosine, span_similarity
+
+NAN = float("nan")
+# computed by hand and by loops over tokens; token 3 is padding
+OUTPUTS = torch.tensor(
+    [
+        [[1, 0], [0, 1], [1, 1]],
+        [[0, 1], [1, 2], [-1, 1]],
+        [[2, -1], [1, 0], [0, 3]],
+        [[NAN, NAN]] * 3,
+        [[-1, 2], [0, -1], [2, 1]],
+        [[1, 3], [-2, 1], [1, -2]],
+    ],
+    dtype=torch.float64,
+)
+KEEP = torch.tensor([True, True, True, False, True, True])
+VALUES = torch.tensor(
+    [[[1, 0], [0, 1], [1, 1], [0, 0]], [[1, 1], [0, 2], [0, 0], [1, 0]], [[0, 1], [1, 0], [2, 0], [0, 1]]],
+    dtype=torch.float64,
+)
+OUT = torch.tensor(
+    [[[1, 0, 2, 0], [0, 1, 0, 1]], [[0, 1, 1, 0], [1, 0, 0, -1]], [[1, 1, 0, 0], [0, 0, 1, 2]]], dtype=torch.float64
+)
+
+
+def mean(matrix):
+    heads = len(matrix)
+    return matrix.triu(1).sum() / (heads * (heads - 1) / 2)
+
+
+def squared_cosine(x, keep=None):
+    total, count = squared_cosine_sum(x, keep)
+    return total / count
+
+
+# each penalty's core on [T, H, e], and whether it ignores scale, rotation inside a head, and offset
+TERMS = {
+    "squared cosine": (squared_cosine, (True, False, False)),
+    "linear CKA": (lambda x, k=None: mean(multiply_features(x, k).linear_cka()), (True, True, True)),
+    "unbiased HSIC": (lambda x, k=None: mean(multiply_features(x, k).unbiased_hsic()), (False, True, True)),
+    "debiased CKA": (lambda x, k=None: mean(multiply_features(x, k).debiased_cka()), (True, True, True)),
+    "correlation": (lambda x, k=None: mean(cross_correlation(x, k)), (True, False, True)),
+    "determinant": (lambda x, k=None: log_determinant(multiply_features(x, k).linear_cka()), (True, True, True)),
+}
+
+
+def test_golden_numbers():
+    products = multiply_features(OUTPUTS, KEEP)
+    contributions = multiply_features(OUTPUTS, KEEP, OUT @ OUT.mT)
+    found = {
+        "squared cosine": (squared_cosine(OUTPUTS, KEEP), 0.37066667),
+        "HSIC_0": (mean(products.linear_hsic()), 5.11333333),
+        "HSIC_1": (mean(products.unbiased_hsic()), 1.0),
+        "CKA": (mean(products.linear_cka()), 0.61295552),
+        "debiased CKA": (mean(products.debiased_cka()), 0.23658673),
+        "CKA of contributions": (mean(contributions.linear_cka()), 0.49546904),
+        "debiased CKA of contributions": (mean(contributions.debiased_cka()), 0.03396513),
+        "E, CKA": (effective_number(products.linear_cka()), 1.95753476),
+        "E, contributions": (effective_number(contributions.debiased_cka()), 2.51369410),
+        "E, energy-weighted": (effective_number(contributions.debiased_cka(), contributions.sizes), 2.34641713),
+        "log determinant": (log_determinant(products.linear_cka()), 0.59843335),
+        "map cosine": (mean(map_cosine(VALUES, OUT).square()), 0.06479592),
+    }
+    for name, (value, expected) in found.items():
+        assert math.isclose(float(value), expected, rel_tol=0, abs_tol=6e-9), name
+    pairs = [products.debiased_cka()[i, j] for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert torch.allclose(torch.stack(pairs), torch.tensor([-0.24494897, 0.26425821, 0.69045096]).double(), atol=6e-9)
+    assert math.isclose(float(mean(span_similarity(VALUES))), 0.54320988, abs_tol=6e-9)
+    assert math.isclose(float(mean(span_similarity(OUT.mT))), 0.485, abs_tol=6e-9)
+    # the epsilon on variances costs digits
+    assert math.isclose(float(mean(cross_correlation(OUTPUTS, KEEP))), 0.58470373, abs_tol=2e-5)
+    assert math.isclose(float(mean(cross_correlation(OUTPUTS, KEEP, matched=True))), 0.21267875, abs_tol=2e-5)
+
+
+GRADIENTS = {
+    "squared cosine": (0.15130236, (0.0, 0.06666667)),
+    "linear CKA": (0.25955882, (-0.02412775, 0.04632223)),
+    "unbiased HSIC": (2.38813942, (0.13333333, 0.16666667)),
+    "debiased CKA": (0.51939631, (0.01972465, 0.04829837)),
+    "determinant": (0.64831507, (-0.05924064, 0.07862459)),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_golden_gradients(name: str):
+    outputs = OUTPUTS.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(TERMS[name][0](outputs, KEEP), outputs)
+    norm, row = GRADIENTS[name]
+    assert math.isclose(float(gradient.norm()), norm, abs_tol=6e-9)
+    assert torch.allclose(gradient[0, 0], torch.tensor(row).double(), atol=6e-9)
+    assert not gradient[3].any()
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_gradients_to_second_order(name: str):
+    torch.manual_seed(3)
+    outputs = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(2, 5) < 0.8
+    assert torch.autograd.gradcheck(TERMS[name][0], (outputs, keep))
+    assert torch.autograd.gradgradcheck(TERMS[name][0], (outputs, keep))
+
+
+def test_gradients_of_weights():
+    torch.manual_seed(4)
+    values = torch.randn(3, 7, 2, dtype=torch.float64, requires_grad=True)
+    out = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True)
+    outputs = torch.randn(9, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(span_similarity, (values,))
+    assert torch.autograd.gradcheck(map_cosine, (values, out))
+    assert torch.autograd.gradcheck(lambda x, w: multiply_features(x, None, w @ w.mT).debiased_cka(), (outputs, out))
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_indifference_of_a_gradient(name: str):
+    """A function ignores a change exactly when its gradient has no part along it."""
+    term, (scale, rotation, offset) = TERMS[name]
+    torch.manual_seed(5)
+    x = torch.randn(12, 3, 2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(term(x), x)
+    radial = (gradient * x).sum((0, 2)).abs().max()
+    turn = torch.einsum("tha,thb->hab", x, gradient)
+    turning = (turn - turn.mT).abs().max()
+    shift = gradient.sum(0).abs().max()
+    for found, ignored in ((radial, scale), (turning, rotation), (shift, offset)):
+        # the epsilon on the variances of the correlation leaves a part of a hundred thousandth
+        assert found < (1e-5 if name == "correlation" else 1e-12) if ignored else found > 1e-3
+
+
+def test_a_span_is_only_turned():
+    torch.manual_seed(6)
+    values = torch.randn(3, 7, 2, dtype=torch.float64, requires_grad=True)
+    out = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(mean(span_similarity(values)), values)
+    assert (values.mT @ gradient).abs().max() < 1e-6 < gradient.abs().max()
+    value, output = torch.autograd.grad(mean(map_cosine(values, out).square()), (values, out))
+    # mixing the basis inside a head, A M and M^-1 B, changes nothing
+    assert torch.allclose(values.mT @ value, output @ out.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_a_head_of_lower_rank_spans_less_and_one_of_zeros_nothing(dtype: torch.dtype, size: float):
+    torch.manual_seed(8)
+    full = torch.randn(40, 16, dtype=dtype)
+    low = torch.randn(40, 2, dtype=dtype) @ torch.randn(2, 16, dtype=dtype)
+    factors = (size * torch.stack([full, low, torch.zeros_like(full)])).requires_grad_()
+    overlaps = span_similarity(factors)
+    assert torch.allclose(overlaps.diagonal(), torch.tensor([1.0, 2 / 16, 0.0], dtype=dtype), atol=3e-5)
+    onto, within = (torch.linalg.svd(part.double())[0][:, :rank] for part, rank in ((full, 16), (low, 2)))
+    assert math.isclose(float(overlaps[0, 1].detach()), float((onto.mT @ within).square().sum() / 16), rel_tol=1e-4)
+    overlaps.sum().backward()
+    assert factors.grad is not None
+    assert factors.grad.isfinite().all()
+
+
+def test_unbiased_hsic_is_the_mean_over_distinct_quadruples():
+    torch.manual_seed(7)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    k, m = x[:, 0] @ x[:, 0].T, x[:, 1] @ x[:, 1].T
+    terms = [
+        k[a, b] * m[a, b] + k[a, b] * m[c, d] - 2 * k[a, b] * m[a, c]
+        for a, b, c, d in itertools.permutations(range(6), 4)
+    ]
+    expected = torch.stack(terms).mean()
+    assert torch.allclose(multiply_features(x).unbiased_hsic()[0, 1], expected)
+
+
+def test_unbiased_hsic_of_batches_has_the_mean_of_all():
+    torch.manual_seed(8)
+    x = torch.randn(400, 2, 3, dtype=torch.float64)
+    x[:, 1] += 0.5 * x[:, 0]
+    batches = [multiply_features(x[torch.randperm(400)[:8]]).unbiased_hsic()[0, 1] for _ in range(3000)]
+    draws = torch.stack(batches)
+    assert abs(draws.mean() - multiply_features(x).unbiased_hsic()[0, 1]) < 4 * draws.std() / 3000**0.5
+    biased = torch.stack([multiply_features(x[torch.randperm(400)[:8]]).linear_cka()[0, 1] for _ in range(200)])
+    assert biased.mean() > multiply_features(x).linear_cka()[0, 1] + 0.1
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
+def test_an_offset_costs_no_digits_in_float32(offset: float):
+    torch.manual_seed(9)
+    x = torch.randn(200, 4, 8, dtype=torch.float64)
+    shifted = (x + offset).float()
+    # what the offset itself rounded away is not the function's doing
+    expected = multiply_features(shifted.double()).debiased_cka()
+    assert torch.allclose(multiply_features(shifted).debiased_cka().double(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_fourth_powers_neither_vanish_nor_overflow(scale: float):
+    torch.manual_seed(10)
+    x = torch.randn(50, 3, 4)
+    scaled = x * torch.tensor([1.0, scale, 1 / scale])[:, None]
+    assert torch.allclose(multiply_features(scaled).debiased_cka(), multiply_features(x).debiased_cka(), atol=1e-5)
+
+
+def test_a_constant_head_is_like_no_other():
+    torch.manual_seed(11)
+    x = torch.randn(20, 3, 4, requires_grad=True)
+    constant = torch.where(torch.tensor([True, False, True])[:, None], x, 7.3)
+    for kernel in (multiply_features(constant).linear_cka(), multiply_features(constant).debiased_cka()):
+        assert kernel[1].abs().max() == 0
+        assert kernel[0, 0] > 0.999
+        (gradient,) = torch.autograd.grad(kernel.sum(), x, retain_graph=True)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", range(4))
+def test_fewer_than_four_tokens_say_nothing(tokens: int):
+    x = torch.randn(6, 3, 4, requires_grad=True)
+    keep = torch.arange(6) < tokens
+    kernel = multiply_features(x, keep).debiased_cka()
+    (gradient,) = torch.autograd.grad(kernel.sum(), x)
+    assert not kernel.any()
+    assert not gradient.any()
+
+
+def test_effective_number_of_groups_and_dead_heads():
+    groups = torch.block_diag(*[torch.ones(n, n) for n in (2, 2, 2)])
+    assert math.isclose(float(effective_number(groups)), 3.0)
+    torch.manual_seed(3)
+    x = torch.randn(512, 8, 16, dtype=torch.float64)
+    x[:, 1:] *= 1e-3
+    products = multiply_features(x)
+    kernel = products.debiased_cka()
+    assert effective_number(kernel) > 7.9
+    assert effective_number(kernel, products.sizes) < 1.01
+    assert math.isclose(float(log_determinant(torch.ones(8, 8))), (7 * math.log(1e3) - math.log(8)) / 8, abs_tol=2e-3)
