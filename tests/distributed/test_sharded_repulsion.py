@@ -30,7 +30,7 @@ from distributed.engines import (
     own,
 )
 from distributed.processes import Processes
-from headwise.parallel import gather_full
+from headwise.heads.head_slice import gather_full
 
 RATE, STEPS = 0.05, 3
 RULES = {

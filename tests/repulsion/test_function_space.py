@@ -186,7 +186,32 @@ def test_grouped_queries_are_refused():
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), FunctionSVGD())
 
 
+def test_keys_of_another_size_than_queries_make_no_product():
+    model = nn.Module()
+    model.num_heads, model.v_head_dim = 2, 3
+    model.q_proj, model.kv_b_proj, model.o_proj = nn.Linear(8, 12), nn.Linear(4, 16), nn.Linear(6, 8)
+    heads = hw.find_heads(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hw.SettingError, match=r"a query head has 6 features and a key head 5 .*projection\('value'\)"):
+        hw.repel(optimizer, heads, FunctionSVGD())
+    hw.repel(optimizer, heads.projection("value"), FunctionSVGD())
+
+
 def test_heads_divided_over_processes_are_refused(monkeypatch):
     monkeypatch.setattr("headwise.repulsion.groups.is_sharded", lambda tensor: tensor.dim() == 2)
     with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
         FunctionSVGD().find_groups(hw.find_heads(attention()))
+
+
+def test_on_directions_of_functions_neither_factor_is_lengthened():
+    model = attention(7)
+    force = stepped(model, FunctionSVGD(alpha=0.7, kernel=hw.NormalizedRBF()))
+    for head_slice in hw.find_heads(model).slices():
+        name = head_slice.name.removeprefix("model.")
+        rows, push = head_slice.view(head_slice.parameter), head_slice.view(force[name])
+        assert push.norm() > 1e-6
+        assert (rows * push).sum((1, 2)).abs().max() < 1e-12
+    # a kernel on distances does lengthen them
+    force = stepped(attention(7), FunctionSVGD(alpha=0.7))
+    grown = [(s.view(s.parameter) * s.view(force[s.name])).sum((1, 2)) for s in hw.find_heads(model).slices()]
+    assert torch.stack(grown).abs().max() > 1e-6

@@ -12,7 +12,8 @@ from torch.optim import SGD
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.wrappers import LoraLinear, wrap
-from headwise.repulsion.groups import acts_apart, find_groups
+from headwise.repulsion.groups import find_groups
+from headwise.repulsion.rules import acts_apart
 from headwise.repulsion.step import apply_rule
 from repulsion.by_hand import RULE, assert_as_by_hand, expected_gradients, loss_of, model_with_gradients
 

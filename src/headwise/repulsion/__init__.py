@@ -1,7 +1,6 @@
 """Heads as particles: update rules, kernels, and the hook that runs them in an optimizer step."""
 
 from headwise.repulsion.function_space import FunctionSVGD
-from headwise.repulsion.groups import jitter
 from headwise.repulsion.kernels import (
     IMQ,
     RBF,
@@ -15,9 +14,12 @@ from headwise.repulsion.kernels import (
     ReleasedMedian,
     cosine_gradient,
 )
-from headwise.repulsion.mixing import Mixing, Relative, blend, repulsion_scale
+from headwise.repulsion.mixing import Mixing, blend, repulsion_scale
+from headwise.repulsion.noise import jitter
 from headwise.repulsion.repel import Repulsion, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Forces, Rule, update
+from headwise.repulsion.spans import SpanSVGD
+from headwise.strength import Relative, Target
 
 __all__ = [
     "IMQ",
@@ -41,6 +43,8 @@ __all__ = [
     "ReleasedMedian",
     "Repulsion",
     "Rule",
+    "SpanSVGD",
+    "Target",
     "blend",
     "cosine_gradient",
     "jitter",

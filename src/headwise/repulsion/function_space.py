@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from headwise.errors import LayoutError, SettingError, ShapeError
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads, Site
 from headwise.nn.additive import AdditiveAttention
+from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import Geometry, find_collapsed, geometry_from_grams, plain_gram, shifted_gram
-from headwise.repulsion.groups import ForceNorms, ParticleGroup
-from headwise.repulsion.mixing import Mixing, identity, repulsion_factor
+from headwise.repulsion.groups import ParticleGroup
+from headwise.repulsion.mixing import Mixing, Strength, find_strength, identity
+from headwise.repulsion.pushes import make_share, push_apart
 from headwise.repulsion.rules import KernelRule
 
 
@@ -39,7 +41,7 @@ class FunctionSVGD(KernelRule):
     and its basis matters.
 
     Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
+        alpha: weight of the repulsion, in units of the loss, at least 0, a `Relative` or a `Target`.
         step_size: eps, above 0.
         kernel: k, on the products.
     """
@@ -77,17 +79,20 @@ class FunctionSVGD(KernelRule):
         return tuple(groups)
 
     @torch.no_grad()
-    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
         """Replace the gradient of every group in place by that of the rule; None when none has a gradient."""
         records, skipped = [], []
         for group in groups:
             assert isinstance(group, FunctionGroup)
-            gradients = group.gradients()
-            if gradients is None:
+            if group.gradients() is None:
                 skipped.append(group.name)
             else:
-                records.append(_apply(self, group, group.views(gradients), strength, scale))
+                records.append(_apply(self, group, find_strength(strength, group.name), scale))
         return replace(ForceNorms.join(records), skipped=tuple(skipped)) if records else None
+
+    def drive(self, group: ParticleGroup) -> Tensor:
+        """The coefficients [M, M] of a group's driving term: eps / M on the diagonal."""
+        return make_share(self.step_size, group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,20 +103,20 @@ class FunctionGroup(ParticleGroup):
         shared: The module of that weight, [e, b]; None where both factors belong to the head.
     """
 
-    shared: nn.Module | None = None
+    shared: nn.Module | None = field(default=None, repr=False)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [M, e, a] and B [M, e, b] in at least single precision."""
-        first = _turn(self.slices[0], self.slices[0].view(self.slices[0].parameter))
+        first = _turn(self.slices[0], self.slices[0].read())
         if self.shared is None:
-            second = _turn(self.slices[1], self.slices[1].view(self.slices[1].parameter))
+            second = _turn(self.slices[1], self.slices[1].read())
         else:
             # one row of a score matrix is a column of A
             first, weight = first.mT, self.shared._parameters["weight"]
             assert weight is not None
             second = weight.detach().expand(len(first), -1, -1)
         dtype = torch.promote_types(first.dtype, torch.float32)
-        return first.detach().to(dtype), second.detach().to(dtype)
+        return first.to(dtype), second.to(dtype)
 
     def turn_back(self, index: int, force: Tensor) -> Tensor:
         """Return a force on factor `index` in the orientation of its slice's view."""
@@ -154,6 +159,12 @@ def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup
     slices = {head_slice.projection: head_slice for head_slice in site.slices}
     found = []
     if {"query", "key"} <= set(projections):
+        sizes = slices["query"].head_size, slices["key"].head_size
+        if sizes[0] != sizes[1]:
+            raise SettingError(
+                f"{site.name}: a query head has {sizes[0]} features and a key head {sizes[1]} (all heads share the "
+                "others), so no product of the two is its function; select heads.projection('value'), or use SVGD."
+            )
         found.append(FunctionGroup(f"{site.name} query-key".strip(), (slices["query"], slices["key"])))
     if "value" in projections:
         if site.output is None:
@@ -165,40 +176,20 @@ def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup
     return found
 
 
-def _apply(
-    rule: FunctionSVGD, group: FunctionGroup, gradients: list[Tensor], strength: float, scale: Tensor | None
-) -> ForceNorms:
+def _apply(rule: FunctionSVGD, group: FunctionGroup, strength: float, scale: Tensor | None) -> ForceNorms:
     first, second = group.factors()
     functions = compute_products(first, second)
     shifted = shifted_gram(functions)
     geometry = geometry_from_grams(shifted, plain_gram(functions) if rule.needs_inner else None)
     mixing = rule.mixing(geometry)
     forces = pull_back(_mix(mixing.repulsion, functions), first, second)
-    pushes = [group.turn_back(index, forces[index]) for index in range(len(gradients))]
-    coefficients = mixing.drive.to(first.dtype).diagonal().view(-1, 1, 1)
-    driving = [coefficients * gradient.to(first.dtype) for gradient in gradients]
-    driving_norm, push_norm = _norm(driving), _norm(pushes)
-    factor = repulsion_factor(mixing, driving_norm, push_norm, strength, scale)
-    finite = driving_norm.isfinite() & (factor * push_norm).isfinite()
-    for gradient, term, push in zip(gradients, driving, pushes, strict=True):
-        # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
-        torch.where(finite, (term - factor * push).to(gradient.dtype), gradient, out=gradient)
-    unscale = 1.0 if scale is None else scale.reciprocal()
-    sizes = [torch.linalg.vector_norm(view.float(), dim=(1, 2)) for view in group.views()]
-    return ForceNorms(
-        (group.name,),
-        (driving_norm * unscale).view(1),
-        (factor * push_norm * unscale).view(1),
-        torch.stack([size.square() for size in sizes]).sum(0).sqrt().mean().view(1),
-        finite.view(1),
-        find_collapsed(geometry).view(1),
-        (group.particles,),
-    )
+    pushes = [group.turn_back(index, forces[index]) for index in range(len(group.slices))]
+    return push_apart(group, pushes, mixing, find_collapsed(geometry), strength, scale)
 
 
 def _turn(head_slice: HeadSlice, view: Tensor) -> Tensor:
-    """Return the view [M, e, other] of heads that are columns as if they were rows, and back."""
-    return view if head_slice.axis == 0 else view.mT
+    """Return a view [M, other, e] of heads that are columns as if they were rows, and back."""
+    return view.mT if head_slice.transposed else view
 
 
 def _mix(repulsion: Tensor, functions: Tensor) -> Tensor:
@@ -207,7 +198,3 @@ def _mix(repulsion: Tensor, functions: Tensor) -> Tensor:
     origin = functions[:1]
     differences = torch.tensordot(coefficients, functions - origin, dims=1)
     return differences + repulsion.sum(-1).to(functions.dtype).view(-1, 1, 1) * origin
-
-
-def _norm(forces: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(force) for force in forces]).norm()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.parallel import sum_over
+from headwise.heads.sharding import sum_over
 
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
 # also the square of the resolution of float32 parameters.

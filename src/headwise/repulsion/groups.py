@@ -1,27 +1,28 @@
-"""Particle groups: the heads that repel one another, what a step did to them, and whether they can be told apart.
-
-The checks read values of parameters and so wait for the device: no step makes any.
-"""
+"""Particle groups: the heads that repel one another, the optimizers that hold them, and the present step's progress."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
-from typing import Any, NoReturn
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError, require_integer, require_positive
-from headwise.heads.head_slice import HeadSlice
-from headwise.heads.heads import PROJECTIONS, Heads, require_heads
-from headwise.parallel import add_own_part, find_flattening, gather_full, is_sharded, write_own_part
-from headwise.repulsion.gram import SMALLEST, geometry, geometry_from_grams, shifted_gram, squared_norms
-from headwise.repulsion.rules import Rule
+from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
+from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
+from headwise.heads.heads import Heads
+from headwise.repulsion.force_norms import ForceNorms
+from headwise.repulsion.gram import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
+from headwise.repulsion.optimizers import find_holder, has_gradient, is_within_step, list_held
+from headwise.repulsion.replaced_optimizers import Watch
+
+BeforeStep = Callable[["Attachment", Tensor | None], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,66 +43,76 @@ class ParticleGroup:
         return self.slices[0].heads
 
     @property
+    def parts(self) -> tuple[HeadSlice, ...]:
+        """The slices of single parameters: `slices`, or one for each head where each is a parameter of its own."""
+        return tuple(part for head_slice in self.slices for part in head_slice.parts)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameter of each part."""
+        return [part.parameter for part in self.parts]
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters through which the particles are trained, by name: these, or A and B under LoRA."""
+        return {name: tensor for part in self.parts for name, tensor in part.trained.items()}
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters of LoRA add to some of its parameters."""
+        return any(part.lora is not None for part in self.parts)
+
+    @property
     def keys(self) -> dict[tuple[int, int], str]:
-        """Parameter and first row of each head slice, which identify it, and its name for messages."""
+        """Parameter and first row of each part, which identify it, and its name for messages."""
         return {
             (id(head_slice.parameter), head_slice.start): f"{head_slice.projection} heads of {head_slice.name}"
-            for head_slice in self.slices
+            for head_slice in self.parts
         }
 
     @property
     def sharded(self) -> bool:
         """Whether some of its parameters are divided over processes."""
-        return any(is_sharded(head_slice.parameter) for head_slice in self.slices)
+        return any(is_sharded(parameter) for parameter in self.parameters)
 
     def views(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the heads of its parameters, or of tensors shaped like them, as views [M, a, b]."""
-        tensors = [head_slice.parameter for head_slice in self.slices] if tensors is None else tensors
-        return [head_slice.view(tensor) for head_slice, tensor in zip(self.slices, tensors, strict=True)]
+        """Return the heads of its parameters, or of tensors shaped like them, as [M, a, b], one for each slice.
+
+        These are views, and copies where each head is a parameter of its own: see `write`.
+        """
+        given = iter(self.parameters if tensors is None else tensors)
+        return [head_slice.gather([next(given) for _ in head_slice.parts]) for head_slice in self.slices]
+
+    def write(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Put what was written to `views(tensors)` into the tensors, where those views are copies."""
+        into = iter(tensors)
+        for head_slice, view in zip(self.slices, views, strict=True):
+            own = [part.view(next(into)) for part in head_slice.parts]
+            if len(own) > 1:
+                for target, head in zip(own, view.split([len(target) for target in own]), strict=True):
+                    target.copy_(head)
 
     def whole_views(self) -> list[Tensor]:
-        """Return `views()` of the whole parameters, gathered from the processes that hold them."""
-        return self.views([gather_full(head_slice.parameter) for head_slice in self.slices])
+        """Return `views()` of the whole parameters, gathered from the processes that hold them, with their adapters."""
+        if self.adapted:
+            return [head_slice.read() for head_slice in self.slices]
+        return self.views([gather_full(parameter) for parameter in self.parameters])
 
     def gradients(self) -> list[Tensor] | None:
-        """Return the gradient of each parameter, or None unless every one has a gradient and is trainable."""
+        """Return the gradient of each trained parameter, or None unless every one has a gradient and is trainable."""
         gradients = []
-        for head_slice in self.slices:
-            gradient = head_slice.parameter.grad
+        for part in self.parts:
+            # of two adapters one may be frozen
+            trained = {name: tensor for name, tensor in part.trained.items() if tensor.requires_grad}
             # a parameter frozen in mid-training may keep a gradient of zeros, which repulsion would move
-            if gradient is None or not head_slice.parameter.requires_grad:
+            if not trained or any(tensor.grad is None for tensor in trained.values()):
                 return None
-            if gradient.is_sparse:
-                raise LayoutError(f"{head_slice.name} has a sparse gradient; repulsion needs a dense one.")
-            gradients.append(gradient)
+            for name, tensor in trained.items():
+                assert tensor.grad is not None
+                if tensor.grad.is_sparse:
+                    raise LayoutError(f"{name} has a sparse gradient; repulsion needs a dense one.")
+                gradients.append(tensor.grad)
         return gradients
-
-    def add_noise(self, deviation: float | Tensor, *, seed: int, step: int, scale: Tensor | None) -> None:
-        """Add N(0, deviation^2) to the gradients of the heads, the same for the same (seed, step, parameter).
-
-        A process that holds a part of a gradient adds what a single process would have added to that part.
-        """
-        gradients = self.gradients()
-        if gradients is None:
-            return
-        for head_slice, gradient in zip(self.slices, gradients, strict=True):
-            sharded = is_sharded(gradient)
-            every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device) if sharded else gradient
-            view = head_slice.view(every)
-            noise = _draw_noise(view, seed, step, head_slice) * deviation
-            with torch.no_grad():
-                view.add_((noise if scale is None else noise * scale).to(view.dtype))
-            if sharded:
-                add_own_part(gradient, every)
-
-    def require_trainable(self) -> None:
-        """Raise `LayoutError` unless every parameter is a trainable matrix of which heads can be read."""
-        for head_slice in self.slices:
-            reason = find_flattening(head_slice.owner, head_slice.parameter)
-            if reason is not None:
-                raise LayoutError(f"{head_slice.name} {reason}.")
-            if not head_slice.parameter.requires_grad:
-                raise LayoutError(f"{head_slice.name} does not require a gradient; unfreeze it or select other heads.")
 
     def require_nonzero(self) -> None:
         """Raise `ShapeError` naming the heads that are zero, which have no direction."""
@@ -115,8 +126,8 @@ class ParticleGroup:
 
     def require_apart(self) -> None:
         """Raise `HeadwiseError` where heads are not finite, or all of them equal; `LayoutError` on the meta device."""
-        for head_slice in self.slices:
-            _require_finite(head_slice)
+        for part in self.parts:
+            part.require_finite()
         if self.particles > 1 and self.measure_spread() == 0.0:
             raise HeadwiseError(
                 f"{self.name}: all {self.particles} heads are equal, so their repulsion is zero and stays so. "
@@ -130,67 +141,171 @@ class ParticleGroup:
             return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
 
 
-@dataclass(frozen=True)
-class ForceNorms:
-    """What a step did to each particle group; tensors stay on the parameters' device until they are read.
+@dataclass(eq=False)
+class Attachment:
+    """One optimizer, the particle groups whose parameters it holds, and its progress through the current step.
 
     Attributes:
-        names: Names of the groups acted on.
-        driving_norm: Norm of the driving term (loss and prior) handed to the optimizer, [G].
-        repulsion_norm: Norm of the repulsion handed to the optimizer, [G].
-        particle_norm: Mean norm of the particles before the step, [G].
-        finite: False where gradient or particles were not finite and the gradient was left unchanged, [G].
-        equal: True where several heads are all equal, so that they do not repel, [G].
-        particles: Number of particles M of each group; a single one is repelled by nothing.
-        skipped: Names of groups without a gradient.
+        optimizer: The innermost torch optimizer.
+        groups: What is acted on before its steps.
+        steps: Number of its steps since the attachment.
+        turn: 0, or the number of earlier attachments with the same parameter names (two models may have equal names),
+            so that each gets different noise.
+        last: What the last step did.
+        idle: Names of the groups that never had a gradient.
+        noisy: Whether the gradients that were acted on have their noise.
     """
 
-    names: tuple[str, ...]
-    driving_norm: Tensor
-    repulsion_norm: Tensor
-    particle_norm: Tensor
-    finite: Tensor
-    equal: Tensor
-    particles: tuple[int, ...]
-    skipped: tuple[str, ...] = ()
+    optimizer: Optimizer
+    groups: tuple[ParticleGroup, ...]
+    steps: int = 0
+    turn: int = 0
+    last: ForceNorms | None = None
+    idle: set[str] = field(default_factory=set)
+    noisy: bool = False
+    _applied_to: tuple[weakref.ref[Tensor], ...] = field(default=(), repr=False)
+    _before: BeforeStep | None = field(default=None, repr=False)
+    _handles: tuple[RemovableHandle, ...] = field(default=(), repr=False)
+    _watch: Watch = field(default_factory=Watch, repr=False)
+
+    def __post_init__(self) -> None:
+        self._trained = self._list_trained()
+        self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
+        self.idle = {group.name for group in self.groups}
 
     @property
-    def drive_norm(self) -> Tensor:
-        """`driving_norm`, under its name in version 0.1."""
-        return self.driving_norm
+    def keys(self) -> dict[tuple[int, int], str]:
+        """Parameter and first row of everything acted on, and its name for messages."""
+        return {key: name for group in self.groups for key, name in group.keys.items()}
 
     @property
-    def force_ratio(self) -> Tensor:
-        """Norm of the repulsion over norm of the driving term, [G]: its strength, comparable across runs."""
-        return self.repulsion_norm / self.driving_norm
+    def attached(self) -> bool:
+        """Whether the optimizer still calls the hooks: a copy of it, or an unpickled one, has none."""
+        return any(own is self for own in find_attachments(self.optimizer))
 
-    @staticmethod
-    def join(records: Sequence[ForceNorms]) -> ForceNorms:
-        """Return the records of several optimizers, or of groups of several sizes, as one."""
-        if len(records) == 1:
-            return records[0]
-        device = records[0].driving_norm.device
-        joined: dict[str, Any] = {}
-        for field in fields(ForceNorms):
-            parts = [getattr(record, field.name) for record in records]
-            joined[field.name] = (
-                tuple(chain.from_iterable(parts))
-                if isinstance(parts[0], tuple)
-                else torch.cat([part.to(device) for part in parts])
-            )
-        return ForceNorms(**joined)
+    @property
+    def applied(self) -> bool:
+        """Whether the present gradients were acted on; new tensors were not, nor what a later backward added."""
+        present = self._gradients()
+        return (
+            bool(self._applied_to)
+            and len(present) == len(self._applied_to)
+            and all(was() is now for was, now in zip(self._applied_to, present, strict=True))
+        )
 
-    def __str__(self) -> str:
-        lines = [f"{'particle group':<40} {'driving':>9} {'repulsion':>9} {'ratio':>9} {'particle':>9}"]
-        columns = (self.driving_norm, self.repulsion_norm, self.force_ratio, self.particle_norm)
-        for index, name in enumerate(self.names):
-            notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
-            notes += "  one head: nothing repels it" if self.particles[index] == 1 else ""
-            source = "gradient" if self.particle_norm[index].isfinite() else "heads"
-            notes += "" if self.finite[index] else f"  {source} not finite, gradient unchanged"
-            lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
-        lines += [f"{name:<40} no gradient" for name in self.skipped]
-        return "\n".join(lines)
+    def attach(self, before: BeforeStep) -> None:
+        """Call `before(self, scale)` once per step, when gradients are complete; `scale` is what multiplies them."""
+        others = find_attachments(self.optimizer)
+        names = set(self.keys.values())
+        taken = {other.turn for other in others if names & set(other.keys.values())}
+        self.turn = min(set(range(len(others) + 1)) - taken)
+        self._before = before
+        clear = _make_clearing_hook(weakref.ref(self))
+        self._handles = (
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+            *(parameter.register_post_accumulate_grad_hook(clear) for parameter in self._parameters),
+        )
+        self._watch.start(self.optimizer, self._parameters)
+
+    def detach(self) -> None:
+        """Remove the hooks from the optimizer and its parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+        self._watch.remove()
+
+    def mark(self) -> None:
+        """Remember that the present gradients were acted on."""
+        self._applied_to = tuple(weakref.ref(gradient) for gradient in self._gradients())
+
+    def clear(self) -> None:
+        """Forget it: the step was taken, or there are new gradients."""
+        self._applied_to, self.noisy = (), False
+
+    def record(self, forces: ForceNorms) -> None:
+        """Keep what a step did."""
+        self.last = forces
+        if self.idle:
+            self.idle.intersection_update(forces.skipped)
+
+    def require_current(self) -> None:
+        """Raise `LayoutError` unless model and optimizer still hold the very parameters that were attached."""
+        held, present = list_held(self.optimizer), self._list_trained()
+        for name, parameter in self._trained.items():
+            if present.get(name) is not parameter:
+                raise LayoutError(
+                    f"{name} is another tensor than when hw.repel was called: something replaced the parameter "
+                    "(load_state_dict(assign=True) does), or another adapter became active. Build the optimizer from "
+                    "the model as it is now, and call hw.repel on it."
+                )
+            if id(parameter) not in held and any(parameter is own for own in self._parameters):
+                raise LayoutError(
+                    f"{name} is no longer held by {type(self.optimizer).__name__}: its param_groups changed after "
+                    "hw.repel was called. Call .remove() on the handle and hw.repel on the optimizer in use."
+                )
+
+    def _list_trained(self) -> dict[str, Tensor]:
+        return {name: tensor for group in self.groups for name, tensor in group.trained.items()}
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[tuple, dict] | None:
+        # a step() that calls its parent's fires once for each of them; a step that raised has not reached its end
+        if self._watch.stepping and (torch.compiler.is_compiling() or is_within_step(optimizer, sys._getframe(1))):
+            return None
+        before = self._before
+        assert before is not None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._watch.stepping = False
+        if closure is None:
+            before(self, getattr(optimizer, "grad_scale", None))
+            self._watch.stepping = True
+            return None
+
+        def closure_then_act() -> Any:
+            self.clear()
+            try:
+                loss = closure()
+                if loss is None and not has_gradient(optimizer):
+                    # Lightning's closure, where training_step left the batch out: nothing moves
+                    self._watch.stepping = False
+                    return None
+                before(self, None)
+            except BaseException:
+                self._watch.stepping = False
+                raise
+            return loss
+
+        self._watch.stepping = True
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_act}
+        return (args[0], closure_then_act, *args[2:]), kwargs
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._watch.stepping:
+            self._watch.stepping = False
+            self.steps += 1
+            self._watch.steps += 1
+        self.clear()
+
+
+def _make_clearing_hook(own: weakref.ref[Attachment]) -> Callable[[Tensor], None]:
+    """Return a hook on parameters that clears an attachment, without keeping it or its optimizer alive."""
+
+    def clear(_parameter: Tensor) -> None:
+        attachment = own()
+        if attachment is not None:
+            attachment.clear()
+
+    return clear
+
+
+def find_attachments(optimizer: Optimizer) -> list[Attachment]:
+    """Return what is attached to an optimizer now, in order."""
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, Attachment)]
 
 
 def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ...]:
@@ -206,9 +321,10 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
         slices = tuple(
             head_slice
             for head_slice in site.slices
-            if head_slice.projection in heads.projections and (id(head_slice.parameter), head_slice.start) not in taken
+            if head_slice.projection in heads.projections
+            and not any((id(part.parameter), part.start) in taken for part in head_slice.parts)
         )
-        taken.update((id(head_slice.parameter), head_slice.start) for head_slice in slices)
+        taken.update((id(part.parameter), part.start) for head_slice in slices for part in head_slice.parts)
         if joint and len({head_slice.heads for head_slice in slices}) > 1:
             raise SettingError(
                 f"{site.name}: {site.num_heads} query heads and {site.key_value_heads} key/value heads cannot be "
@@ -222,123 +338,29 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
     return tuple(groups)
 
 
-def require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:
-    """Raise unless a rule can act on the groups: trainable, several heads where it compares them, finite, not equal."""
-    for group in groups:
-        group.require_trainable()
-    if not acts_apart(rule) and all(group.particles == 1 for group in groups):
-        _refuse_single(groups, heads)
-    for group in groups:
-        group.require_apart()
-        if rule.needs_inner:
-            group.require_nonzero()
-
-
-def _refuse_single(groups: Sequence[ParticleGroup], heads: Heads) -> NoReturn:
-    """Raise `LayoutError` that lists the projections with more than one particle."""
-    several = {
-        head_slice.projection: head_slice.heads for site in heads for head_slice in site.slices if head_slice.heads > 1
-    }
-    choose = " or ".join(f"heads.projection({name!r})" for name in PROJECTIONS if name in several)
-    listed = ", ".join(f"{group.name}: {group.particles}" for group in groups[:4])
-    raise LayoutError(
-        f"no particle group has more than one particle ({listed}{', ...' if len(groups) > 4 else ''}), and one head "
-        "has nothing to be repelled from; "
-        + (
-            f"choose {choose}, with {max(several.values())} heads per layer."
-            if several
-            else "select an attention with more heads."
-        )
-    )
-
-
-def acts_apart(rule: Rule) -> bool:
-    """Whether a rule moves each head by itself, so that it can act on one: `SGLD`, or `SVGD` with nothing but a scale.
-
-    >>> from headwise.repulsion.rules import SGLD, SVGD
-    >>> acts_apart(SGLD(inverse_temperature=4.0)), acts_apart(SVGD(alpha=0.0))
-    (True, False)
-    """
-    mixing = rule.mixing(geometry(torch.eye(2, dtype=torch.float64), inner=rule.needs_inner))
-    return not bool((mixing.drive - mixing.drive.diag().diag()).any() or mixing.repulsion.any())
-
-
-def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
-    """Separate equal heads: add N(0, (scale * r)^2) to every head's parameters, r their root mean square.
-
-    Equal heads have zero repulsion and equal gradients, so no rule can separate them.
-
-    Args:
-        heads: Which heads.
-        scale: Size of the noise relative to the parameters, above 0; 1e-3 is enough.
-        seed: Seed of the noise, at least 0.
+def divide_groups(optimizers: Sequence[Optimizer], groups: Sequence[ParticleGroup]) -> list[Attachment]:
+    """Return an attachment for each optimizer that holds some of the groups' parameters; nothing is hooked yet.
 
     Raises:
-        SettingError: `scale` is not above 0, or `heads` is no selection of heads.
-        LayoutError: The model was changed since its heads were found.
-        HeadwiseError: A parameter is not finite. Nothing is changed then.
-
-    Example:
-        >>> import headwise as hw
-        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> jitter(hw.find_heads(model), 1e-3)
+        LayoutError: The parameters of a group are not held by any one of the optimizers.
+        SettingError: An optimizer maximizes, or its attachments act on some of these heads already, or several
+            optimizers hold the same heads.
     """
-    require_heads(heads)
-    require_positive("scale", scale)
-    require_integer("seed", seed)
-    for head_slice in heads.slices():
-        _require_finite(head_slice)
-    with torch.no_grad():
-        for head_slice in heads.slices():
-            sharded = is_sharded(head_slice.parameter)
-            every = gather_full(head_slice.parameter)
-            view = head_slice.view(every)
-            size = view.float().square().mean().sqrt()
-            noise = _draw_noise(view, seed, "jitter", head_slice)
-            view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
-            if sharded:
-                write_own_part(head_slice.parameter, every)
-
-
-def find_langevin_rate(optimizer: Optimizer, group: ParticleGroup) -> float | Tensor:
-    """Return the factor on Langevin noise that gives it the right temperature under this optimizer.
-
-    theta <- theta - lr (eps grad U - a xi) samples at the temperature 1 / beta when a = sqrt(2 eps / beta) / sqrt(lr):
-    the noise is divided by sqrt(lr) under plain SGD. Under any other optimizer no such factor exists: the noise is
-    gradient noise and not Langevin, and the factor is 1.
-    """
-    plain = type(optimizer) is SGD
-    owned = {id(head_slice.parameter) for head_slice in group.slices}
-    for options in optimizer.param_groups:
-        if plain and options["momentum"] == 0 and any(id(parameter) in owned for parameter in options["params"]):
-            rate = options["lr"]
-            # a rate of zero moves nothing, whatever the noise
-            if isinstance(rate, Tensor):
-                return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
-            return rate**-0.5 if rate > 0.0 else 1.0
-    return 1.0
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on the parts, the same on every machine and in every process."""
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _draw_noise(view: Tensor, seed: int, purpose: object, head_slice: HeadSlice) -> Tensor:
-    generator = torch.Generator(view.device)
-    generator.manual_seed(derive_seed(seed, purpose, head_slice.name, head_slice.projection))
-    return torch.randn(view.shape, generator=generator, device=view.device)
-
-
-def _require_finite(head_slice: HeadSlice) -> None:
-    if head_slice.parameter.is_meta:
-        raise LayoutError(f"{head_slice.name} is on the meta device and has no values; load the weights first.")
-    with torch.no_grad():
-        sound = head_slice.view(gather_full(head_slice.parameter)).isfinite().flatten(1).all(1)
-    if not sound.all():
-        raise HeadwiseError(
-            f"{head_slice.name} holds NaN or infinity in {head_slice.projection} heads "
-            f"{(~sound).nonzero().flatten().tolist()} of {head_slice.heads}; repulsion needs finite heads. "
-            "Load finite weights, or look for the step that produced them."
-        )
+    holders = [
+        find_holder(optimizers, [tensor for tensor in group.trained.values() if tensor.requires_grad], group.name)
+        for group in groups
+    ]
+    attachments = []
+    for optimizer in dict.fromkeys(optimizers):
+        own = tuple(group for group, holder in zip(groups, holders, strict=True) if holder is optimizer)
+        if not own:
+            continue
+        attachment = Attachment(optimizer, own)
+        claimed = {key for other in find_attachments(optimizer) for key in other.keys}
+        taken = sorted(name for key, name in attachment.keys.items() if key in claimed)
+        if taken:
+            raise SettingError(
+                f"the {taken[0]} are repelled by this optimizer already; call .remove() on the earlier handle first."
+            )
+        attachments.append(attachment)
+    return attachments

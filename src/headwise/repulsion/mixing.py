@@ -1,28 +1,13 @@
 """The coefficients of one step of a particle rule, as [M, M] matrices, and how they are applied."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headwise.errors import require_positive
-
-
-@dataclass(frozen=True)
-class Relative:
-    """Strength relative to the driving term: ||repulsion|| = ratio * ||driving term|| in every group at every step.
-
-    Ours, not in the papers. Norms are Frobenius norms over the group. Use it instead of a search over `alpha`, whose
-    effect depends on the loss, the width and the bandwidth.
-
-    Args:
-        ratio: repulsion norm over driving norm, above 0.
-    """
-
-    ratio: float
-
-    def __post_init__(self) -> None:
-        require_positive("Relative.ratio", self.ratio)
+# A factor on the repulsion of all groups, or of each by name.
+Strength = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +59,27 @@ def repulsion_norms(mixing: Mixing, gram: Tensor) -> Tensor:
 
 
 def repulsion_factor(
-    mixing: Mixing, drive_norm: Tensor, repulsion_norm: Tensor, strength: float, scale: Tensor | None
+    mixing: Mixing, drive_norm: Tensor, repulsion_norm: Tensor, strength: float | Tensor, scale: Tensor | None
 ) -> Tensor:
     """The factor on the repulsion of each group: scheduled strength, relative strength, scale of the gradients."""
     factor = strength * repulsion_scale(mixing, drive_norm, repulsion_norm.to(drive_norm.dtype))
     # a relative strength follows the driving term, which carries the gradient scale already
     return factor if scale is None or mixing.relative is not None else factor * scale
+
+
+def find_strength(strength: Strength, name: str) -> float:
+    """The factor on the repulsion of a group.
+
+    >>> find_strength({"layers.0 query": 0.5}, "layers.0 query")
+    0.5
+    """
+    return strength[name] if isinstance(strength, Mapping) else strength
+
+
+def stack_strengths(strength: Strength, names: Sequence[str], like: Tensor) -> float | Tensor:
+    """The factors of several groups, [G], or one number where they are equal."""
+    factors = [find_strength(strength, name) for name in names]
+    return factors[0] if len(set(factors)) == 1 else torch.tensor(factors, dtype=like.dtype, device=like.device)
 
 
 def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:
@@ -90,3 +90,31 @@ def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:
 def identity(like: Tensor) -> Tensor:
     """The identity of the size, dtype and device of [*, M, M] coefficients, expanded to their shape."""
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
+
+
+def add_repulsion(
+    buffer: Tensor, coefficients: Tensor, view: Tensor, rows: Tensor, medoid: Tensor, needs_inner: bool
+) -> None:
+    """Add sum_j coefficients_ij view_j, computed from the differences to one particle, which are written to `rows`.
+
+    Nearly equal particles would lose in single precision, and more so under TF32, what tells them apart. Coefficients
+    of a kernel on distances have rows that sum to zero, so that the differences are all there is.
+    """
+    origin = view.index_select(0, medoid.view(1)).to(buffer.dtype)
+    torch.sub(view, origin, out=rows)
+    add_mixed(buffer, coefficients, rows)
+    if needs_inner:
+        sums = coefficients.sum(-1).to(buffer.dtype)
+        buffer.addcmul_(sums.view(-1, 1, 1), origin)
+
+
+def add_mixed(buffer: Tensor, coefficients: Tensor, view: Tensor, *, beta: int = 1) -> None:
+    """Set buffer to beta * buffer + sum_j coefficients_ij view_j; view [M, a, b] need not be contiguous."""
+    wide = view.to(buffer.dtype)
+    coefficients = coefficients.to(buffer.dtype)
+    if wide.stride(1) == wide.shape[2] * wide.stride(2) and wide.stride(2) == 1:
+        flat = wide.as_strided((wide.shape[0], wide.shape[1] * wide.shape[2]), (wide.stride(0), 1))
+        buffer.flatten(1).addmm_(coefficients, flat, beta=beta)
+    else:
+        mixed = torch.matmul(coefficients, wide.transpose(0, 1)).transpose(0, 1)
+        buffer.copy_(mixed) if beta == 0 else buffer.add_(mixed)

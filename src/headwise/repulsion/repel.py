@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from headwise.errors import (
+    LayoutError,
     NotFired,
     SettingError,
     require_boolean,
@@ -18,18 +19,17 @@ from headwise.errors import (
     require_integer,
     require_range,
 )
-from headwise.heads.heads import Heads, require_heads
+from headwise.heads.heads import PROJECTIONS, Heads, require_heads
 from headwise.nn.hooks import Handle
-from headwise.repulsion.groups import (
-    ForceNorms,
-    ParticleGroup,
-    derive_seed,
-    find_groups,
-    find_langevin_rate,
-    require_particles,
-)
-from headwise.repulsion.optimizer_hooks import Attachment, assign, require_state, unwrap_optimizers
-from headwise.repulsion.rules import Rule
+from headwise.repulsion.force_norms import ForceNorms
+from headwise.repulsion.groups import Attachment, ParticleGroup, divide_groups, find_groups
+from headwise.repulsion.low_rank import Evaluations, apply_low_rank
+from headwise.repulsion.low_rank_drive import DriveRoutes
+from headwise.repulsion.mixing import Strength
+from headwise.repulsion.noise import add_noise, derive_seed, find_langevin_rate
+from headwise.repulsion.optimizers import require_state, unwrap_optimizers
+from headwise.repulsion.rules import Rule, acts_apart, require_rule
+from headwise.repulsion.steering import Steering, make_steering
 from headwise.repulsion.step import apply_rule
 
 
@@ -41,24 +41,37 @@ class Space(Protocol):
         """Return the groups to act on."""
         ...
 
-    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
         """Replace the gradient of every group in place; None when none has a gradient."""
+        ...
+
+    def drive(self, group: ParticleGroup) -> Tensor:
+        """Return the coefficients [M, M] of a group's driving term at its present parameters."""
         ...
 
 
 @dataclass(frozen=True)
 class ParameterSpace:
-    """The space of rules whose particles are the heads' parameters."""
+    """The space of rules whose particles are the heads' parameters: under LoRA, the heads of the effective weight."""
 
     rule: Rule
+    evaluations: Evaluations
 
     def find_groups(self, heads: Heads, *, joint: bool) -> Sequence[ParticleGroup]:
         """Return one group per projection of each attention, or one per attention when `joint`."""
         return find_groups(heads, joint=joint)
 
-    def apply(self, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None) -> ForceNorms | None:
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
         """Replace the gradient of every group in place; None when none has a gradient."""
-        return apply_rule(self.rule, groups, strength=strength, scale=scale)
+        plain = apply_rule(self.rule, [group for group in groups if not group.adapted], strength=strength, scale=scale)
+        adapted = [group for group in groups if group.adapted]
+        carried = apply_low_rank(self.evaluations, adapted, strength=strength, scale=scale)
+        records = [record for record in (plain, carried) if record is not None]
+        return ForceNorms.join(records) if records else None
+
+    def drive(self, group: ParticleGroup) -> Tensor:
+        """Return the coefficients [M, M] of a group's driving term at its present parameters."""
+        return self.evaluations.of(group).mixing.drive
 
 
 def repel(
@@ -70,6 +83,7 @@ def repel(
     when: Literal["step", "manual"] = "step",
     noise: Literal["step", "apply"] = "step",
     seed: int = 0,
+    every: int = 20,
 ) -> Repulsion:
     """Make the heads repel one another at every step of an optimizer; returns the handle.
 
@@ -92,12 +106,13 @@ def repel(
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
         seed: Seed of the noise, at least 0; noise depends on (seed, step, parameter name) and the kind of device. Two
             models with equal names get different noise under one optimizer; under two, give them different seeds.
+        every: Where the rule's alpha is a `Target`, number of steps from one count of the effective heads to the next.
 
     Raises:
         LayoutError: An optimizer lacks a parameter of the heads; a parameter is sharded, frozen or without values; the
             model was changed since its heads were found; or there is only one head wherever the rule would act.
-        SettingError: These heads are already repelled under this optimizer, or held by two of those given, or a setting
-            is out of range.
+        SettingError: These heads are already repelled under this optimizer, or held by two of those given, a setting
+            is out of range, or an attention has fewer heads than a target asks for.
         HeadwiseError: All heads of a group are equal, so that nothing would ever separate them (see `jitter`), or they
             are not finite.
         ShapeError: A head is zero and the rule's kernel compares directions.
@@ -113,18 +128,19 @@ def repel(
         >>> repulsion.steps
         1
     """
-    if isinstance(rule, type) or not isinstance(rule, Rule):
-        raise SettingError(f"rule is {rule!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
+    require_rule(rule)
     require_choice("when", when, ("step", "manual"))
     require_choice("noise", noise, ("step", "apply"))
     require_boolean("joint", joint)
     require_integer("seed", seed)
     optimizers = unwrap_optimizers(optimizer)
     require_heads(heads)
-    space = rule if isinstance(rule, Space) else ParameterSpace(rule)
+    space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
     groups = space.find_groups(heads, joint=joint)
-    require_particles(groups, heads, rule)
-    return Repulsion(heads, assign(optimizers, groups), rule, space, when=when, noise=noise, seed=seed)
+    _require_particles(groups, heads, rule)
+    attachments = divide_groups(optimizers, groups)
+    steering = make_steering(heads, rule, every)
+    return Repulsion(heads, attachments, rule, space, steering, when=when, noise=noise, seed=seed)
 
 
 class Repulsion(Handle):
@@ -133,6 +149,7 @@ class Repulsion(Handle):
     Attributes:
         heads: The heads it was made for.
         rule: The particle rule.
+        steering: The controllers of a `Target`; None for another strength.
     """
 
     def __init__(
@@ -141,6 +158,7 @@ class Repulsion(Handle):
         attachments: Sequence[Attachment],
         rule: Rule,
         space: Space,
+        steering: Steering | None,
         *,
         when: Literal["step", "manual"],
         noise: Literal["step", "apply"],
@@ -148,11 +166,19 @@ class Repulsion(Handle):
     ) -> None:
         super().__init__()
         self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
-        self._space, self._strength = space, 1.0
+        self.steering, self._space, self._strength = steering, space, 1.0
+        if steering is not None:
+            self._removers.append(steering.remove)
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
             self._removers.append(attachment.detach)
+        self._routes = DriveRoutes(self.groups, space.drive)
+        self._removers.append(self._routes.remove)
+        if self._routes.routes:
+            for attachment in self._attachments:
+                hook = attachment.optimizer.register_step_post_hook(self._routes.refresh_after)
+                self._removers.append(hook.remove)
 
     @property
     def strength(self) -> float:
@@ -245,16 +271,19 @@ class Repulsion(Handle):
                     f"{', '.join(sorted(attachment.idle))}: no gradient at any step since repel(); the loss does not "
                     "use these heads, or they are frozen. Select other heads."
                 )
+        if self.steering is not None:
+            self.steering.require_measured()
         for group in self.groups:
             group.require_apart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue with the same noise and strength."""
+        """Return what a resumed run needs to continue with the same noise and strength, as plain numbers."""
+        controls = {} if self.steering is None else {"controls": self.steering.state_dict()}
         return {
             "steps": [attachment.steps for attachment in self._attachments],
             "turns": [attachment.turn for attachment in self._attachments],
             "strength": self.strength,
-        }
+        } | controls
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state that `state_dict` returned.
@@ -264,6 +293,8 @@ class Repulsion(Handle):
                 then.
         """
         require_state(state, len(self._attachments))
+        if self.steering is not None:
+            self.steering.load_state_dict(state.get("controls"))
         self.strength = state["strength"]
         for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
@@ -296,10 +327,14 @@ class Repulsion(Handle):
 
     def _act(self, attachment: Attachment, scale: Tensor | None) -> None:
         attachment.require_current()
+        self._routes.require_taken()
         if any(group.gradients() is None for group in attachment.groups):
             # a layer that was wrapped or replaced gets no gradient
             require_heads(self.heads)
-        forces = self._space.apply(attachment.groups, strength=self.strength, scale=scale)
+        strength: Strength = self.strength
+        if self.steering is not None:
+            strength = self.steering.find_strengths(self.steps, attachment.groups, strength)
+        forces = self._space.apply(attachment.groups, strength=strength, scale=scale)
         if forces is None:
             raise NotFired(
                 f"none of the {len(attachment.groups)} particle groups has a gradient; call backward() before the "
@@ -319,6 +354,43 @@ class Repulsion(Handle):
                 "and again; leave optimizer.step() out of the graph, or use a rule without noise such as hw.SVGD()."
             )
         seed = self.seed if attachment.turn == 0 else derive_seed(self.seed, "turn", attachment.turn)
+        drawn: set[int] = set()
         for group in attachment.groups:
             rate = find_langevin_rate(attachment.optimizer, group)
-            group.add_noise(deviation * rate, seed=seed, step=attachment.steps, scale=scale)
+            add_noise(group, deviation * rate, seed=seed, step=attachment.steps, scale=scale, drawn=drawn)
+
+
+def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:
+    """Raise unless a rule can act on the groups: trainable, several heads where it compares them, finite, not equal."""
+    for group in groups:
+        for part in group.parts:
+            part.require_trainable()
+        if any(len({id(part.lora) for part in head_slice.parts}) > 1 for head_slice in group.slices):
+            raise LayoutError(
+                f"{group.name}: each head is a layer of its own with its own LoRA adapter, and the gradients of one "
+                "adapter cannot be mixed with another's; merge the adapters, or put LoRA on other layers."
+            )
+    if not acts_apart(rule) and all(group.particles == 1 for group in groups):
+        _refuse_single(groups, heads)
+    for group in groups:
+        group.require_apart()
+        if rule.needs_inner:
+            group.require_nonzero()
+
+
+def _refuse_single(groups: Sequence[ParticleGroup], heads: Heads) -> NoReturn:
+    """Raise `LayoutError` that lists the projections with more than one particle."""
+    several = {
+        head_slice.projection: head_slice.heads for site in heads for head_slice in site.slices if head_slice.heads > 1
+    }
+    choose = " or ".join(f"heads.projection({name!r})" for name in PROJECTIONS if name in several)
+    listed = ", ".join(f"{group.name}: {group.particles}" for group in groups[:4])
+    raise LayoutError(
+        f"no particle group has more than one particle ({listed}{', ...' if len(groups) > 4 else ''}), and one head "
+        "has nothing to be repelled from; "
+        + (
+            f"choose {choose}, with {max(several.values())} heads per layer."
+            if several
+            else "select an attention with more heads."
+        )
+    )

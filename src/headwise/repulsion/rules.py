@@ -15,7 +15,8 @@ from torch import Tensor
 from headwise.errors import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
 from headwise.repulsion.gram import Geometry, geometry, require_nonzero
 from headwise.repulsion.kernels import RBF, Cosine, Kernel, cosine_gradient
-from headwise.repulsion.mixing import Mixing, Relative, blend, identity
+from headwise.repulsion.mixing import Mixing, blend, identity
+from headwise.strength import DEFAULT, Relative, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,23 +56,25 @@ class Rule(Protocol):
 class RepulsiveRule:
     """What rules with a repulsion share: its strength, the step size, and no noise."""
 
-    alpha: float | Relative = 0.01
+    alpha: float | Relative | Target = DEFAULT
     step_size: float = 0.1
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        if not isinstance(self.alpha, Relative):
+        if not isinstance(self.alpha, Relative | Target):
             require_range(f"{owner}.alpha", self.alpha, low=0.0)
         require_positive(f"{owner}.step_size", self.step_size)
 
     @property
     def _weight(self) -> float:
-        """The factor alpha on the repulsion; 1 for a relative strength."""
-        return 1.0 if isinstance(self.alpha, Relative) else self.alpha
+        """The factor alpha on the repulsion; 1 for a strength relative to the driving term."""
+        return 1.0 if isinstance(self.alpha, Relative | Target) else self.alpha
 
     @property
     def _ratio(self) -> float | None:
-        """The ratio of a relative strength; None for a factor."""
+        """The ratio of a relative strength; None for a factor. That of a target is set from step to step (`repel`)."""
+        if isinstance(self.alpha, Target):
+            return 1.0
         return self.alpha.ratio if isinstance(self.alpha, Relative) else None
 
     def noise_scale(self) -> float:
@@ -132,7 +135,8 @@ class SVGD(SteinRule):
     samples no posterior. Adam is scale-free: under it `step_size` matters only for clipping.
 
     Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0 (0 leaves the smoothing), or a `Relative`.
+        alpha: weight of the repulsion, in units of the loss, at least 0 (0 leaves the smoothing), a `Relative` or a
+            `Target`.
         step_size: eps, above 0.
         kernel: k.
         smoothing: False replaces k_ij by delta_ij in the driving term only: each head keeps its own gradient.
@@ -238,7 +242,7 @@ class CosinePenalty(CosineRule):
     sign that would raise the similarity; this lowers it. The penalty turns a head and never lengthens it.
 
     Args:
-        alpha: weight of the penalty, in units of the loss, at least 0, or a `Relative`.
+        alpha: weight of the penalty, in units of the loss, at least 0, a `Relative` or a `Target`.
         step_size: eps, above 0.
     """
 
@@ -255,7 +259,7 @@ class CosineRepulsion(CosineRule):
     repulsion is almost wholly radial: heads grow, and hardly turn. With smoothing it is `SVGD(kernel=Cosine())`.
 
     Args:
-        alpha: weight of the repulsion, in units of the loss, at least 0, or a `Relative`.
+        alpha: weight of the repulsion, in units of the loss, at least 0, a `Relative` or a `Target`.
         step_size: eps, above 0.
     """
 
@@ -280,7 +284,8 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
 
     Raises:
         ShapeError: shapes or dtypes do not fit, a value is not finite, or a kernel on directions meets a zero particle.
-        SettingError: `noise` is missing for a rule that needs it, or given to one that does not.
+        SettingError: `noise` is missing for a rule that needs it, or given to one that does not, or the strength is a
+            `Target`.
 
     >>> theta = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     >>> g = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
@@ -289,6 +294,8 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
             [0.0245, 0.0464],
             [0.0468, 0.0310]], dtype=torch.float64)
     """
+    if isinstance(getattr(rule, "alpha", None), Target):
+        raise SettingError(f"{rule} has no strength without a model to measure; give alpha as hw.Relative(ratio).")
     _require_particles("particles", particles, None)
     _require_particles("gradients", gradients, particles)
     deviation = rule.noise_scale()
@@ -329,3 +336,19 @@ def _require_particles(name: str, tensor: Tensor, like: Tensor | None) -> None:
         raise ShapeError(
             f"{name} holds values that are not finite; expected finite numbers. Check the loss or its scale."
         )
+
+
+def require_rule(given: object) -> None:
+    """Raise `SettingError` unless this is a particle rule."""
+    if isinstance(given, type) or not isinstance(given, Rule):
+        raise SettingError(f"rule is {given!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
+
+
+def acts_apart(rule: Rule) -> bool:
+    """Whether a rule moves each head by itself, so that it can act on one: `SGLD`, or `SVGD` with nothing but a scale.
+
+    >>> acts_apart(SGLD(inverse_temperature=4.0)), acts_apart(SVGD(alpha=0.0))
+    (True, False)
+    """
+    mixing = rule.mixing(geometry(torch.eye(2, dtype=torch.float64), inner=rule.needs_inner))
+    return not bool((mixing.drive - mixing.drive.diag().diag()).any() or mixing.repulsion.any())

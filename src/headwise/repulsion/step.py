@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.heads.head_slice import HeadSlice
-from headwise.parallel import Share, read_share
+from headwise.heads.sharding import Share, read_share
+from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import (
     GramSums,
     add_over_processes,
@@ -27,15 +28,23 @@ from headwise.repulsion.gram import (
     shifted_gram,
     squared_norms,
 )
-from headwise.repulsion.groups import ForceNorms, ParticleGroup
-from headwise.repulsion.mixing import repulsion_factor, repulsion_norms, scale_prior
+from headwise.repulsion.groups import ParticleGroup
+from headwise.repulsion.mixing import (
+    Strength,
+    add_mixed,
+    add_repulsion,
+    find_strength,
+    repulsion_factor,
+    repulsion_norms,
+    scale_prior,
+)
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step_batched import GroupGradients, apply_stacked, stacks_on
 
 
 @torch.no_grad()
 def apply_rule(
-    rule: Rule, groups: Sequence[ParticleGroup], *, strength: float, scale: Tensor | None
+    rule: Rule, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None
 ) -> ForceNorms | None:
     """Replace the gradient of every group in place by that of the rule; None when none has a gradient.
 
@@ -63,14 +72,18 @@ def _take_local_part(group: ParticleGroup, shares: dict[int, Share]) -> tuple[tu
         return (), group
 
     def share_all(*, everything: bool) -> list[Share]:
-        pairs = zip(group.slices, gradients, strict=True)
+        pairs = zip(group.parts, gradients, strict=True)
         return [_share(head_slice, gradient, shares, everything=everything) for head_slice, gradient in pairs]
 
     own = share_all(everything=False)
     if len({share.groups for share in own}) > 1:
         # projections of one particle that are divided differently are computed whole
         own = share_all(everything=True)
-    slices = [_replace_parameter(head_slice, share) for head_slice, share in zip(group.slices, own, strict=True)]
+    shared = iter(own)
+    slices = [
+        head_slice.with_parts([_replace_parameter(part, next(shared)) for part in head_slice.parts])
+        for head_slice in group.slices
+    ]
     return own[0].groups, ParticleGroup(group.name, tuple(slices))
 
 
@@ -78,7 +91,7 @@ def _share(head_slice: HeadSlice, gradient: Tensor, shares: dict[int, Share], *,
     """Return the share of a head slice's parameter; several slices of one parameter write into one share."""
     known = id(head_slice.parameter)
     if known not in shares or (everything and shares[known].groups):
-        shares[known] = read_share(head_slice.parameter, gradient, 1 - head_slice.axis, everything=everything)
+        shares[known] = read_share(head_slice.parameter, gradient, head_slice.axes.inputs, everything=everything)
     return shares[known]
 
 
@@ -92,19 +105,22 @@ def _replace_parameter(head_slice: HeadSlice, share: Share) -> HeadSlice:
 def _apply_local(
     rule: Rule,
     groups: Sequence[ParticleGroup],
-    strength: float,
+    strength: Strength,
     scale: Tensor | None,
     process_groups: Sequence[Any],
 ) -> ForceNorms | None:
     """Apply a rule to groups whose columns are divided over the members of these process groups, or over none."""
     batches: dict[tuple[int, torch.device], list[GroupGradients]] = defaultdict(list)
+    written: list[tuple[ParticleGroup, list[Tensor], list[Tensor]]] = []
     skipped = []
     for group in groups:
         gradients = group.gradients()
         if gradients is None:
             skipped.append(group.name)
         else:
-            batches[group.particles, gradients[0].device].append((group, group.views(gradients)))
+            views = group.views(gradients)
+            batches[group.particles, gradients[0].device].append((group, views))
+            written.append((group, views, gradients))
     if not batches:
         return None
     if process_groups or not any(stacks_on(device) for _, device in batches):
@@ -115,6 +131,8 @@ def _apply_local(
     else:
         every = [pair for batch in batches.values() for pair in batch]
         records = apply_stacked(rule, every, strength=strength, scale=scale)
+    for group, views, gradients in written:
+        group.write(views, gradients)
     return replace(ForceNorms.join(records), skipped=tuple(skipped))
 
 
@@ -143,7 +161,7 @@ def _add_grams(rule: Rule, batch: Sequence[GroupGradients], divided: bool) -> Gr
 
 
 def _apply_batch(
-    rule: Rule, batch: Sequence[GroupGradients], sums: GramSums, strength: float, scale: Tensor | None
+    rule: Rule, batch: Sequence[GroupGradients], sums: GramSums, strength: Strength, scale: Tensor | None
 ) -> ForceNorms:
     parameters = [group.views() for group, _ in batch]
     plain = sums.plain if rule.needs_inner else None
@@ -155,20 +173,20 @@ def _apply_batch(
     # the particle nearest to all others: differences to it have the smallest rounding errors
     medoids = distances.squared_distances.sum(-1).argmin(-1)
     driving_norms, pushes, sound, workspace = [], [], [], _Workspace()
-    for index, (views, (_, gradients)) in enumerate(zip(parameters, batch, strict=True)):
+    for index, (views, (group, gradients)) in enumerate(zip(parameters, batch, strict=True)):
         driving = [workspace.borrow(slot, gradient) for slot, gradient in enumerate(gradients)]
         for term, view, gradient in zip(driving, views, gradients, strict=True):
-            _add_mixed(term, mixing.drive[index], gradient, beta=0)
+            add_mixed(term, mixing.drive[index], gradient, beta=0)
             if prior is not None:
-                _add_mixed(term, prior[index], view)
+                add_mixed(term, prior[index], view)
         own = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(term) for term in driving]))
         driving_norm = own if norms is None else norms[index].to(own.dtype)
-        factor = repulsion_factor(mixing, driving_norm, repulsions[index], strength, scale)
+        factor = repulsion_factor(mixing, driving_norm, repulsions[index], find_strength(strength, group.name), scale)
         push = factor * repulsions[index]
         finite = driving_norm.isfinite() & push.isfinite()
         for term, view, gradient in zip(driving, views, gradients, strict=True):
             rows = workspace.borrow(len(gradients), term)
-            _add_repulsion(term, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
+            add_repulsion(term, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
             # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
             torch.where(finite, term.to(gradient.dtype), gradient, out=gradient)
         driving_norms.append(driving_norm)
@@ -207,31 +225,3 @@ class _Workspace:
         if buffer is None or buffer.numel() < view.numel():
             buffer = self._slots[key] = torch.empty(view.numel(), dtype=key[1], device=view.device)
         return buffer[: view.numel()].view(view.shape)
-
-
-def _add_repulsion(
-    buffer: Tensor, coefficients: Tensor, view: Tensor, rows: Tensor, medoid: Tensor, needs_inner: bool
-) -> None:
-    """Add sum_j coefficients_ij view_j, computed from the differences to one particle, which are written to `rows`.
-
-    Nearly equal particles would lose in single precision, and more so under TF32, what tells them apart. Coefficients
-    of a kernel on distances have rows that sum to zero, so that the differences are all there is.
-    """
-    origin = view.index_select(0, medoid.view(1)).to(buffer.dtype)
-    torch.sub(view, origin, out=rows)
-    _add_mixed(buffer, coefficients, rows)
-    if needs_inner:
-        sums = coefficients.sum(-1).to(buffer.dtype)
-        buffer.addcmul_(sums.view(-1, 1, 1), origin)
-
-
-def _add_mixed(buffer: Tensor, coefficients: Tensor, view: Tensor, *, beta: int = 1) -> None:
-    """Set buffer to beta * buffer + sum_j coefficients_ij view_j; view [M, a, b] need not be contiguous."""
-    wide = view.to(buffer.dtype)
-    coefficients = coefficients.to(buffer.dtype)
-    if wide.stride(1) == wide.shape[2] * wide.stride(2) and wide.stride(2) == 1:
-        flat = wide.as_strided((wide.shape[0], wide.shape[1] * wide.shape[2]), (wide.stride(0), 1))
-        buffer.flatten(1).addmm_(coefficients, flat, beta=beta)
-    else:
-        mixed = torch.matmul(coefficients, wide.transpose(0, 1)).transpose(0, 1)
-        buffer.copy_(mixed) if beta == 0 else buffer.add_(mixed)

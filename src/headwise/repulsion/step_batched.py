@@ -11,9 +11,17 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import add_up, find_collapsed, geometry_from_grams
-from headwise.repulsion.groups import ForceNorms, ParticleGroup
-from headwise.repulsion.mixing import Mixing, repulsion_factor, repulsion_norms, scale_prior
+from headwise.repulsion.groups import ParticleGroup
+from headwise.repulsion.mixing import (
+    Mixing,
+    Strength,
+    repulsion_factor,
+    repulsion_norms,
+    scale_prior,
+    stack_strengths,
+)
 from headwise.repulsion.rules import Rule
 
 # Numbers of the particles in one stack. Each takes about 24 bytes during the step, in float32.
@@ -30,7 +38,7 @@ def stacks_on(device: torch.device) -> bool:
 
 @torch.no_grad()
 def apply_stacked(
-    rule: Rule, every: Sequence[GroupGradients], *, strength: float, scale: Tensor | None
+    rule: Rule, every: Sequence[GroupGradients], *, strength: Strength, scale: Tensor | None
 ) -> list[ForceNorms]:
     """Replace the gradients of groups of any shapes in place by those of the rule; returns one record per stack."""
     return [apply_to_stack(rule, members, strength, scale) for members in _divide_into_stacks(every)]
@@ -49,7 +57,9 @@ def _divide_into_stacks(every: Sequence[GroupGradients]) -> list[list[GroupGradi
     return stacks
 
 
-def apply_to_stack(rule: Rule, members: Sequence[GroupGradients], strength: float, scale: Tensor | None) -> ForceNorms:
+def apply_to_stack(
+    rule: Rule, members: Sequence[GroupGradients], strength: Strength, scale: Tensor | None
+) -> ForceNorms:
     """Replace the gradients of G groups of one shape in place by those of the rule."""
     groups, gradients = [group for group, _ in members], [views for _, views in members]
     own = [torch.stack(views).flatten(2) for views in zip(*(group.views() for group in groups), strict=True)]
@@ -69,7 +79,8 @@ def apply_to_stack(rule: Rule, members: Sequence[GroupGradients], strength: floa
         torch.stack([torch.linalg.vector_norm(term, dim=(1, 2)) for term in driving]), dim=0
     )
     repulsion = repulsion_norms(mixing, shifted if plain is None else plain)
-    factor = repulsion_factor(mixing, driving_norm, repulsion, strength, scale)
+    strengths = stack_strengths(strength, [group.name for group in groups], driving_norm)
+    factor = repulsion_factor(mixing, driving_norm, repulsion, strengths, scale)
     push = factor * repulsion
     finite = (driving_norm + push).isfinite()
     coefficients = -factor[:, None, None] * mixing.repulsion

@@ -1,0 +1,115 @@
+"""The strength of a rule with a `Target`: each attention's controller, fed with what its heads computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from headwise.errors import LayoutError, NotFired, SettingError, require_integer
+from headwise.heads.effective import count_effective_heads, require_reachable
+from headwise.heads.heads import Heads
+from headwise.heads.sharding import average_over
+from headwise.heads.taps import Taps
+from headwise.nn.hooks import Handle
+from headwise.repulsion.groups import ParticleGroup
+from headwise.strength import Control, Target, advance
+
+
+class Steering(Handle):
+    """Controllers of attentions, by name, advanced at every `every`-th step from the outputs of the step's forwards.
+
+    Outputs are captured at those steps only. Where processes train together (torch.distributed is initialized), the
+    measured numbers are averaged over all of them, so that every process has the same strength.
+
+    Attributes:
+        target: What is aimed at.
+        every: Number of steps from one measurement to the next.
+        controls: The controller of each attention with several heads.
+
+    Raises:
+        SettingError: `every` is no integer from 1, or an attention has fewer heads than the target asks for.
+        LayoutError: No attention has several heads, or the outputs of one cannot be read.
+    """
+
+    def __init__(self, heads: Heads, target: Target, every: int) -> None:
+        super().__init__()
+        require_integer("every", every, low=1)
+        require_reachable(target, heads)
+        self.target, self.every = target, every
+        self._sites = {site.name: site for site in heads if site.num_heads > 1}
+        if not self._sites:
+            raise LayoutError(f"{target} counts heads, and no attention has more than one; select others.")
+        self.controls = {name: Control() for name in self._sites}
+        self._names = {
+            (id(part.parameter), part.start): site.name
+            for site in heads
+            for part in (*site.parts, *(site.output.parts if site.output is not None else ()))
+        }
+        self._taps = Taps(replace(heads, sites=tuple(self._sites.values())), outputs=True, training_only=True)
+        self._removers.append(self._taps.remove)
+        self._pauses = ExitStack()
+
+    def find_strengths(self, step: int, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
+        """Return the factor on the repulsion of each group by its name, measured first if it is time to.
+
+        Args:
+            step: Number of the step that is about to be taken, from 0.
+            groups: The groups acted on.
+            strength: Factor on the repulsion of all of them.
+        """
+        self._measure(step)
+        return {group.name: strength * self._find_control(group).ratio for group in groups}
+
+    def _measure(self, step: int) -> None:
+        # an attention that the loss did not use says nothing; `Repulsion.verify` names it
+        with suppress(NotFired):
+            captures = self._taps.read()
+            if step % self.every == 0:
+                calls = [[call for call in captures if call.site.name == name] for name in self.controls]
+                measured = [count_effective_heads(own) for own in calls]
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    measured = average_over(None, measured)
+                for (name, control), number in zip(self.controls.items(), measured, strict=True):
+                    heads = self._sites[name].num_heads
+                    self.controls[name] = advance(control, self.target, float(number), heads)
+        self._pauses.close()
+        if (step + 1) % self.every:
+            self._pauses.enter_context(self._taps.paused())
+
+    def require_measured(self) -> None:
+        """Raise `NotFired` where nothing was ever measured, so that no strength was set."""
+        silent = [name for name, control in self.controls.items() if control.effective_heads is None]
+        if silent:
+            raise NotFired(
+                f"{', '.join(silent[:4])}: the effective number of heads was never measured, so nothing repels them; "
+                "the model must be called in training mode before each step, with at least four tokens."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the controllers as plain numbers."""
+        return {name: asdict(control) for name, control in self.controls.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            SettingError: It is of other attentions. Nothing is changed.
+        """
+        if not isinstance(state, Mapping) or state.keys() != self.controls.keys():
+            held = f"controllers of {', '.join(map(str, state)) or 'nothing'}" if isinstance(state, Mapping) else "none"
+            raise SettingError(f"the state holds {held}; expected those of {', '.join(self.controls)}.")
+        self.controls = {name: Control(**own) for name, own in state.items()}
+
+    def _find_control(self, group: ParticleGroup) -> Control:
+        first = group.parts[0]
+        return self.controls.get(self._names[id(first.parameter), first.start], Control())
+
+
+def make_steering(heads: Heads, rule: object, every: int) -> Steering | None:
+    """Return the controllers of a rule whose strength is a `Target`, else None."""
+    target = getattr(rule, "alpha", None)
+    return Steering(heads, target, every) if isinstance(target, Target) else None

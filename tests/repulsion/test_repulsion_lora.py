@@ -1,0 +1,344 @@
+"""Repulsion under LoRA of peft: the heads of W + s B A repel one another, and A and B get their force exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from heads.attentions import SeparateAttention
+from heads.test_huggingface_taps import BY_NAME
+from heads.wrappers import wrap
+from headwise.repulsion.gram import Geometry
+from headwise.repulsion.mixing import Mixing
+from repulsion.lora_by_hand import base_weight, expected_gradients, lora_layers, product_of
+
+peft = pytest.importorskip("peft")
+
+RULE = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)
+X = torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def adapted(module: nn.Module, targets=("q_proj", "k_proj", "v_proj"), **settings) -> nn.Module:
+    """The module under LoRA in double precision, with B away from its start at zero."""
+    torch.manual_seed(2)
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": list(targets), **settings})
+    model = peft.get_peft_model(module, config).double()
+    fill(model)
+    return model
+
+
+def fill(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def squares(model: nn.Module) -> Tensor:
+    return (model(X) - 1.0).square().mean()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stepped(model: nn.Module, heads: hw.Heads, loss: Callable[[nn.Module], Tensor], rule, **options) -> dict:
+    """The gradients that the optimizer gets."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    handle = hw.repel(optimizer, heads, rule, **options)
+    loss(model).backward()
+    optimizer.step()
+    handle.verify()
+    handle.remove()
+    return gradients(model)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@dataclass(frozen=True)
+class OneWay:
+    """A rule of a user's own, under which head i hears the heads before it: coefficients that are not symmetric."""
+
+    needs_inner = False
+
+    def noise_scale(self) -> float:
+        return 0.0
+
+    def mixing(self, geometry: Geometry) -> Mixing:
+        lower = torch.tril(torch.ones_like(geometry.squared_distances)) / (1.0 + geometry.squared_distances)
+        # repulsion is computed from differences of particles: its rows sum to zero
+        return Mixing(0.3 * lower, 0.2 * lower.mT, 0.1 * (lower - lower.sum(-1).diag_embed()), None)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RULE,
+        hw.SVGD(alpha=0.5, smoothing=False),
+        hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
+        hw.CosinePenalty(alpha=0.4),
+    ],
+    ids=["svgd", "unsmoothed", "normalized", "cosine"],
+)
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=["plain", "rslora", "bias"])
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settings, key_value_heads):
+    attention = SeparateAttention(key_value_heads=key_value_heads)
+    attention.k_proj.bias = nn.Parameter(torch.zeros(5 * key_value_heads))
+    model = adapted(attention, **settings)
+    heads = hw.find_heads(model)
+    expected = expected_gradients(model, heads, squares, rule)
+    plain = copy.deepcopy(model)
+    squares(plain).backward()
+    found = stepped(model, heads, squares, rule)
+    assert_same(found, expected)
+    others = gradients(plain)
+    assert all(torch.equal(found[name], others[name]) for name in others if name.endswith("lora_B.default.bias"))
+    assert not any(torch.allclose(found[name], others[name], rtol=1e-2) for name in expected)
+
+
+def test_coefficients_that_are_not_symmetric_mix_in_the_right_direction():
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+    rule = OneWay()
+    assert_same(stepped(model, heads, squares, rule), expected_gradients(model, heads, squares, rule))
+
+
+def test_joined_projections_are_one_particle_of_three_adapters():
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+    expected = expected_gradients(model, heads, squares, RULE, joint=True)
+    assert_same(stepped(model, heads, squares, RULE, joint=True), expected)
+
+
+@pytest.mark.parametrize("projections", [("query",), ("query", "value"), ("query", "key", "value")])
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("GPT-2", "c_attn"),
+        ("GPT-NeoX", "query_key_value"),
+        ("Phi-3", "qkv_proj"),
+        ("Falcon, 40B and 180B", "query_key_value"),
+        ("CodeGen", "qkv_proj"),
+    ],
+)
+def test_fused_layers_share_a_between_query_key_and_value(family, target, projections):
+    entry = BY_NAME[family]
+    model = adapted(entry.build(), (target,), fan_in_fan_out=family == "GPT-2")
+    heads = hw.find_heads(model).projection(*projections)
+    inputs = entry.inputs()
+
+    def loss(own: nn.Module) -> Tensor:
+        return own(**inputs)[0].square().mean()
+
+    expected = expected_gradients(model, heads, loss, RULE)
+    assert_same(stepped(model, heads, loss, RULE), expected)
+
+
+def test_a_layer_without_hooks_of_peft_works_alike():
+    model = wrap(SeparateAttention().double(), "q_proj", "v_proj").double()
+    fill(model)
+    heads = hw.find_heads(model).projection("query", "value")
+    expected = expected_gradients(model, heads, squares, RULE)
+    assert_same(stepped(model, heads, squares, RULE), expected)
+
+
+def test_dropout_drops_the_same_inputs_for_a_and_b():
+    model = adapted(SeparateAttention(), lora_dropout=0.4)
+    heads = hw.find_heads(model)
+
+    def loss(own: nn.Module) -> Tensor:
+        torch.manual_seed(7)
+        return squares(own.train())
+
+    assert_same(stepped(model, heads, loss, RULE), expected_gradients(model, heads, loss, RULE))
+
+
+def test_of_two_active_adapters_each_gets_its_force_and_a_frozen_one_counts_as_weight():
+    model = adapted(SeparateAttention())
+    model.add_adapter("second", peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "v_proj"]))
+    model.double().base_model.set_adapter(["default", "second"])
+    fill(model)
+    heads = hw.find_heads(model)
+    assert_same(stepped(model, heads, squares, RULE), expected_gradients(model, heads, squares, RULE))
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        if ".default." in name:
+            parameter.requires_grad_(False)
+    expected = expected_gradients(model, heads, squares, RULE)
+    found = stepped(model, heads, squares, RULE)
+    assert_same(found, expected)
+    assert set(found) == set(expected) == {name for name in found if ".second." in name}
+
+
+def test_a_relative_strength_compares_the_forces_on_b():
+    ratio = 0.35
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+    rule = hw.SVGD(alpha=hw.Relative(ratio), step_size=0.3)
+    weak, strong = (
+        expected_gradients(model, heads, squares, hw.SVGD(alpha=alpha, step_size=0.3)) for alpha in (0.0, 1.0)
+    )
+    found = stepped(model, heads, squares, rule)
+    for name in (key for key in weak if "lora_B" in key):
+        drive, push = weak[name], weak[name] - strong[name]
+        factor = ratio * drive.norm() / push.norm()
+        torch.testing.assert_close(found[name], drive - factor * push, rtol=1e-9, atol=1e-12)
+        other = name.replace("lora_B", "lora_A")
+        push = weak[other] - strong[other]
+        torch.testing.assert_close(found[other], weak[other] - factor * push, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_equals_training_by_hand(kind):
+    one = adapted(SeparateAttention())
+    other = copy.deepcopy(one)
+    optimizers = [kind([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (one, other)]
+    hw.repel(optimizers[0], hw.find_heads(one), RULE)
+    heads = hw.find_heads(other)
+    for _ in range(5):
+        squares(one).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        expected = expected_gradients(other, heads, squares, RULE)
+        for name, parameter in other.named_parameters():
+            parameter.grad = expected.get(name)
+        optimizers[1].step()
+    for (name, parameter), expected in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_micro_batches_a_gradient_scale_and_a_schedule_enter_as_in_full_training():
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+    expected = expected_gradients(model, heads, squares, RULE, losses=3, strength=0.25)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    handle = hw.repel(optimizer, heads, RULE)
+    handle.strength = 0.25
+    scale = torch.tensor(64.0, dtype=torch.float64)
+    for _ in range(3):
+        (squares(model) * scale).backward()
+    handle._before_step(handle._attachments[0], scale=scale)
+    assert_same({name: gradient / scale for name, gradient in gradients(model).items()}, expected)
+
+
+def test_attaching_changes_no_output_and_no_other_gradient():
+    model = adapted(SeparateAttention(), ("q_proj", "v_proj", "o_proj"), lora_dropout=0.2).train()
+    twin = copy.deepcopy(model)
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    handle = hw.repel(optimizer, hw.find_heads(model).projection("query", "value"), RULE)
+    outputs = []
+    for own, x in zip((model, twin), inputs, strict=True):
+        torch.manual_seed(1)
+        outputs.append(own(x))
+        outputs[-1].square().sum().backward()
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-12, atol=1e-14)
+    before, plain = gradients(model), gradients(twin)
+    mixed = {name for name in plain if "lora_A" in name and "o_proj" not in name}
+    assert all(torch.equal(before[name], plain[name]) for name in plain if name not in mixed)
+    assert not any(torch.allclose(before[name], plain[name]) for name in mixed)
+    handle.remove()
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(X).square().sum().backward()
+    assert all(torch.equal(gradients(model)[name], plain[name]) for name in plain)
+
+
+def test_a_copy_of_the_model_is_not_routed():
+    model = adapted(SeparateAttention())
+    twin = copy.deepcopy(model)
+    hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)
+    found = []
+    for own in (copy.deepcopy(model), twin):
+        x = X.clone().requires_grad_()
+        (own(x) - 1.0).square().mean().backward()
+        found.append({**gradients(own), "x": x.grad})
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_same_way(reentrant):
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+
+    def loss(own: nn.Module) -> Tensor:
+        x = X.clone().requires_grad_()
+        output = torch.utils.checkpoint.checkpoint(own, x, use_reentrant=reentrant)
+        return (output - 1.0).square().mean()
+
+    assert_same(stepped(model, heads, loss, RULE), expected_gradients(model, heads, squares, RULE))
+
+
+def test_autocast_keeps_the_small_numbers_of_a_small_step():
+    model = adapted(SeparateAttention(width=64, head_dim=16)).float()
+    x = torch.randn(8, 20, 64, generator=torch.Generator().manual_seed(1))
+    rule = hw.SVGD(alpha=0.0, step_size=1e-3)
+
+    def loss(own: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (own(x) - 1.0).float().square().mean()
+
+    def exact_loss(own: nn.Module) -> Tensor:
+        return (own(x.double()) - 1.0).square().mean()
+
+    twin = copy.deepcopy(model).double()
+    exact = expected_gradients(twin, hw.find_heads(twin), exact_loss, rule)
+    loss(model).backward()
+    exact_loss(twin).backward()
+    plain, exact_plain = gradients(model), gradients(twin)
+    model.zero_grad()
+    found = stepped(model, hw.find_heads(model), loss, rule)
+
+    def error(one: Tensor, other: Tensor) -> float:
+        return float((one - other).norm() / other.norm())
+
+    for name, gradient in exact.items():
+        # K - 1 added to the plain gradient would lose three digits of the three that bfloat16 has
+        assert error(found[name], gradient) < 3 * error(plain[name], exact_plain[name]), name
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [hw.FunctionSVGD(alpha=0.8, step_size=0.3), hw.SpanSVGD(alpha=0.6, step_size=0.4)],
+    ids=["functions", "spans"],
+)
+def test_functions_and_spans_of_heads_repel_as_those_of_the_effective_weights(rule):
+    model = adapted(SeparateAttention(), ("q_proj", "k_proj", "v_proj", "o_proj"))
+    heads = hw.find_heads(model)
+    layers = lora_layers(model)
+    plain = SeparateAttention().double()
+    merged = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for name, layer in layers.items():
+        target = plain.get_submodule(name.rpartition(".")[2])
+        with torch.no_grad():
+            target.weight.copy_(base_weight(layer) + product_of(layer))
+            target.bias.copy_(layer.base_layer.bias) if target.bias is not None else None
+    # the force on the four effective weights, by the rule without LoRA
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    hw.repel(optimizer, hw.find_heads(plain), rule)
+    squares(plain).backward()
+    optimizer.step()
+    found = stepped(model, heads, squares, rule)
+    for name, layer in layers.items():
+        force = plain.get_submodule(name.rpartition(".")[2]).weight.grad
+        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        for key, expected in zip(
+            ("lora_A", "lora_B"), torch.autograd.grad(product_of(layer), factors, force), strict=True
+        ):
+            torch.testing.assert_close(found[f"{name}.{key}.default.weight"], expected, rtol=1e-9, atol=1e-12)
+    assert {name.rpartition(".")[2] for name in layers} == merged

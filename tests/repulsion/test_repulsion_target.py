@@ -1,0 +1,152 @@
+"""Repulsion with a target: forces at the controllers' ratios, measurements, state and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import NotFired, SettingError
+from headwise.repulsion.rules import update
+from headwise.repulsion.steering import Steering
+
+RULES = {
+    "svgd": lambda alpha: hw.SVGD(alpha=alpha, kernel=hw.NormalizedRBF()),
+    "function": lambda alpha: hw.FunctionSVGD(alpha=alpha),
+    "span": lambda alpha: hw.SpanSVGD(alpha=alpha),
+    "cosine": lambda alpha: hw.CosinePenalty(alpha=alpha),
+}
+
+
+def make(layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, tokens: int = 7) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    (model(torch.randn(4, tokens, 12)) - 0.3).square().mean().backward()
+    optimizer.step()
+
+
+def attach(model: torch.nn.Module, rule, **settings) -> tuple[torch.optim.Optimizer, hw.Repulsion]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return optimizer, hw.repel(optimizer, hw.find_heads(model), rule, **settings)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_attention_is_repelled_at_the_ratio_of_its_controller(name: str):
+    model = make()
+    optimizer, repulsion = attach(model, RULES[name](hw.Target(3.0, proportional=2.0)), every=2)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    controls = repulsion.steering.controls
+    ratios = [control.ratio for control in controls.values()]
+    assert len(set(ratios)) == 2
+    assert all(0.01 < ratio < 1.0 for ratio in ratios)
+    last = repulsion.last
+    for group, ratio in zip(last.names, last.force_ratio.tolist(), strict=True):
+        assert ratio == pytest.approx(controls[group.rpartition(" ")[0]].ratio, rel=1e-4)
+    repulsion.strength = 0.5
+    step(model, optimizer, 3)
+    assert repulsion.last.force_ratio[0].item() == pytest.approx(ratios[0] / 2, rel=1e-4)
+    repulsion.verify()
+
+
+def test_heads_that_are_diverse_enough_are_not_repelled():
+    model, plain = make(), make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(1.01)), every=1)
+    other, _ = attach(plain, hw.SVGD(alpha=0.0))
+    for seed in range(2):
+        step(model, optimizer, seed)
+        step(plain, other, seed)
+    assert repulsion.last.repulsion_norm.tolist() == [0.0] * 6
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_outputs_are_captured_at_measured_steps_only():
+    model = make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    held, numbers = [], []
+    for seed in range(7):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        (model(torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
+        held.append(sum(len(record.calls) for record in repulsion.steering._taps._records))
+        optimizer.step()
+        numbers.append(next(iter(repulsion.steering.controls.values())).effective_heads)
+    assert held == [2, 0, 0, 2, 0, 0, 2]
+    assert len(set(numbers)) == 3
+
+
+def test_stacks_take_a_strength_for_each_group(monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for stacked in (False, True):
+        monkeypatch.setattr("headwise.repulsion.step.stacks_on", lambda _device, on=stacked: on)
+        model = make()
+        optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0, proportional=2.0)), every=2)
+        for seed in range(3):
+            step(model, optimizer, seed)
+        found.append((repulsion.last.force_ratio, [p.detach() for p in model.parameters()]))
+    torch.testing.assert_close(found[0][0].sort().values, found[1][0].sort().values, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0.0, atol=1e-6)
+
+
+def test_a_resumed_run_goes_on_with_the_same_strength():
+    model = make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    state, weights = (
+        json.loads(json.dumps(repulsion.state_dict())),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
+    for seed in range(3, 6):
+        step(model, optimizer, seed)
+    again = make()
+    again.load_state_dict(weights)
+    optimizer, resumed = attach(again, hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    resumed.load_state_dict(state)
+    for seed in range(3, 6):
+        step(again, optimizer, seed)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(SettingError, match="the state holds none; expected those of layers"):
+        resumed.load_state_dict({name: value for name, value in state.items() if name != "controls"})
+
+
+def test_strength_that_was_never_measured_is_named():
+    model = make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)))
+    torch.manual_seed(0)
+    (model(torch.randn(1, 3, 12)) - 0.3).square().mean().backward()
+    optimizer.step()
+    assert repulsion.last.repulsion_norm.sum() == 0
+    with pytest.raises(
+        NotFired, match=r"layers\.0\.self_attn, layers\.1\.self_attn: the effective number of heads was nev"
+    ):
+        repulsion.verify()
+
+
+def test_removing_the_repulsion_removes_what_measures():
+    model = make()
+    _, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)))
+    assert isinstance(repulsion.steering, Steering)
+    repulsion.remove()
+    assert not repulsion.steering.attached
+
+
+def test_what_cannot_be_is_refused():
+    model = make()
+    with pytest.raises(SettingError, match=r"asks for 4 effective heads, and layers\.0\.self_attn has 3"):
+        attach(model, hw.SVGD(alpha=hw.Target(4.0)))
+    with pytest.raises(SettingError, match="every is 0"):
+        attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=0)
+    with pytest.raises(SettingError, match="has no strength without a model"):
+        update(hw.SVGD(alpha=hw.Target(3.0)), torch.randn(3, 4), torch.randn(3, 4))
+    attach(model, hw.SVGD(alpha=hw.Target(3.0)))
