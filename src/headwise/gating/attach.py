@@ -1,0 +1,222 @@
+"""`gate_heads`: put gates on the heads of a model, with a handle that takes them off again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import LayoutError, NotFired, SettingError
+from headwise.gating.link import NAME, Link
+from headwise.gating.modules import build_gates
+from headwise.gating.settings import GateSetting, MixtureOfHeads, require_gate
+from headwise.heads.adapters import has_peft
+from headwise.heads.capture import list_parameters, name_arguments, read_padding
+from headwise.heads.functional import call_projections
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.new_parameters import RequireTrained, require_unwrapped
+from headwise.nn.checkpointing import is_recomputing
+from headwise.nn.compiled import guard_hooks
+from headwise.nn.hooks import Handle
+
+
+class Gating(Handle):
+    """Gates on the heads of a model until `remove()` or the end of a `with` block; returned by `gate_heads`.
+
+    Attributes:
+        heads: The attentions.
+        setting: What the gates were built from.
+    """
+
+    def __init__(self, heads: Heads, setting: GateSetting) -> None:
+        super().__init__()
+        self.heads, self.setting = heads, setting
+        self._running = False
+        balanced = isinstance(setting, MixtureOfHeads) and setting.balance > 0.0
+        # all are found and built before the first is attached: an error leaves the model as it was
+        self._links = [_build_link(heads, site, setting, balanced) for site in heads.sites]
+        for link, gates in self._links:
+            self._removers += link.attach(gates)
+        if balanced:
+            self._hook_before(heads.model, self._on_model_call)
+            self._hook_after(heads.model, self._on_model_return)
+            self._watch_padding()
+
+    def balance(self) -> Tensor:
+        """Return the balance term of a mixture of heads since the last call, and forget it.
+
+        The mean over attentions and their calls in training mode with gradients; see `MixtureOfHeads`. Padding that the
+        attentions received is left out, as in `Disagreement`.
+
+        Raises:
+            SettingError: The gates are no mixture, or its balance is 0.
+            NotFired: No call was counted, or the handle is attached to no model.
+        """
+        if not isinstance(self.setting, MixtureOfHeads) or self.setting.balance == 0.0:
+            raise SettingError(
+                f"{self.setting} has no balance term; expected a MixtureOfHeads whose balance is above 0."
+            )
+        terms = [term for link, _ in self._links for term in link.take_balances()]
+        if not terms:
+            raise NotFired(
+                "no gated attention ran in training mode with gradients since the last balance(). Run a forward pass "
+                "first; under activation checkpointing use use_reentrant=False. A copy of the model is not counted."
+            )
+        return torch.stack([term.to(terms[0].device) for term in terms]).mean()
+
+    def add_to(self, loss: Tensor) -> Tensor:
+        """Return the loss plus the setting's weight times `balance()`; raises as that does."""
+        term = self.balance()
+        assert isinstance(self.setting, MixtureOfHeads)  # balance() refuses the others
+        return loss + (self.setting.balance * term).to(loss)
+
+    def _describe(self) -> str:
+        count = sum(parameter.numel() for _, gates in self._links for parameter in gates.parameters())
+        return f"{self.setting} on {len(self.heads)} attentions, {count:,} parameters"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_links": []}
+
+    def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        if is_recomputing():
+            return
+        if self._running:
+            # the previous forward failed: what it counted must not enter the next loss
+            for link, _ in self._links:
+                link.take_balances()
+        self._running = True
+
+    def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        self._running = False
+
+    def _watch_padding(self) -> None:
+        """Have each link told the padding of its queries: in cross-attention that of the decoder's self-attention."""
+        crossed = {(link.stack, link.layer): link for link, _ in self._links if link.crosses}
+        for link, _ in self._links:
+            if not link.crosses:
+                self._tell_padding(link.attention, link)
+        for site in self.heads.found:
+            if site.kind != "cross" and (site.stack, site.layer) in crossed:
+                self._tell_padding(site.module, crossed[site.stack, site.layer])
+
+    def _tell_padding(self, attention: nn.Module, link: Link) -> None:
+        names = list_parameters(attention)
+
+        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            link.padding = read_padding(module, name_arguments(names, args, kwargs))
+
+        self._hook_before(attention, called, prepend=True)
+
+
+def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
+    """Put gates that depend on the token on the heads of a model, before W_O; returns a handle that takes them off.
+
+    Y_h = O_h * g_h(x), where x is what the queries are made from: the equations of g are those of the setting. Each
+    attention gets its own gates as the submodule `head_gates`, on the device and in the dtype of its output
+    projection; they are part of the model's parameters and state dict, and of its copies. Build the optimizer
+    afterwards, and wrap the model (DistributedDataParallel, `fully_shard`, peft) afterwards: under peft, train and save
+    them with `LoraConfig(modules_to_save=["head_gates"])`.
+
+    To load a gated model, put the same gates on a new one and load the state dict. `headwise.save` and
+    `from_pretrained` of transformers do not make gates: of a folder that `save_pretrained` wrote, load the tensors
+    after `gate_heads`.
+
+    Args:
+        heads: The attentions, from `find_heads`.
+        setting: `SigmoidGate` or `MixtureOfHeads`.
+
+    Returns:
+        The handle, also a context manager. A mixture of heads has a balance term: `loss = gating.add_to(loss)`.
+
+    Raises:
+        SettingError: `heads` or `setting` is something else, or an attention has fewer heads than a mixture uses.
+        LayoutError: There is no attention; one has gates already, pools with a learned query, or has no output
+            projection that is a module; two share one; heads or weights are divided over processes; or the model is
+            wrapped already. Nothing is attached then.
+        ShapeError: In a call, what the queries are made from has other tokens than what W_O gets.
+        NotFired: In a call, the output projection is another module than when the gates were put before it.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+        >>> x = torch.randn(3, 5, 8)
+        >>> before = model(x)
+        >>> gate_heads(hw.find_heads(model), hw.SigmoidGate())
+        Gating(SigmoidGate(per='head', token=True, scale=2.0) on 2 attentions, 36 parameters)
+        >>> torch.equal(model(x), before)  # until the gates are trained
+        True
+    """
+    require_heads(heads)
+    require_gate(setting)
+    if not heads.sites:
+        raise LayoutError("gate_heads was given no attention; expected at least one from find_heads.")
+    if has_peft(heads.model):
+        raise LayoutError(
+            f"{type(heads.model).__name__} holds adapters of peft, which would not save gates with them; call "
+            f"hw.gate_heads on the base model, and then get_peft_model with LoraConfig(modules_to_save=[{NAME!r}])."
+        )
+    guard_hooks()
+    return Gating(heads, setting)
+
+
+def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) -> tuple[Link, nn.Module]:
+    """Return what gates the heads of an attention, and its gates.
+
+    Raises:
+        LayoutError: It cannot have gates.
+        SettingError: It has too few heads.
+    """
+    if hasattr(site.module, NAME):
+        raise LayoutError(
+            f"{site.label} already has {NAME}; call remove() on the handle of the first gate_heads() before a second."
+        )
+    if site.kind == "pooling":
+        raise LayoutError(
+            f"{site.label} pools a sequence with one learned query for each head, so that its gates would depend on no "
+            "token; leave it out (heads.kind('self'))."
+        )
+    if site.prepare is call_projections:
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to torch's "
+            "function instead of calling it, and so would a copy of the model, without its gates; leave it out."
+        )
+    output_projection = site.expose()
+    projection = output_projection.module
+    require_unwrapped(heads, site, projection, "gates", "hw.gate_heads")
+    if site.divided or any(is_sharded(parameter) for parameter in projection.parameters()):
+        raise LayoutError(
+            f"{site.label}: its heads or its output projection are divided over processes, and gates are not; call "
+            "hw.gate_heads first, or leave this attention out of the plan of parallelize_module."
+        )
+    others = [other.output_projection for other in heads.found if other is not site]
+    if any(other is not None and other.module is projection for other in others):
+        raise LayoutError(
+            f"{site.label} calls the same output projection as another attention, whose heads its gates would reach "
+            "too; select attentions with projections of their own."
+        )
+    width = site.slices[0].across
+    if width == 0:
+        raise LayoutError(
+            f"{site.label}: the width of what its queries are made from is not known, as {site.slices[0].name} is no "
+            "matrix; use the full-precision weights."
+        )
+    gates = build_gates(setting, site.num_heads, site.head_size, width)
+    gates = _match_placement(gates, projection).train(site.module.training)
+    path = f"{site.name}.{NAME}" if site.name else NAME
+    trained = RequireTrained(path, "gate")
+    gates.register_forward_pre_hook(trained)
+    gates.register_load_state_dict_post_hook(trained.note_loaded)
+    return Link(site, output_projection, _find_source(site), balanced), gates
+
+
+def _find_source(site: Site) -> nn.Module:
+    """Return the module whose input the queries are made from: their projection, or the attention where it is none."""
+    return site.slices[0].parts[0].module or site.module
+
+
+def _match_placement(gates: nn.Module, projection: nn.Module) -> nn.Module:
+    # the weights of a quantized projection are integers
+    parameter = next((one for one in projection.parameters() if one.is_floating_point()), None)
+    return gates if parameter is None else gates.to(device=parameter.device, dtype=parameter.dtype)
