@@ -1,25 +1,51 @@
 """`aggregate`: replace the output projections of a model by aggregators, with a handle that undoes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
-from headwise.heads.head_slice import OutputProjection
+from headwise.heads.adapters import get_called, has_peft, is_peft_model
+from headwise.heads.functional import call_projections
+from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.parallel import is_sharded
+from headwise.heads.new_parameters import RequireTrained, require_unwrapped
+from headwise.heads.printed import LINES, shorten
+from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
+from headwise.routing.modules_to_save import (
+    add_names,
+    find_adapter,
+    remove_names,
+    require_plain_projection,
+    wrap,
+)
 from headwise.routing.save import SavePretrained, find_aggregators
+
+# What peft puts before the name of a module.
+BASE = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """An attention whose output projection was replaced: its name, the projection's place, and both modules."""
+    """An attention whose output projection was replaced.
+
+    Attributes:
+        name: Name of the attention.
+        output_projection: The projection's place.
+        old: The projection.
+        new: The aggregator.
+        placed: What is in that place now: the aggregator, under peft in its wrapper of modules to save.
+        path: Name of the place in the model.
+    """
 
     name: str
     output_projection: OutputProjection
-    old: nn.Module
-    new: Aggregator
+    old: nn.Module = field(repr=False)
+    new: Aggregator = field(repr=False)
+    placed: nn.Module = field(repr=False)
+    path: str = ""
 
 
 class Aggregation:
@@ -30,8 +56,8 @@ class Aggregation:
         replaced: The replaced output projections, in the order of the heads.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, replaced: tuple[Replaced, ...]) -> None:
-        self.model, self.setting, self.replaced = model, setting, replaced
+    def __init__(self, model: nn.Module, setting: Setting, replaced: tuple[Replaced, ...], adapter: Any = None) -> None:
+        self.model, self.setting, self.replaced, self._adapter = model, setting, replaced, adapter
 
     def remove(self) -> None:
         """Put the old output modules back; the aggregators' parameters leave the model.
@@ -41,7 +67,7 @@ class Aggregation:
                 Nothing is changed then.
         """
         for site in self.replaced:
-            if site.output_projection.module is not site.new:
+            if site.output_projection.module is not site.placed:
                 raise HeadwiseError(
                     f"{site.name}: the output module is now a {type(site.output_projection.module).__name__}, not the "
                     f"{type(site.new).__name__} of aggregate(): it was removed or replaced before. Call remove() once, "
@@ -49,8 +75,10 @@ class Aggregation:
                 )
         for site in self.replaced:
             setattr(site.output_projection.owner, site.output_projection.attribute, site.old)
+        if self._adapter is not None:
+            remove_names(self._adapter, [site.path for site in self.replaced])
         for module in _find_saving_models(self.model):
-            if not find_aggregators(module):
+            if not find_aggregators(module) and not read_sizes(module):
                 vars(module).pop("save_pretrained", None)
 
     def __str__(self) -> str:
@@ -59,7 +87,9 @@ class Aggregation:
             f"{_count_parameters(site.new):,} parameters instead of {_count_parameters(site.old):,}"
             for site in self.replaced
         ]
-        return "\n".join([f"{self.setting} in {len(self.replaced)} attentions", *rows])
+        first, left_out, last = shorten(rows, LINES - 1)
+        middle = [f"  ... {left_out} more attentions ..."] if left_out else []
+        return "\n".join([f"{self.setting} in {len(self.replaced)} attentions", *first, *middle, *last])
 
     __repr__ = __str__
 
@@ -76,6 +106,10 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
     `headwise.load`, which plain transformers refuses. This holds for `heads.model` and the models inside it, so find
     the heads in the model you will save, not in a part of it.
 
+    In a model of peft the aggregators belong to the active adapter, as its `modules_to_save` do: they are trained and
+    saved with it, and without it the old projection is called. To load them, call `aggregate` on the base model, then
+    `PeftModel.from_pretrained`.
+
     Args:
         heads: The attentions, from `find_heads`.
         setting: `SimpleRouting`, `EMRouting`, `Trunk`, `Residual` of one of them, or `Gate`.
@@ -85,23 +119,25 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
 
     Raises:
         SettingError: `heads` or `setting` is something else, or its capsules do not divide the width of an attention.
-        LayoutError: There is no attention, its output projection was not found or is already an aggregator, two
-            attentions share one, or the model is wrapped by an engine that would not train an aggregator. Nothing is
-            replaced then.
+        LayoutError: There is no attention, its output projection was not found, is already an aggregator or has an
+            adapter, two attentions share one, or the model is wrapped by an engine that would not train an aggregator.
+            Nothing is replaced then.
     """
     require_heads(heads)
     require_setting(setting)
     sites = tuple(heads.sites)
     if not sites:
         raise LayoutError("aggregate was given no attention; expected at least one from find_heads.")
+    config, adapter = find_adapter(heads.model) if has_peft(heads.model) else (None, None)
+    names = {id(module): name for name, module in heads.model.named_modules()}
     places: set[tuple[int, str]] = set()
     replaced = []
     for site in sites:
         output_projection = site.expose()
-        old = output_projection.module
-        if isinstance(old, Aggregator):
+        called = get_called(output_projection.module)
+        if isinstance(called, Aggregator):
             raise LayoutError(
-                f"{site.label} already has a {type(old).__name__} as its output; "
+                f"{site.label} already has {type(called).__name__} as its output; "
                 "call remove() on the handle of the first aggregate() before a second one."
             )
         if (id(output_projection.owner), output_projection.attribute) in places:
@@ -110,19 +146,38 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
                 "are not shared, so select one of the two."
             )
         places.add((id(output_projection.owner), output_projection.attribute))
-        _require_unwrapped(heads, site, old, keeps=isinstance(setting, Residual | Gate))
-        projection = old if isinstance(setting, Residual | Gate) else None
-        new = build(setting, site.num_heads, site.head_size, site.width, projection)
-        if site.divided:
-            new.register_forward_pre_hook(_GatherHeads(site))
-        replaced.append(Replaced(site.name, output_projection, old, _match_placement(new, old)))
+        _require_replaceable(site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
+        _require_unwrapped(heads, site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
+        replaced.append(_build(site, setting, names[id(output_projection.owner)], adapter))
     for place in replaced:
-        setattr(place.output_projection.owner, place.output_projection.attribute, place.new)
+        setattr(place.output_projection.owner, place.output_projection.attribute, place.placed)
+    if config is not None:
+        add_names(config, [place.path for place in replaced])
     for module in _find_saving_models(heads.model):
         if find_aggregators(module):
             # the original method would write a folder that loads without the aggregators, with only a warning
             vars(module)["save_pretrained"] = SavePretrained(module)
-    return Aggregation(heads.model, setting, tuple(replaced))
+    return Aggregation(heads.model, setting, tuple(replaced), config)
+
+
+def _build(site: Site, setting: Setting, owner: str, adapter: str | None) -> Replaced:
+    """Build what replaces the output projection of an attention, whose owner has this name in the model."""
+    output_projection = site.expose()
+    old = output_projection.module
+    projection = old if isinstance(setting, Residual | Gate) else None
+    new = build(setting, site.num_heads, site.head_size, site.width, projection)
+    if site.divided:
+        new.register_forward_pre_hook(_GatherHeads(site))
+    new = placed = _match_placement(new, old)
+    if adapter is not None:
+        placed = wrap(old, new, adapter)
+        new = placed.modules_to_save[adapter]
+    path = f"{owner}.{output_projection.attribute}" if owner else output_projection.attribute
+    path = path.removeprefix(BASE)
+    trained = RequireTrained(path, "aggregator", "or call hw.aggregate after get_peft_model")
+    new.register_forward_pre_hook(trained)
+    new.register_load_state_dict_post_hook(trained.note_loaded)
+    return Replaced(site.name, output_projection, old, new, placed, path)
 
 
 class _GatherHeads:
@@ -137,23 +192,41 @@ class _GatherHeads:
 
 def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
     """Raise `LayoutError` if each process would train the parameters of an aggregator separately."""
-    name = site.label
-    if heads.replicated or getattr(old, "_is_fsdp_managed_module", False):
-        engine = "DistributedDataParallel" if heads.replicated else "FSDP"
-        raise LayoutError(
-            f"{name}: the model is wrapped by {engine}, which exchanges no gradients of parameters added later, so "
-            "each process would train a different aggregator; call hw.aggregate first and wrap the model afterwards."
-        )
+    require_unwrapped(heads, site, old, "an aggregator", "hw.aggregate")
     if keeps and any(is_sharded(parameter) for parameter in old.parameters()):
         raise LayoutError(
-            f"{name}: its output projection is divided by tensor parallelism, and this aggregator gives it all heads; "
-            "leave it out of the plan of parallelize_module."
+            f"{site.label}: its output projection is divided by tensor parallelism, and this aggregator gives it all "
+            "heads; leave it out of the plan of parallelize_module."
         )
 
 
 def _find_saving_models(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a method `save_pretrained`: transformers models, and models inside them."""
-    return [module for module in model.modules() if callable(getattr(type(module), "save_pretrained", None))]
+    """Return the modules with a method `save_pretrained` that writes the whole model: those of transformers."""
+    return [
+        module
+        for module in model.modules()
+        if callable(getattr(type(module), "save_pretrained", None)) and not is_peft_model(module)
+    ]
+
+
+def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:
+    """Raise `LayoutError` where W_O is not what the heads reach first, is not called, or belongs to an adapter."""
+    require_plain_projection(site, old)
+    if site.prepare is call_projections:
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to torch's "
+            "function instead of calling it, so no aggregator can take its place."
+        )
+    if site.output is None and not keeps and _is_norm(old):
+        raise LayoutError(
+            f"{site.label}: its heads pass a {type(old).__name__} before W_O, which an aggregator in that place "
+            "would leave as it is; use hw.Residual(...) or hw.Gate(), which keep both."
+        )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
 
 
 def _match_placement(new: Aggregator, old: nn.Module) -> Aggregator:

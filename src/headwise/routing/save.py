@@ -1,43 +1,34 @@
-"""Save and load models whose output projections were replaced by aggregators.
+"""Save and load models whose output projections were replaced by aggregators, or whose heads were removed.
 
-A folder holds `headwise.json` (the model, its aggregators, and the file of each tensor), tensor files under our own
-names, and a `config.json` that other libraries refuse, because they would load every weight but those of the
-aggregators. Files are renamed to their names when complete, `headwise.json` last. Settings are stored as plain JSON
-with the names of their classes; no code is stored.
+A folder holds `headwise.json` (the model, its aggregators and sizes, and the file of each tensor, with digests), tensor
+files under our own names, and a `config.json` that other libraries refuse: they would load every weight but those of
+the aggregators, or draw new weights where others were cut. Files are renamed to their names when complete,
+`headwise.json` last. Settings are stored as plain JSON with the names of their classes; no code is stored.
 """
 
-import importlib
-import json
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import DataError, SettingError
+from headwise.digests import seal
+from headwise.errors import DataError, HeadwiseError, LayoutError, SettingError
+from headwise.nn.compiled import strip_wrappers, unwrap_compiled, without_wrappers
+from headwise.nn.mixing import HeadMixer
 from headwise.nn.multihead import MultiheadAttention, adopt
+from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
-from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
-from headwise.routing.shards import collect_tensors, load_tensors, parse_size, split_into_shards
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.rebuild import rebuild
+from headwise.routing.resize_saved import resize_modules
+from headwise.routing.saved import CONFIG, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
+from headwise.routing.setting_records import record, restore
+from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
+from headwise.strict_json import encode_json, parse_json
 
-FORMAT = 1
-RECORD, CONFIG = "headwise.json", "config.json"
-SETTINGS: tuple[type, ...] = (
-    Chunks,
-    DistinctCapsules,
-    EMRouting,
-    Gate,
-    PerHead,
-    Residual,
-    SharedTrunk,
-    SimpleRouting,
-    Trunk,
-)
 STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")
 
 
@@ -56,21 +47,23 @@ def save(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model with aggregators to a folder for `load`; other libraries refuse to load it.
+    """Write a model with aggregators or fewer heads to a folder for `load`; other libraries refuse to load it.
 
     All parameters and buffers are written in their dtype, tied ones once. Files saved there before are replaced when
     the new ones are complete.
 
     Args:
-        model: Any module that holds aggregators. The class and configuration of a transformers model are saved too.
+        model: Any module that holds aggregators, or whose heads were removed. The class and configuration of a
+            transformers model are saved too.
         folder: Created if it does not exist.
         state_dict: Tensors to write instead of the model's, for example gathered from several processes.
         max_shard_size: Largest size of a file, in bytes or as a string like "500MB". A larger tensor is written to a
             separate file.
 
     Raises:
-        DataError: The model holds no aggregator; the folder holds the weights of a model without aggregators, which
-            would be loaded instead; or a tensor is missing or sharded over processes.
+        DataError: The model holds no aggregator, and all its heads or as many as its configuration says; it holds
+            talking heads; the folder holds the weights of an unchanged model, which would be loaded instead; or a
+            tensor is missing or sharded over processes.
         SettingError: `model` is not a module, or `max_shard_size` is not a size.
 
     Example:
@@ -85,15 +78,23 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
-    places = find_aggregators(model)
-    if not places:
+    inner = unwrap_compiled(model)
+    with without_wrappers(inner):
+        _save(inner, Path(folder), state_dict, parse_size(max_shard_size))
+
+
+def _save(model: nn.Module, target: Path, state_dict: Mapping[str, Tensor] | None, limit: int) -> None:
+    places, sizes = find_aggregators(model), read_sizes(model)
+    if not places and not sizes:
         raise DataError(
-            f"{type(model).__name__} holds no aggregator; save it as you would without headwise "
-            "(save_pretrained, or torch.save of its state_dict)."
+            f"{type(model).__name__} holds no aggregator, and no sizes that its configuration does not give; save it "
+            "as you would without headwise (save_pretrained, or torch.save of its state_dict)."
         )
-    target, limit = Path(folder), parse_size(max_shard_size)
+    if any(isinstance(module, HeadMixer) for module in model.modules()):
+        raise DataError(f"{type(model).__name__} has talking heads, which load() does not make; save its state_dict.")
     _refuse_stock_weights(target)
-    tensors, tied = collect_tensors(model, state_dict)
+    given = None if state_dict is None else {strip_wrappers(name): tensor for name, tensor in state_dict.items()}
+    tensors, tied = collect_tensors(model, given)
     shards = split_into_shards(tensors, limit)
     token = secrets.token_hex(4)
     files = {f"headwise-{token}-{i:05d}-of-{len(shards):05d}.pt": names for i, names in enumerate(shards, start=1)}
@@ -102,16 +103,17 @@ def save(
         "model": _describe_model(model),
         "aggregators": {name: _describe(aggregator) for name, aggregator in places.items()},
         "adopted": [name for name, module in model.named_modules() if type(module) is MultiheadAttention],
+        "sizes": sizes,
         "tied": tied,
         "files": files,
     }
-    text = json.dumps(written, indent=2)
-    marker = {"model_type": "headwise", "note": "a model with headwise aggregators: headwise.load(folder)"}
+    marker = {"model_type": "headwise", "note": "a model changed by headwise: headwise.load(folder)"}
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".headwise-") as temporary:
         for file, names in files.items():
             torch.save({name: tensors[name] for name in names}, Path(temporary, file))
-        Path(temporary, CONFIG).write_text(json.dumps(marker, indent=2), encoding="utf-8")
+        Path(temporary, CONFIG).write_text(encode_json(marker, indent=2), encoding="utf-8")
+        text = encode_json(seal(written, Path(temporary), [*files, CONFIG]), indent=2)
         Path(temporary, RECORD).write_text(text, encoding="utf-8")
         for file in (*files, CONFIG, RECORD):
             Path(temporary, file).replace(target / file)
@@ -119,38 +121,68 @@ def save(
         stale.unlink()
 
 
-def load(folder: str | Path, model: nn.Module | None = None, *, settings: Sequence[type] = ()) -> nn.Module:
-    """Load a model from a folder of `save`, or of `save_pretrained` after `aggregate`, in evaluation mode.
+def load(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    *,
+    settings: Sequence[type] = (),
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a model from a folder of `save`, or of `save_pretrained` after `aggregate` or `prune`, in evaluation mode.
+
+    The files are compared with the digests that `save` wrote; a folder of version 0.1 has none.
 
     Args:
         folder: The folder.
-        model: A model of the same structure to load into; needed unless its class is from transformers. It has no
-            aggregators or the same ones; in that case its parameters stay the same objects, so that an optimizer still
-            holds them.
+        model: A model of the same structure to load into; needed unless its class is from transformers. It has all
+            its heads or those saved, and no aggregators or the same ones; with those, its parameters stay the same
+            objects, so that an optimizer still holds them.
         settings: User-defined setting classes (parameterizations of votes) that the aggregators were built from.
+        trust_remote_code: Whether transformers may run code that the folder names: its Python files, and attention
+            kernels from the Hub.
 
     Returns:
         The model; its outputs equal those of the saved one bit for bit.
 
     Raises:
-        DataError: The folder holds no such model, an incomplete one, or one that does not fit `model`.
+        DataError: The folder holds no such model, an incomplete or changed one, or one that does not fit `model`, which
+            is then left as it was.
     """
-    source = Path(folder)
-    written = _read_record(source)
-    _refuse_stock_weights(source)
+    saved = read_saved(Path(folder))
+    _refuse_stock_weights(saved.folder)
+    tensors = read_tensors(saved)
     # initial weights, soon replaced, must not advance the caller's random generator
     with torch.random.fork_rng(devices=[]):
-        model = _rebuild(source, written["model"]) if model is None else model
-        for name in written["adopted"]:
-            adopt(model, model.get_submodule(name))
-        for name, described in written["aggregators"].items():
-            _insert(model, name, described, settings)
-    load_tensors(model, source, written["files"], written["tied"])
+        model = _rebuild(saved, trusted=trust_remote_code) if model is None else model
+        inner = unwrap_compiled(model)
+        with without_wrappers(inner):
+            _fill(saved, inner, tensors, settings)
     return model.eval()
 
 
+def _fill(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor], settings: Sequence[type]) -> None:
+    """Give a model the saved aggregators and tensors, or leave it as it was."""
+    for name in saved.adopted:
+        _adopt(saved, model, name)
+    undo = resize_modules(saved, model, tensors)
+    placed: list[_Place] = []
+    try:
+        placed = _build_aggregators(saved, model, tensors, settings)
+        for owner, attribute, _, new in placed:
+            setattr(owner, attribute, new)
+        load_tensors(model, saved, tensors)
+    except BaseException:
+        for owner, attribute, old, _ in placed:
+            setattr(owner, attribute, old)
+        for one in reversed(undo):
+            one()
+        raise
+    if saved.sizes and callable(getattr(type(model), "save_pretrained", None)):
+        vars(model)["save_pretrained"] = SavePretrained(model)
+
+
 class SavePretrained:
-    """`save_pretrained` of a model with aggregators; set by `aggregate` and removed with its handle."""
+    """`save_pretrained` of a model with aggregators or fewer heads; set by `aggregate` and `prune`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -164,12 +196,12 @@ class SavePretrained:
         max_shard_size: int | str = "5GB",
         **other: object,
     ) -> None:
-        """Write a folder for `headwise.load`; without aggregators, call the original method.
+        """Write a folder for `headwise.load`; of a model that headwise did not change, call the original method.
 
         Raises:
             SettingError: An option was given that does not apply to such a folder.
         """
-        if not find_aggregators(self.model):
+        if not find_aggregators(self.model) and not read_sizes(self.model):
             stock: Any = type(self.model)
             own = {"is_main_process": is_main_process, "state_dict": state_dict, "max_shard_size": max_shard_size}
             stock.save_pretrained(self.model, save_directory, **own, **other)
@@ -178,7 +210,7 @@ class SavePretrained:
         refused = {name: value for name, value in other.items() if name not in harmless and value}
         if refused:
             raise SettingError(
-                f"save_pretrained of a model with aggregators was given {refused}; expected only save_directory, "
+                f"save_pretrained of a model changed by headwise was given {refused}; expected only save_directory, "
                 "is_main_process, state_dict and max_shard_size."
             )
         if is_main_process:
@@ -189,8 +221,8 @@ def _refuse_stock_weights(folder: Path) -> None:
     found = sorted(path.name for pattern in STOCK_WEIGHTS for path in folder.glob(pattern))
     if found:
         raise DataError(
-            f"{folder} holds {found[0]}, the weights of a model without aggregators, which transformers would load; "
-            "use another folder for the model with aggregators."
+            f"{folder} holds {found[0]}, the weights of a model that headwise did not change, which transformers would "
+            "load; use another folder for the model with aggregators or fewer heads."
         )
 
 
@@ -204,26 +236,27 @@ def _describe_model(model: nn.Module) -> dict | None:
     attention = {name: part._attn_implementation for name, part in names.items() if part is not None}
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "config": json.loads(config.to_json_string(use_diff=False)),
+        "config": _read_settings(config),
         "attention": attention,
-        "generation": None if generation is None else json.loads(generation.to_json_string(use_diff=False)),
+        "generation": None if generation is None else _read_settings(generation),
     }
 
 
-def _rebuild(source: Path, identity: dict | None) -> nn.Module:
-    module, _, name = ("" if identity is None else identity["class"]).partition(":")
-    if identity is None or not module.startswith("transformers."):
+def _read_settings(config: Any) -> Any:
+    try:
+        return parse_json(config.to_json_string(use_diff=False))
+    except ValueError as error:
+        raise DataError(f"{type(config).__name__} cannot be saved as JSON ({error}); set another value.") from None
+
+
+def _rebuild(saved: Saved, *, trusted: bool) -> nn.Module:
+    if saved.model is None:
         raise DataError(
-            f"{source} holds a model whose class is not from transformers; build one like it, without aggregators, "
-            "and pass it: load(folder, model)."
+            f"{saved.folder} holds a model whose class is not from transformers; build one like it, with all its heads "
+            "and without aggregators, and pass it: load(folder, model)."
         )
-    cls: Any = getattr(importlib.import_module(module), name)
-    config = cls.config_class.from_dict(identity["config"])
-    config._attn_implementation = identity["attention"]
-    model = cls(config)
-    if identity["generation"] is not None and getattr(model, "generation_config", None) is not None:
-        model.generation_config = type(model.generation_config).from_dict(identity["generation"])
-    return model
+    size = sum((saved.folder / file).stat().st_size for file in saved.files)
+    return rebuild(saved.model, tensors=sum(map(len, saved.files.values())), size=size, trusted=trusted)
 
 
 def _describe(aggregator: Aggregator) -> dict:
@@ -233,46 +266,76 @@ def _describe(aggregator: Aggregator) -> dict:
     return {"setting": record(_get_setting(aggregator)), **sizes}
 
 
-def _insert(model: nn.Module, name: str, described: dict, settings: Sequence[type]) -> None:
-    parent, _, attribute = name.rpartition(".")
+def _find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
     try:
-        owner = model.get_submodule(parent)
-        old = getattr(owner, attribute)
-    except AttributeError as error:
+        return model.get_submodule(name)
+    except AttributeError:
         raise DataError(
-            f"the model has no module {name}, an aggregator in the saved one; pass a model of the same structure."
+            f"the model has no module {name[:60]!r}, which {saved.path} names; pass a model of the same structure."
+        ) from None
+
+
+def _adopt(saved: Saved, model: nn.Module, name: str) -> None:
+    try:
+        adopt(model, _find_module(saved, model, name))
+    except LayoutError as error:
+        raise DataError(f"{saved.path} names {name[:60]!r} as an attention of torch: {error}") from None
+
+
+class _Place(NamedTuple):
+    """The place of an aggregator: the module that holds it and its attribute there, and what is there before."""
+
+    owner: nn.Module
+    attribute: str
+    old: nn.Module
+    new: Aggregator
+
+
+def _build_aggregators(
+    saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor], settings: Sequence[type]
+) -> list[_Place]:
+    """Return the aggregators of a folder that the model does not have yet, built and not yet in place."""
+    found = []
+    for name, described in saved.aggregators.items():
+        parent, _, attribute = name.rpartition(".")
+        owner, old = _find_module(saved, model, parent), _find_module(saved, model, name)
+        if isinstance(old, Aggregator):
+            own = _describe(old)
+            if own != described:
+                raise DataError(
+                    f"{name} is a {type(old).__name__} already, with {own}; the saved one has {described}. Pass load() "
+                    "a model without aggregators, or with the saved ones."
+                )
+            continue
+        found.append(_Place(owner, attribute, old, _build_aggregator(saved, name, old, tensors, settings)))
+    return found
+
+
+def _build_aggregator(
+    saved: Saved, name: str, old: nn.Module, tensors: Mapping[str, Tensor], settings: Sequence[type]
+) -> Aggregator:
+    described = saved.aggregators[name]
+    heads, size, width = (described[name] for name in SIZES)
+    try:
+        setting = restore(described["setting"], settings)
+        kept = old if isinstance(setting, Residual | Gate) else None
+        # first without memory: its sizes may be anything
+        with torch.device("meta"):
+            shapes = {part: own.shape for part, own in build(setting, heads, size, width, kept).state_dict().items()}
+    except Exception as error:
+        # a setting of the user's own may raise anything
+        reason = str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"{saved.path}: the aggregator {name[:60]} cannot be built ({reason[:200]}); {REMEDY}"
         ) from error
-    if isinstance(old, Aggregator):
-        found = _describe(old)
-        if found != described:
+    for part, shape in shapes.items():
+        stored = tensors.get(saved.tied.get(f"{name}.{part}", f"{name}.{part}"))
+        if stored is None or stored.shape != shape:
             raise DataError(
-                f"{name} is a {type(old).__name__} already, with {found}; the saved one has {described}. Pass load() "
-                "a model without aggregators, or with the saved ones."
+                f"{saved.path}: {name}.{part} of the aggregator has shape {tuple(shape)}, the saved one "
+                f"{'is missing' if stored is None else tuple(stored.shape)}; {REMEDY}"
             )
-        return
-    setting = restore(described["setting"], settings)
-    sizes = (described["num_heads"], described["head_size"], described["width"])
-    keeps = isinstance(setting, Residual | Gate)
-    setattr(owner, attribute, build(setting, *sizes, old if keeps else None))
-
-
-def _read_record(source: Path) -> dict:
-    path = source / RECORD
-    if not path.is_file():
-        raise DataError(
-            f"{source} holds no {RECORD}; expected a folder written by save_pretrained after aggregate(), or by "
-            "headwise.save. Load a model without aggregators as it was saved (from_pretrained)."
-        )
-    try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        version = written["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a record of headwise ({error}); save the model again.") from error
-    if version != FORMAT:
-        raise DataError(
-            f"{path} has format {version}; expected {FORMAT}, so use the version of headwise that wrote it."
-        )
-    return written
+    return build(setting, heads, size, width, kept)
 
 
 def _get_setting(aggregator: Any) -> Setting:
@@ -281,53 +344,3 @@ def _get_setting(aggregator: Any) -> Setting:
         routed: Any = aggregator.aggregator
         return Residual(routed.setting)
     return aggregator.setting
-
-
-def record(value: Any) -> Any:
-    """Return a setting as JSON: {"setting": its class, field: value, ...}; tuples become lists.
-
-    Raises:
-        DataError: A field holds something that JSON cannot represent.
-
-    Example:
-        >>> record(EMRouting(iterations=2))["inverse_temperature"]
-        [1.0, 3.0]
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"setting": type(value).__name__, **{f.name: record(getattr(value, f.name)) for f in fields(value)}}
-    if isinstance(value, tuple):
-        return [record(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise DataError(f"a setting holds a {type(value).__name__}; expected numbers, strings, tuples or settings.")
-
-
-def restore(value: Any, classes: Sequence[type] = ()) -> Any:
-    """Return the setting that `record` wrote.
-
-    Args:
-        value: The result of `record`.
-        classes: User-defined classes that may appear in it.
-
-    Raises:
-        DataError: A class is unknown, or does not have those fields.
-
-    Example:
-        >>> restore(record(Residual(SimpleRouting(iterations=4)))).routing.iterations
-        4
-    """
-    if isinstance(value, list):
-        return tuple(restore(item, classes) for item in value)
-    if not isinstance(value, dict):
-        return value
-    name = value.get("setting")
-    known = {cls.__name__: cls for cls in (*SETTINGS, *classes)}
-    if name not in known:
-        raise DataError(
-            f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}. If you defined it, "
-            "pass its class: load(settings=(...,))."
-        )
-    try:
-        return known[name](**{key: restore(item, classes) for key, item in value.items() if key != "setting"})
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the setting {name} cannot be built from {value}: {error}") from error

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DataError, SettingError
+from headwise.input_files import is_file
+from headwise.routing.saved import REMEDY, Saved
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -75,34 +77,73 @@ def split_into_shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[st
     return shards
 
 
-def load_tensors(model: nn.Module, source: Path, files: Mapping[str, list[str]], tied: Mapping[str, str]) -> None:
+def read_tensors(saved: Saved) -> dict[str, Tensor]:
+    """Return the tensors of a folder by name.
+
+    Raises:
+        DataError: A file is missing or damaged, or does not hold its tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for file, names in saved.files.items():
+        path = saved.folder / file
+        if not is_file(path):
+            raise DataError(f"{path} is missing: the folder was copied or saved incompletely; {REMEDY}")
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # whatever torch raises for a file that is damaged, or that holds more than tensors
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            raise DataError(
+                f"{path} cannot be read as tensors, and nothing in it was run ({reason}); {REMEDY}"
+            ) from None
+        if not isinstance(tensors, dict) or tensors.keys() != set(names):
+            raise DataError(f"{path} does not hold the {len(names)} tensors that {saved.path.name} names; {REMEDY}")
+        for name, tensor in tensors.items():
+            if not _is_plain(tensor):
+                raise DataError(f"{path}: {name} is no tensor with numbers; {REMEDY}")
+        found |= tensors
+    return found
+
+
+def load_tensors(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
     """Load the tensors of a folder into a model, tied ones under all their names.
 
     Raises:
-        DataError: A file is missing, or the tensors do not match those of the model.
+        DataError: The tensors do not match those of the model; it is then left as it was.
     """
-    slots = _find_tensors(model)
-    filled: dict[str, Tensor] = {}
-    for file, names in files.items():
-        path = source / Path(file).name
-        if not path.is_file():
-            raise DataError(f"{path} is missing: the folder was copied or saved incompletely.")
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-        filled |= {name: tensors[name] for name in names}
-    missing, unknown = sorted(slots.keys() - filled.keys() - tied.keys()), sorted(filled.keys() - slots.keys())
+    slots, source, tied = _find_tensors(model), saved.folder, saved.tied
+    missing = sorted(slots.keys() - tensors.keys() - tied.keys())
+    unknown = sorted((tensors.keys() | tied.keys()) - slots.keys())
     if missing or unknown:
         raise DataError(
             f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
             f"{unknown[:4]} ({len(unknown)}) are not in the model; pass a model of the same structure."
         )
-    for name, tensor in filled.items():
-        _, _, own = slots[name]
-        if own.shape != tensor.shape:
-            raise DataError(f"{name} has shape {tuple(tensor.shape)} in {source} and {tuple(own.shape)} in the model.")
-        filled[name] = _copy(own, tensor)
+    for name, (_, _, own) in slots.items():
+        _require_fitting(source, name, own, tensors[tied.get(name, name)])
+    filled = {name: _copy(slots[name][2], tensor) for name, tensor in tensors.items()}
     for name, (module, attribute, own) in slots.items():
         target: dict[str, Any] = module._parameters if isinstance(own, nn.Parameter) else module._buffers
         target[attribute] = filled[tied.get(name, name)]
+
+
+def _is_plain(tensor: Any) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and not tensor.is_meta and not tensor.is_quantized
+
+
+def _require_fitting(source: Path, name: str, own: Tensor, tensor: Tensor) -> None:
+    if own.shape != tensor.shape:
+        raise DataError(f"{name} has shape {tuple(tensor.shape)} in {source} and {tuple(own.shape)} in the model.")
+    # weights may be saved as one-byte numbers with scales
+    numbers = tensor.dtype.is_floating_point or (tensor.element_size() == 1 and tensor.dtype != torch.bool)
+    if own.dtype.is_floating_point and not numbers:
+        raise DataError(f"{name} is {tensor.dtype} in {source} and {own.dtype} in the model; {REMEDY}")
+    if isinstance(own, nn.Parameter) and tensor.dtype.is_floating_point and bool(tensor.isnan().any()):
+        raise DataError(
+            f"{name} holds {int(tensor.isnan().sum())} NaN in {source}; load a model that was saved before "
+            "its training diverged."
+        )
 
 
 def _copy(own: Tensor, tensor: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""A model of transformers built from what a folder says of it, no larger than its tensors and without foreign code."""
+
+import contextlib
+import copy
+import importlib
+import re
+from typing import Any
+
+from torch import nn
+
+from headwise.errors import DataError, HeadwiseError
+from headwise.foreign_code import (
+    FLAG,
+    LOCAL,
+    is_local,
+    refuse_foreign_code,
+    require_countable,
+    require_local_kernels,
+)
+from headwise.nn.bounds import TooLarge, build_within
+from headwise.routing.saved import REMEDY, Identity
+
+MODULE = re.compile(r"transformers\.models(\.\w+)+")
+
+
+def rebuild(identity: Identity, *, tensors: int, size: int, trusted: bool) -> nn.Module:
+    """Return a new model of the class and configuration that a folder names.
+
+    Args:
+        identity: What the folder says of the model.
+        tensors: Number of its tensors.
+        size: Their bytes.
+        trusted: Whether Python files and kernels that the configuration names may run.
+
+    Raises:
+        DataError: The class is no model of transformers, the configuration does not fit it or names code, or the model
+            would be much larger than its tensors.
+    """
+    cls = _find_class(identity)
+    if not trusted:
+        _require_local_attention(identity)
+    require_countable(identity.path, identity.config, layers=tensors)
+    try:
+        with refuse_foreign_code(identity.path.parent, trusted=trusted):
+            return build_within(lambda: _build(cls, identity), tensors=tensors, size=size)
+    except TooLarge:
+        raise DataError(
+            f"{identity.path}: its configuration is that of a model far larger than the {tensors} tensors that are "
+            f"saved; {REMEDY}"
+        ) from None
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # whatever a class of transformers raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(
+            f"{identity.path}: no {identity.name} can be built from its configuration ({reason}); {REMEDY}"
+        ) from None
+
+
+def _find_class(identity: Identity) -> Any:
+    cls: Any = None
+    if MODULE.fullmatch(identity.module):
+        with contextlib.suppress(ImportError):
+            cls = getattr(importlib.import_module(identity.module), identity.name, None)
+    from transformers import PreTrainedModel
+
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise DataError(
+            f"{identity.path}: the class is {f'{identity.module}:{identity.name}'[:60]!r}, which is not from "
+            "transformers, or no model of the installed version; build one like it, without aggregators, and pass it: "
+            "load(folder, model)."
+        )
+    return cls
+
+
+def _build(cls: Any, identity: Identity) -> nn.Module:
+    config = cls.config_class.from_dict(copy.deepcopy(identity.config))
+    config._attn_implementation = dict(identity.attention)
+    model = cls(config)
+    if identity.generation is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config = type(model.generation_config).from_dict(copy.deepcopy(identity.generation))
+    return model
+
+
+def _require_local_attention(identity: Identity) -> None:
+    require_local_kernels(identity.path, identity.config)
+    from transformers import AttentionInterface
+
+    registered = (name for name in AttentionInterface().valid_keys() if not re.match(r"flash_|.*/", name))
+    known = LOCAL["attn_implementation"].union(registered)
+    strange = next((name for name in identity.attention.values() if not is_local(name, known)), None)
+    if strange is not None:
+        raise DataError(
+            f"{identity.path} has the attention {str(strange)[:60]!r}, which is not installed: transformers may fetch "
+            f"it from the Hub and run it; {FLAG}."
+        )

@@ -1,0 +1,194 @@
+"""Folders of `headwise.save` that were changed or made by others: one sentence each, and nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import headwise as hw
+from routing.hostile import CANARY, FOLDERS, RECORD, edit, seal_again
+
+
+def make_bert() -> BertModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 8}
+    bert = BertModel(BertConfig(vocab_size=20, num_hidden_layers=2, **sizes)).eval()
+    heads = hw.find_heads(bert)
+    hw.aggregate(heads.layer(0), hw.EMRouting(capsules=2))
+    hw.aggregate(heads.layer(1), hw.Residual(hw.SimpleRouting()))
+    return bert
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "bert"
+    make_bert().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "bert")
+
+
+def assert_refused(folder: Path, error: hw.HeadwiseError) -> None:
+    text = str(error)
+    assert str(folder) in text
+    assert len(text) < 800
+    assert "\n" not in text
+    assert not (folder / CANARY).exists()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_hostile_folder_is_refused_in_a_sentence_that_names_it(name: str, folder: Path):
+    FOLDERS[name](folder)
+    before = torch.get_rng_state()
+    start = time.monotonic()
+    with pytest.raises(hw.DataError) as refused:
+        hw.load(folder)
+    # a second is long for a model of 8 numbers a token
+    assert time.monotonic() - start < 2.0
+    assert_refused(folder, refused.value)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_folder_that_the_hostile_ones_were_made_of_loads(folder: Path):
+    seal_again(folder)
+    tokens = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        assert torch.equal(hw.load(folder)(tokens)[0], make_bert()(tokens)[0])
+
+
+def test_one_flipped_bit_is_noticed_in_every_file(folder: Path):
+    draw = torch.Generator().manual_seed(0)
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for place in torch.randint(8 * len(content), (50,), generator=draw).tolist():
+            changed = bytearray(content)
+            changed[place // 8] ^= 1 << place % 8
+            path.write_bytes(changed)
+            if path.name == RECORD and is_same_record(content, changed):
+                continue
+            with pytest.raises(hw.DataError, match=path.name) as refused:
+                hw.load(folder)
+            assert_refused(folder, refused.value)
+        path.write_bytes(content)
+    hw.load(folder)
+
+
+def is_same_record(one: bytes, other: bytes) -> bool:
+    """Whether two texts are the same JSON: a bit of white space may be flipped."""
+    try:
+        return json.loads(one) == json.loads(other)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("lost", ["record_digest", "file_digests"])
+def test_a_record_that_lost_one_of_its_digests_is_refused(folder: Path, lost: str):
+    record = json.loads((folder / RECORD).read_text())
+    del record[lost]
+    (folder / RECORD).write_text(json.dumps(record))
+    with pytest.raises(hw.DataError, match=r"headwise\.json was changed"):
+        hw.load(folder)
+
+
+def test_a_folder_without_digests_of_an_earlier_version_loads(folder: Path):
+    record = json.loads((folder / RECORD).read_text())
+    del record["record_digest"], record["file_digests"]
+    (folder / RECORD).write_text(json.dumps(record))
+    hw.load(folder)
+
+
+def test_links_to_files_are_followed(folder: Path, tmp_path: Path):
+    # the cache of the Hub holds links
+    for path in list(folder.iterdir()):
+        kept = tmp_path / f"kept-{path.name}"
+        path.rename(kept)
+        path.symlink_to(kept)
+    hw.load(folder)
+
+
+def make_encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+
+
+def test_a_model_that_a_folder_does_not_fit_is_left_as_it_was(tmp_path: Path):
+    encoder = make_encoder()
+    hw.aggregate(hw.find_heads(encoder), hw.SimpleRouting())
+    hw.save(encoder, tmp_path)
+    other = make_encoder()
+    # the last tensor is the one that does not fit
+    other.norm = nn.LayerNorm(7)
+    modules = dict(other.named_modules())
+    values = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(hw.DataError, match="does not fit TransformerEncoder"):
+        hw.load(tmp_path, other)
+    other.norm = nn.LayerNorm(8)
+    encoder.norm = nn.LayerNorm(7)
+    hw.save(encoder, tmp_path)
+    with pytest.raises(hw.DataError, match=r"norm\.weight has shape \(7,\)"):
+        hw.load(tmp_path, other)
+    assert {name: module for name, module in other.named_modules() if name != "norm"} == {
+        name: module for name, module in modules.items() if name != "norm"
+    }
+    assert all(
+        torch.equal(other.state_dict()[name], value) for name, value in values.items() if "norm." not in name[:5]
+    )
+
+
+def test_a_kernel_is_taken_from_the_hub_only_when_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers.integrations import hub_kernels
+
+    asked: list[str] = []
+
+    def get_kernel(name: str, **_: object) -> None:
+        asked.append(name)
+        raise ValueError("no network here")
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    FOLDERS["an attention kernel"](folder)
+    with pytest.raises(hw.DataError, match=r"kernels-community/flash-attn2.*trust_remote_code=True"):
+        hw.load(folder)
+    assert not asked
+    with pytest.raises(hw.DataError, match="no network here"):
+        hw.load(folder, trust_remote_code=True)
+    assert asked
+
+
+def test_an_attention_that_the_user_registered_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AttentionInterface
+
+    monkeypatch.setattr(
+        AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping, "own": lambda *_: None}
+    )
+    edit(folder, lambda record: record["model"].update(attention={"": "own"}))
+    assert hw.load(folder).config._attn_implementation == "own"
+
+
+def test_a_failed_second_save_leaves_a_folder_that_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    replace, done = Path.replace, []
+
+    def stop(path: Path, target: Path) -> Path:
+        if len(done) == 2:
+            raise OSError("no space left")
+        done.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(OSError, match="no space left"):
+        make_bert().save_pretrained(folder)
+    monkeypatch.undo()
+    # the new tensors and config.json are there, and the record is still the old one
+    assert len(list(folder.glob("headwise-*.pt"))) == 2
+    hw.load(folder)
