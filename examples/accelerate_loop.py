@@ -2,8 +2,8 @@
 
     accelerate launch examples/accelerate_loop.py
 
-Repulsion acts once per update, on the accumulated gradient. `repel` takes the optimizer before or after `prepare` and
-unwraps it. The penalty, like the loss, belongs to a micro-batch.
+Repulsion acts once per update, on the accumulated gradient. The penalty, like the loss, belongs to a micro-batch. What
+a resumed run needs is in the folder of `accelerator.save_state`.
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import headwise as hw
+from headwise.integrations import Penalize, Repel, accelerate
 
 
 def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
@@ -23,24 +24,24 @@ def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
     labels = (tokens[:, :3].sum((1, 2)) > tokens[:, 3:].sum((1, 2))).long()
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Flatten(), nn.Linear(96, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
     batches = DataLoader(TensorDataset(tokens, labels), batch_size=32, shuffle=True)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    repulsion = hw.repel(optimizer, heads, hw.SVGD(alpha=0.01))
+    methods = Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1), Repel(hw.SVGD(alpha=0.01))
+    attached = accelerate.attach(accelerator, model, optimizer, *methods)
     for epoch in range(1, epochs + 1):
         losses = []
         for batch, label in batches:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(batch), label)
                 losses.append(loss.detach())
-                accelerator.backward(loss + 0.1 * penalty())
+                accelerator.backward(attached.add_penalty(loss))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch}  loss {torch.stack(losses).mean():.3f}  updates {repulsion.steps}")
-    repulsion.verify(optimizer)
+        measured = "  ".join(f"{name} {value:.3f}" for name, value in attached.read_metrics().items())
+        accelerator.print(f"epoch {epoch}  loss {torch.stack(losses).mean():.3f}  updates {attached.steps}  {measured}")
+    attached.verify(optimizer)
 
 
 if __name__ == "__main__":

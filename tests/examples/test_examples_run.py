@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @needs_glue
 @needs_minilm
 @pytest.mark.parametrize(("task", "stripped"), [("RTE", False), ("MRPC", True)])
-def test_minilm_is_fine_tuned_with_the_three_lines_and_without(
+def test_minilm_is_fine_tuned_with_the_two_lines_and_without(
     task: str, stripped: bool, tmp_path: Path, run: Callable[..., str]
 ):
     script = EXAMPLES / "finetune_glue.py"
@@ -62,9 +62,9 @@ def test_minilm_is_fine_tuned_with_the_three_lines_and_without(
     assert 0.0 <= float(re.search(r"accuracy on dev: (\S+)", printed)[1]) <= 1.0
 
 
-def test_beside_an_import_three_lines_are_all_that_fine_tuning_adds():
+def test_beside_an_import_two_lines_are_all_that_fine_tuning_adds():
     text = (EXAMPLES / "finetune_glue.py").read_text(encoding="utf-8")
-    assert len(MARKED.findall(text)) == 3
+    assert len(MARKED.findall(text)) == 2
     rest = [line for line in MARKED.sub("", text).splitlines() if re.search(r"\bhw\b", line)]
     assert rest == ["import headwise as hw"]
 

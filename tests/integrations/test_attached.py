@@ -1,0 +1,128 @@
+"""The handle of methods without any trainer: moved from model to model, saved, restored, and asked what it did."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import headwise as hw
+from headwise.integrations import Attached, Penalize, Repel
+from integrations.loops import FIXED, NOISY, PENALTY, RATE, ROUTED, assert_same, build_bert, collate, make_rows
+
+
+def take_steps(model, optimizer, attached, first: int, last: int) -> None:
+    for row in range(first, last):
+        loss = model(**collate(make_rows()[2 * row : 2 * row + 2])).loss
+        attached.add_penalty(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(*methods, seed: int = 4):
+    model = build_bert(dropout=0.0).train()
+    attached = Attached(methods, seed=seed)
+    torch.manual_seed(5)
+    attached.aggregate(model)
+    attached.aggregate(model)  # a second call leaves it as it is
+    optimizer = SGD(model.parameters(), lr=RATE)
+    return model, optimizer, attached
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["loaded after attach", "loaded before attach"])
+def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
+    model, optimizer, attached = start(PENALTY, NOISY, ROUTED)
+    attached.attach(model, optimizer)
+    attached.repulsions[0].strength = 0.5
+    take_steps(model, optimizer, attached, 0, 2)
+    state, weights = json.loads(json.dumps(attached.state_dict())), model.state_dict()
+    resumed, resumed_optimizer, again = start(PENALTY, NOISY, ROUTED)
+    resumed.load_state_dict(weights)
+    if before:
+        again.load_state_dict(state)
+    again.attach(resumed, resumed_optimizer)
+    if not before:
+        again.load_state_dict(state)
+    take_steps(model, optimizer, attached, 2, 4)
+    take_steps(resumed, resumed_optimizer, again, 2, 4)
+    assert_same(model, resumed)
+    assert again.steps == 4
+
+
+def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
+    model, optimizer, attached = start(NOISY)
+    attached.load_state_dict({"repulsions": [{"steps": [9], "turns": [0], "strength": 0.5}]})
+    attached.attach(model, optimizer)
+    assert (attached.steps, attached.repulsions[0].strength) == (9, 0.5)
+    other, others, _ = start()
+    attached.attach(other, others)
+    assert (attached.steps, attached.repulsions[0].strength) == (0, 1.0)
+
+
+@pytest.mark.parametrize("state", [{}, {"repulsions": None}, {"repulsions": []}, [], {"repulsions": [{}, {}]}])
+def test_a_state_of_something_else_is_refused(state):
+    attached = Attached([NOISY])
+    with pytest.raises(hw.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
+        attached.load_state_dict(state)
+
+
+def test_aggregators_that_a_model_built_anew_lacks_are_told():
+    model, optimizer, attached = start(ROUTED)
+    attached.attach(model, optimizer)
+    plain = build_bert()
+    with pytest.raises(hw.LayoutError, match=r"has no aggregator: the model was built anew after aggregate\(model\)"):
+        attached.attach(plain, SGD(plain.parameters(), lr=RATE))
+
+
+def test_several_of_a_kind_act_together():
+    halves = (Penalize(hw.Output(), weight=0.2, layers=(0,)), Penalize(hw.Output(), weight=0.4, layers=(1,)))
+    model, optimizer, attached = start(*halves, FIXED, Repel(FIXED.rule, layers=(1,)))
+    attached.attach(model, optimizer)
+    loss = model(**collate(make_rows(4))).loss
+    added = attached.add_penalty(loss, share=0.5) - loss
+    values = [penalty.last for penalty in attached.penalties]
+    torch.testing.assert_close(added, 0.5 * (0.2 * values[0] + 0.4 * values[1]))
+    (loss + added).backward()
+    optimizer.step()
+    assert [handle.steps for handle in attached.repulsions] == [1, 1]
+    metrics = attached.read_metrics()
+    torch.testing.assert_close(metrics["similarity"], (values[0] + values[1]) / 2)
+    torch.testing.assert_close(metrics["penalty"], 0.2 * values[0] + 0.4 * values[1])
+    forces = [handle.last for handle in attached.repulsions]
+    repelling = torch.cat([one.repulsion_norm for one in forces]).norm()
+    torch.testing.assert_close(
+        metrics["force_ratio"], repelling / torch.cat([one.driving_norm for one in forces]).norm()
+    )
+
+
+def test_a_weight_of_zero_is_measured_and_leaves_the_loss_alone():
+    model, optimizer, attached = start(Penalize(hw.Output(), weight=0.0))
+    attached.attach(model, optimizer)
+    loss = model(**collate(make_rows(2))).loss
+    assert attached.add_penalty(loss) is loss
+    assert attached.read_metrics()["similarity"] > 0.0
+
+
+def test_nothing_measured_is_nothing_logged():
+    model, optimizer, attached = start(PENALTY, NOISY)
+    assert attached.read_metrics() == {}
+    attached.attach(model, optimizer)
+    assert attached.read_metrics() == {}
+    take_steps(model, optimizer, attached, 0, 1)
+    assert set(attached.read_metrics()) == {"penalty", "similarity", "force_ratio"}
+
+
+def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
+    model, optimizer, attached = start(PENALTY)
+    assert str(attached).endswith("not attached yet")
+    with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
+        attached.add_penalty(torch.zeros(()))
+    attached.attach(model, optimizer)
+    assert "on 2 sites (self 1)" in str(attached)
+    model(**collate(make_rows(2)))
+    attached.detach()
+    with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
+        attached.add_penalty(torch.zeros(()))
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,510 @@
+"""Methods under Hugging Face's Trainer: what they compute, in every kind of loop it has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from transformers import Trainer, TrainerCallback
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
+from transformers.trainer_utils import HPSearchBackend
+
+import headwise as hw
+from headwise.integrations import Penalize, Repel, huggingface
+from integrations.loops import (
+    ACCUMULATED,
+    FIXED,
+    NOISY,
+    PENALTY,
+    ROUTED,
+    UPDATES,
+    arguments,
+    assert_same,
+    build_bert,
+    collate,
+    differ,
+    make_rows,
+    train_by_hand,
+)
+
+CLIP = 0.2
+
+
+def new_bert():
+    """A `model_init`, which the Trainer gives a trial where it has a parameter."""
+    return build_bert()
+
+
+class InOrder(Trainer):
+    """The Trainer, with rows in the order they are given so that a loop by hand sees the same batches."""
+
+    def _get_train_sampler(self, *_args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def build_trainer(folder, model=None, kind=InOrder, model_init=None, optimizers=(None, None), **changes) -> Trainer:
+    held = {"model_init": model_init} if model_init else {"model": build_bert() if model is None else model}
+    loss = {"compute_loss_func": changes.pop("compute_loss_func", None)}
+    rows = {"train_dataset": make_rows(), "eval_dataset": make_rows(7), "data_collator": collate}
+    return kind(args=arguments(folder, **changes), optimizers=optimizers, **held, **loss, **rows)
+
+
+def custom_loss(outputs, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+class CountsItems(nn.Module):
+    """A model that takes the number of items and normalizes its own loss, as causal language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = build_bert(dropout=0.0)
+
+    def forward(self, input_ids, attention_mask, labels=None, num_items_in_batch=None, **_other):
+        logits = self.network(input_ids, attention_mask).logits
+        if num_items_in_batch is None:
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": custom_loss(SimpleNamespace(logits=logits), labels, num_items_in_batch), "logits": logits}
+
+
+class Divides(InOrder):
+    """A subclass with a loss of its own, a mean over each micro-batch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_counted):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def mean_loss(model, batch):
+    return model(**batch)["loss"]
+
+
+def undivided_loss(model, batch):
+    """The loss of a classifier of transformers, which the Trainer takes for one divided by the accumulation."""
+    return ACCUMULATED * model(**batch)["loss"]
+
+
+class Plain(nn.Module):
+    """A model without a loss, and without arguments besides its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = build_bert(dropout=0.0)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.network(input_ids, attention_mask).logits
+        outputs = {"logits": logits}
+        return outputs if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), **outputs}
+
+
+def plain_loss(outputs, labels, num_items_in_batch=None):
+    return custom_loss(SimpleNamespace(**outputs), labels, num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    "kind", ["the model's loss", "a loss function", "a loss function alone", "a model that counts items", "a subclass"]
+)
+def test_penalty_and_repulsion_equal_the_loop_by_hand_however_the_loss_is_made(tmp_path, kind):
+    others = {"a model that counts items": CountsItems, "a loss function alone": Plain}
+    build = others.get(kind, lambda: build_bert(dropout=0.0))
+    model, expected, plain = build(), build(), build()
+    trainer = build_trainer(
+        tmp_path,
+        model,
+        kind=Divides if kind == "a subclass" else InOrder,
+        compute_loss_func={"a loss function": custom_loss, "a loss function alone": plain_loss}.get(kind),
+    )
+    callback = huggingface.attach(trainer, PENALTY, NOISY)  # with the noise of the seed of the arguments
+    trainer.train()
+    loss_of = undivided_loss if kind == "the model's loss" else mean_loss
+    train_by_hand(expected, PENALTY, NOISY, loss_of=loss_of)
+    train_by_hand(plain, loss_of=loss_of)
+    assert_same(model, expected, exactly=False)
+    assert differ(model, plain)
+    assert callback.attached.steps == UPDATES == trainer.state.global_step
+
+
+class Search(HyperParamSearchBackendBase):
+    """A search without the package of one: as transformers' own backends do, a training and an evaluation a trial."""
+
+    name = "two trials"
+    is_available = staticmethod(lambda: True)
+
+    def run(self, trainer, n_trials, _direction, **_options):
+        objectives = []
+        for number in range(n_trials):
+            trainer.train(trial=Trial(number))
+            objectives.append(trainer.compute_objective(trainer.evaluate()))
+        return objectives
+
+
+class Trial(dict):
+    """A trial of optuna, as far as the Trainer looks at one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(learning_rate=(0.05, 0.02)[number])
+        self.number, self.params = number, dict(self)
+
+
+def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(tmp_path, monkeypatch):
+    monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Search)
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)
+    models, attached = [], []
+
+    def build():
+        attached.extend(callback.attached.penalties if callback else ())
+        return build_bert()
+
+    callback = None
+    trainer = build_trainer(tmp_path, model_init=build)
+    callback = huggingface.attach(trainer, PENALTY, NOISY, ROUTED)
+
+    class Keep(TrainerCallback):
+        def on_train_end(self, _args, state, _control, model=None, optimizer=None, **_):
+            models.append(model)
+            (repulsion,), (penalty,) = callback.attached.repulsions, callback.attached.penalties
+            repulsion.verify(optimizer)
+            assert repulsion.steps == UPDATES == state.global_step
+            assert repulsion.heads.model is penalty.heads.model is model
+            assert type(model.bert.encoder.layer[1].attention.output.dense).__name__ == "SimpleAggregator"
+
+    trainer.add_callback(Keep())
+    objectives = trainer.hyperparameter_search(hp_space=lambda trial: trial.params, n_trials=2, backend="optuna")
+    assert len(objectives) == 2
+    assert not attached  # the old model need not be kept while the new one is made
+    assert differ(*models)
+    for index, rate in enumerate((0.05, 0.02)):
+        alone = build_trainer(tmp_path, model_init=new_bert, learning_rate=rate)
+        huggingface.attach(alone, PENALTY, NOISY, ROUTED)
+        alone.train()
+        assert_same(models[index], alone.model)
+    plain = build_trainer(tmp_path, model_init=new_bert)
+    huggingface.attach(plain, PENALTY, ROUTED)
+    plain.train()
+    assert differ(plain.model, models[0])
+
+
+def test_repel_by_hand_before_a_model_init_is_said(tmp_path):
+    trainer = build_trainer(tmp_path, model_init=new_bert)
+    handle = hw.repel(trainer.create_optimizer(), hw.find_heads(trainer.model).layer(0), FIXED.rule)
+    assert handle.steps == 0
+    del handle
+    with pytest.warns(UserWarning, match="called on an SGD that never took a step"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("again", ["trained on", "built anew"])
+def test_a_second_training_keeps_the_handles_of_a_model_that_is_trained_on(tmp_path, again):
+    built_anew = again == "built anew"
+    trainer = build_trainer(tmp_path, model_init=new_bert if built_anew else None)
+    callback = huggingface.attach(trainer, PENALTY, NOISY)
+    trainer.train()
+    callback.attached.repulsions[0].strength = 0.5
+    trainer.train()
+    (repulsion,) = callback.attached.repulsions
+    assert (repulsion.steps, repulsion.strength) == ((UPDATES, 1.0) if built_anew else (2 * UPDATES, 0.5))
+
+
+class ExchangeOptimizer(TrainerCallback):
+    """Builds the optimizer anew after two steps, as some schedules of unfreezing do."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, _args, state, _control, **_):
+        if state.global_step == 2:
+            fresh = SGD(self.trainer.model.parameters(), lr=0.05)
+            self.trainer.optimizer = self.trainer.callback_handler.optimizer = self.trainer.accelerator.prepare(fresh)
+
+
+def test_an_optimizer_exchanged_in_mid_training_is_repelled_too(tmp_path):
+    models = []
+    for exchanged in (False, True):
+        trainer = build_trainer(tmp_path)
+        callback = huggingface.attach(trainer, NOISY)
+        if exchanged:
+            trainer.add_callback(ExchangeOptimizer(trainer))
+        trainer.train()
+        assert callback.attached.steps == UPDATES
+        models.append(trainer.model)
+    # SGD without momentum has no state: an exchange changes nothing, were the noise not to begin anew
+    assert_same(*models)
+
+
+class StepsAnother(InOrder):
+    """A Trainer whose optimizer is not the one its callbacks are told of."""
+
+    def training_step(self, *arguments, **options):
+        loss = super().training_step(*arguments, **options)
+        self.optimizer = SGD(self.model.parameters(), lr=0.1)
+        return loss
+
+
+class OwnStep(InOrder):
+    """A Trainer whose training step computes the loss by itself."""
+
+    def training_step(self, model, inputs, _items=None):
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_a_step_of_another_optimizer_raises_at_once(tmp_path):
+    trainer = build_trainer(tmp_path, kind=StepsAnother)
+    huggingface.attach(trainer, FIXED)
+    with pytest.raises(hw.NotFired, match=r"no step\(\) of it was seen"):
+        trainer.train()
+
+
+def test_a_training_step_that_computes_no_penalty_raises_at_once(tmp_path):
+    trainer = build_trainer(tmp_path, kind=OwnStep)
+    huggingface.attach(trainer, PENALTY)
+    with pytest.raises(hw.NotFired, match=r"OwnStep computes the loss of a training step without compute_loss"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_the_evaluation_loss_is_that_of_the_model_without_a_penalty(tmp_path, by_function):
+    losses = []
+    for methods in ([], [PENALTY]):
+        trainer = build_trainer(tmp_path, build_bert(), compute_loss_func=custom_loss if by_function else None)
+        if methods:
+            huggingface.attach(trainer, *methods)
+            losses.append(trainer.evaluate()["eval_loss"])  # before any training
+            trainer.train()
+            trainer.model.load_state_dict(build_bert().state_dict())
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_evaluations_amid_the_training_change_nothing_of_it(tmp_path):
+    models = []
+    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
+        trainer = build_trainer(tmp_path, build_bert(dropout=0.0), **evaluation)
+        huggingface.attach(trainer, PENALTY, NOISY)
+        trainer.train()
+        models.append(trainer.model)
+    assert_same(*models)
+
+
+def test_the_log_of_the_loss_holds_penalty_similarity_and_force_ratio_and_that_of_evaluation_does_not(tmp_path):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_log(self, _args, _state, _control, logs=None, **_):
+            seen.append(dict(logs))
+
+    trainer = build_trainer(tmp_path, logging_strategy="steps", logging_steps=2, eval_strategy="epoch")
+    trainer.add_callback(Watch())
+    callback = huggingface.attach(trainer, PENALTY, FIXED)
+    trainer.train()
+    training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(training) == UPDATES / 2
+    for entry in training:
+        assert entry["penalty"] == pytest.approx(PENALTY.weight * entry["similarity"])
+        assert 0.0 < entry["similarity"] < 1.5
+    forces = callback.attached.repulsions[0].last
+    assert training[-1]["force_ratio"] == pytest.approx(
+        float(forces.repulsion_norm.norm() / forces.driving_norm.norm())
+    )
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    assert len(others) == 2
+    assert not any(name in entry for entry in others for name in ("penalty", "similarity", "force_ratio"))
+    assert [entry.get("penalty") for entry in seen] == [entry.get("penalty") for entry in trainer.state.log_history]
+
+
+def test_a_weight_of_zero_measures_and_changes_nothing(tmp_path):
+    measured = build_trainer(tmp_path, logging_strategy="steps", logging_steps=1)
+    huggingface.attach(measured, Penalize(hw.Output(), weight=0.0))
+    measured.train()
+    plain = build_trainer(tmp_path)
+    plain.train()
+    assert_same(measured.model, plain.model)
+    first = measured.state.log_history[0]
+    assert first["similarity"] > 0.1
+    assert first["penalty"] == 0.0
+
+
+class Schedule(TrainerCallback):
+    """Changes the strength before each step, as a user's schedule does."""
+
+    def __init__(self, callback) -> None:
+        self.callback = callback
+
+    def on_step_end(self, _args, state, _control, **_):
+        if state.global_step == 1:
+            self.callback.attached.repulsions[0].strength = 0.25
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
+
+
+def run(folder, build, methods, resumed=None, scheduled=True, **changes) -> tuple[Trainer, object]:
+    trainer = build_trainer(folder, build(), **SAVING, **changes)
+    callback = huggingface.attach(trainer, *methods)
+    if scheduled:
+        trainer.add_callback(Schedule(callback))
+    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+    return trainer, callback
+
+
+@pytest.mark.parametrize("form", ["transformers", "any module"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, form, restored):
+    build = build_bert if form == "transformers" else CountsItems
+    methods = (PENALTY, NOISY, ROUTED)
+    whole, _ = run(tmp_path / "whole", build, methods)
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    assert (checkpoint / "headwise.json").is_file() == (form == "transformers")
+    changes = {"restore_callback_states_from_checkpoint": restored}
+    torch.manual_seed(99)
+    resumed, callback = run(tmp_path / "rest", build, methods, checkpoint, scheduled=False, **changes)
+    assert_same(whole.model, resumed.model)
+    assert callback.attached.repulsions[0].steps == UPDATES
+    assert callback.attached.repulsions[0].strength == 0.25
+    logged = [
+        [{name: entry.get(name) for name in ("loss", "penalty", "force_ratio")} for entry in trainer.state.log_history]
+        for trainer in (whole, resumed)
+    ]
+    assert logged[0] == logged[1]
+    assert logged[0][2]["penalty"] > 0.0
+
+
+def build_adapted():
+    """The model under LoRA, as peft returns it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    return peft.get_peft_model(build_bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
+
+
+def test_an_aggregator_under_peft_is_trained_saved_with_the_adapter_and_resumed(tmp_path):
+    lowered = Repel(NOISY.rule, projections=("query",))
+    whole, _ = run(tmp_path / "whole", build_adapted, (PENALTY, lowered, ROUTED))
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+    assert not (checkpoint / "headwise.json").exists()
+    torch.manual_seed(99)
+    resumed, callback = run(tmp_path / "rest", build_adapted, (PENALTY, lowered, ROUTED), checkpoint, scheduled=False)
+    assert_same(whole.model, resumed.model)
+    assert callback.attached.repulsions[0].steps == UPDATES
+    trained = [name for name, parameter in whole.model.named_parameters() if parameter.requires_grad]
+    assert any("votes" in name for name in trained)
+
+
+def test_a_checkpoint_without_the_state_is_said_where_the_noise_begins_anew(tmp_path):
+    plain = build_trainer(tmp_path, **SAVING)
+    plain.train()
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 2 holds no state of headwise"):
+        run(tmp_path / "rest", build_bert, [NOISY], tmp_path / "checkpoint-2")
+    run(tmp_path / "rest", build_bert, [FIXED], tmp_path / "checkpoint-2")
+
+
+def test_a_checkpoint_of_other_methods_is_refused(tmp_path):
+    run(tmp_path, build_bert, [NOISY])
+    with pytest.raises(hw.SettingError, match=r"holds 1 repulsions, and 2 are attached"):
+        run(tmp_path, build_bert, [NOISY, Repel(FIXED.rule, layers=(1,))], tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("form", ["transformers", "any module"])
+def test_the_best_model_comes_back_with_its_aggregators_and_the_state_it_had(tmp_path, form):
+    build = build_bert if form == "transformers" else CountsItems
+    best = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        # the first evaluation is the best
+        "metric_for_best_model": "order",
+        "greater_is_better": False,
+    }
+    trainer = build_trainer(tmp_path, build(), **SAVING, **best)
+    evaluated = []
+    trainer.compute_metrics = lambda _: {"order": len(evaluated)}
+    callback = huggingface.attach(trainer, PENALTY, NOISY, ROUTED)
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, _args, _state, _control, model=None, **_):
+            evaluated.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    trainer.add_callback(Keep())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    first, last = evaluated
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, first[name]), name
+    assert not torch.equal(
+        first["classifier.weight" if form == "transformers" else "network.classifier.weight"],
+        last["classifier.weight" if form == "transformers" else "network.classifier.weight"],
+    )
+    assert callback.attached.repulsions[0].steps == 2
+
+
+def test_a_model_whose_heads_are_found_in_a_part_of_it_is_saved_whole(tmp_path):
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    huggingface.attach(trainer, ROUTED, find=lambda model: hw.find_heads(model.bert))
+    trainer.train()
+    again = hw.load(tmp_path / f"checkpoint-{UPDATES}")
+    assert_same(trainer.model, again)
+
+
+def test_a_model_that_was_aggregated_by_hand_is_resumed_too(tmp_path):
+    def build():
+        model = build_bert()
+        torch.manual_seed(5)
+        ROUTED.attach(hw.find_heads(model))
+        return model
+
+    whole, _ = run(tmp_path / "whole", build, [], scheduled=False)
+    resumed, _ = run(tmp_path / "rest", build, [], tmp_path / "whole" / "checkpoint-2", scheduled=False)
+    assert_same(whole.model, resumed.model)
+
+
+def test_bfloat16_is_trained_with_every_method(tmp_path):
+    trainer = build_trainer(tmp_path, bf16=True)
+    callback = huggingface.attach(trainer, PENALTY, NOISY, ROUTED)
+    trainer.train()
+    assert callback.attached.steps == UPDATES
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
+    trainer = build_trainer(tmp_path)
+    with pytest.raises(hw.SettingError, match="trainer is a BertForSequenceClassification"):
+        huggingface.attach(trainer.model, PENALTY)
+    with pytest.raises(hw.SettingError, match="was given no method"):
+        huggingface.attach(trainer)
+    with pytest.raises(hw.SettingError, match=r"Output\(\) is no method; expected Aggregate"):
+        huggingface.attach(trainer, hw.Output())
+    huggingface.attach(trainer, PENALTY)
+    with pytest.raises(hw.SettingError, match="has methods already"):
+        huggingface.attach(trainer, FIXED)
+    model = build_bert()
+    trainer = build_trainer(tmp_path, model, optimizers=(SGD(model.parameters(), lr=0.1), None))
+    huggingface.attach(trainer, ROUTED)
+    with pytest.raises(hw.LayoutError, match=r"the optimizer does not hold votes.*build the optimizer after"):
+        trainer.train()
+
+
+def test_a_group_without_a_gradient_is_said_at_the_end_and_the_model_kept(tmp_path):
+    model = build_bert()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.value.register_forward_hook(lambda _module, _args, output: output.detach())
+    trainer = build_trainer(tmp_path, model)
+    huggingface.attach(trainer, FIXED)
+    with pytest.warns(UserWarning, match=r"layer\.0.* value: no gradient at any step"):
+        trainer.train()
+    assert trainer.state.global_step == UPDATES
+
+
+def test_a_missing_transformers_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.delitem(sys.modules, "headwise.integrations.huggingface")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"huggingface needs the Trainer of transformers; pip install"):
+        importlib.import_module("headwise.integrations.huggingface")

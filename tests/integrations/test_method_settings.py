@@ -1,0 +1,71 @@
+"""Methods as settings: where they act, and what they refuse on construction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.integrations import Aggregate, Penalize, Repel
+
+
+def transformer() -> nn.Transformer:
+    torch.manual_seed(0)
+    return nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+
+
+def test_a_rule_acts_on_layers_of_each_kind_and_on_projections():
+    model = transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = Repel(hw.SVGD(), layers=(1,), kinds=("self", "cross"), projections=("query", "value"))
+    handle = method.attach(optimizer, hw.find_heads(model), seed=7)
+    assert [group.name for group in handle.groups] == [
+        f"{site} {projection}"
+        for site in ("encoder.layers.1.self_attn", "decoder.layers.1.multihead_attn")
+        for projection in ("query", "value")
+    ]
+    assert handle.seed == 7
+
+
+def test_a_penalty_is_the_disagreement_of_the_same_heads_with_the_same_weights():
+    model = transformer()
+    heads = hw.find_heads(model)
+    method = Penalize(hw.Output(), weight=0.3, kind_weights=(1.0, 0.25, 0.5), layers=(0,))
+    penalty = method.attach(heads)
+    chosen = [heads.kind(kind).layer(0) for kind in ("self", "decoder", "cross")]
+    apart = [hw.Disagreement(one, hw.Output()) for one in chosen]
+    model(torch.randn(3, 5, 8), torch.randn(3, 4, 8))
+    expected = sum(weight * one() for weight, one in zip((1.0, 0.25, 0.5), apart, strict=True))
+    torch.testing.assert_close(penalty(), expected)
+
+
+def test_aggregators_are_put_into_the_layers_that_are_named():
+    model = transformer()
+    aggregation = Aggregate(hw.Gate(), layers=(0,), kinds=("self",)).attach(hw.find_heads(model))
+    assert [place.name for place in aggregation.replaced] == ["encoder.layers.0.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Repel(hw.SVGD), r"rule is <class .*SVGD.*expected a particle rule such as hw\.SVGD\(alpha=0\.01\)"),
+        (lambda: Repel(hw.SVGD(), layers=0), r"layers is 0; expected a tuple such as \(0, 1\), or None for all"),
+        (lambda: Repel(hw.SVGD(), layers=(-1,)), r"layers is -1; expected an integer of at least 0"),
+        (lambda: Repel(hw.SVGD(), kinds="self"), r"kinds is 'self'; expected a tuple such as \('self',\)"),
+        (lambda: Repel(hw.SVGD(), projections="query"), r"projections is 'query'; expected a tuple"),
+        (lambda: Repel(hw.SVGD(), projections=("key", "values")), r"projections is 'values'"),
+        (lambda: Penalize(hw.SVGD()), r"term is SVGD.*expected .*Output\(\)"),
+        (lambda: Penalize(hw.Output(), weight=float("nan")), r"penalty_weight is nan"),
+        (
+            lambda: Penalize(hw.Output(), kind_weights=(1.0, 2.0)),
+            r"kind_weights is \(1\.0, 2\.0\); expected one number",
+        ),
+        (lambda: Penalize(hw.Output(), kinds=("selfish",)), r"kinds is 'selfish'"),
+        (lambda: Aggregate(hw.Output()), r"Output"),
+        (lambda: Aggregate(hw.Gate(), layers=[0]), r"layers is \[0\]; expected a tuple"),
+    ],
+)
+def test_a_wrong_setting_is_refused_when_it_is_made(build, message: str):
+    with pytest.raises(hw.SettingError, match=message):
+        build()
