@@ -1,0 +1,1 @@
+"""Models with fewer heads: heads removed, key and value heads merged."""

@@ -1,0 +1,227 @@
+"""Heads removed from the weights of a model, which is then smaller and faster."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from headwise.errors import LayoutError, SettingError, require_integer
+from headwise.heads.arrangement import KNOWN
+from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.printed import LINES, shorten
+from headwise.nn.compiled import without_wrappers
+from headwise.nn.resized import resize
+from headwise.shrinking.prune_counts import find_configured_count, list_counts
+from headwise.shrinking.prune_cuts import Cut, collect_cuts, list_gone
+from headwise.shrinking.prune_optimizer import cut_states, require_optimizer
+from headwise.shrinking.prune_proof import require_equal, run_ablated
+from headwise.shrinking.prune_refusals import require_prunable
+from headwise.shrinking.reload_stock import ConfigChange, Counts, list_stock_models, plan_config, set_saving
+
+Removed = Mapping[int | str, Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What `prune` did.
+
+    Attributes:
+        removed: The query heads that each attention lost, by its name; numbers from before.
+        heads: Query heads that each of these attentions has now.
+        parameters: The number of parameters of the model before and after.
+        stock: Why transformers alone cannot load the model, so that it is saved for `hw.load`; None where it can, and
+            for a model that is not of transformers.
+        model: The model.
+    """
+
+    removed: dict[str, tuple[int, ...]]
+    heads: dict[str, int]
+    parameters: tuple[int, int]
+    stock: str | None
+    model: nn.Module = field(repr=False)
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {name}: heads {', '.join(map(str, gone))} removed, {self.heads[name]} left"
+            for name, gone in self.removed.items()
+        ]
+        first, left_out, last = shorten(rows, LINES - 2)
+        middle = [f"  ... {left_out} more attentions ..."] if left_out else []
+        before, after = self.parameters
+        total = sum(map(len, self.removed.values()))
+        title = f"{total} heads removed from {len(self.removed)} attentions; {after:,} of {before:,} parameters left"
+        loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
+        return "\n".join([title, *first, *middle, *last, *loading])
+
+
+def prune(
+    heads: Heads,
+    removed: Removed,
+    *,
+    inputs: Sequence | Mapping[str, object] | None = None,
+    optimizer: Any = None,
+) -> Pruning:
+    """Remove heads from the weights of a model, in place.
+
+    The model then computes what it computes with these heads ablated (`hw.ablate`), up to rounding: the rows of their
+    queries, keys and values, the columns of W_O, and what else is theirs (biases, norms, position tables, sinks) are
+    gone. The bias of W_O stays. With grouped queries a key/value head goes with the last of its query heads; groups
+    that stay must stay equally large. A tied, shared or fused parameter is cut once. Parameters stay the same objects.
+
+    Where the configuration of a transformers model can say it, it does: `save_pretrained` and `from_pretrained` work
+    without headwise. That is so for Llama, Mistral, Qwen, Gemma and T5, where all layers keep equally many heads.
+    Otherwise `save_pretrained` writes a folder for `hw.load`, which transformers refuses.
+
+    Find heads again afterwards: sites and handles from before are of the model as it was. Refused, as removing is not
+    ablating there: norms over all heads together (Olmo 2), positions that depend on the number of a head (ALiBi), heads
+    that share a position table with layers that keep others (T5), and layers with adapters, aggregators or shards.
+
+    Args:
+        heads: The sites, from `find_heads`.
+        removed: The heads to remove, counted from 0, by the layer (an integer) or the name of the attention.
+        inputs: Inputs of the model, as in `hw.verify`. The result is compared with ablation on them, and the model is
+            put back where they differ. Needed for attentions that are the user's own: only a call shows whether their
+            code counts on the heads it was built with.
+        optimizer: The optimizer that trains the model, whose state is cut too, so that training goes on.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        SettingError: A layer or head does not exist, or an attention would lose all its heads.
+        LayoutError: Heads cannot be removed there. The model is then as it was.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2).eval()
+        >>> print(hw.prune(hw.find_heads(model), {0: [1, 2]}))
+        2 heads removed from 1 attentions; 1,060 of 1,200 parameters left
+          layers.0.self_attn: heads 1, 2 removed, 2 left
+        >>> [site.num_heads for site in hw.find_heads(model)]
+        [2, 4]
+    """
+    require_heads(heads)
+    require_optimizer(optimizer)
+    with without_wrappers(heads.model):
+        return _prune(heads, _read_removed(heads, removed), inputs, optimizer)
+
+
+def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any) -> Pruning:
+    for site in removed:
+        require_prunable(heads, site, removed)
+        _require_known(site, proved=inputs is not None)
+    before = _count_parameters(heads.model)
+    counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
+    # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds
+    for site in removed:
+        if site.output_projection is not None:
+            site.expose()
+    cuts = collect_cuts(heads, removed, proved=inputs is not None)
+    expected = None if inputs is None else run_ablated(heads, removed, inputs)
+    undo: list[Callable[[], None]] = []
+    try:
+        _apply(cuts, removed, counts, undo)
+        plans = _configure(heads, removed, counts, undo)
+        if expected is not None and inputs is not None:
+            require_equal(heads.model, expected, inputs)
+    except BaseException:
+        for one in reversed(undo):
+            one()
+        raise
+    for plan in plans:
+        set_saving(plan)
+    if optimizer is not None:
+        cut_states(optimizer, cuts)
+    stock = next((plan.obstacle for plan in plans if plan.obstacle is not None), None)
+    return Pruning(
+        {site.name: gone for site, gone in removed.items()},
+        {site.name: counts[site][0] for site in removed},
+        (before, _count_parameters(heads.model)),
+        stock,
+        heads.model,
+    )
+
+
+def _read_removed(heads: Heads, removed: Any) -> dict[Site, tuple[int, ...]]:
+    """Return the heads that each site loses, sorted, without sites that lose none.
+
+    Raises:
+        SettingError: It is no mapping, or a layer or a head does not exist.
+        LayoutError: No attention has that name, or a layer has several.
+    """
+    if not isinstance(removed, Mapping):
+        raise SettingError(
+            f"removed is {removed!r}; expected the heads to remove by layer or name, {{0: [1, 3], 2: [0]}}."
+        )
+    found: dict[Site, tuple[int, ...]] = {}
+    for key, given in removed.items():
+        sites = heads.layer(key).sites if isinstance(key, int) else [s for s in heads if s.name == key]
+        if len(sites) != 1:
+            names = ", ".join(repr(site.name) for site in heads.sites[:6])
+            raise SettingError(f"removed names {key!r}; expected a layer, or one of {len(heads)} names: {names}.")
+        (site,) = sites
+        if site in found:
+            raise SettingError(f"removed names {site.label} twice; expected its heads in one list.")
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(listed, Iterable) or isinstance(listed, str):
+            raise SettingError(f"heads of {site.label} are {given!r}; expected a list of integers.")
+        listed = list(listed)
+        for head in listed:
+            require_integer(f"head of {site.label}", head, high=site.num_heads - 1)
+        found[site] = tuple(sorted({*listed}))
+    found = {site: gone for site, gone in found.items() if gone}
+    if not found:
+        raise SettingError("removed names no head; expected at least one, counted from 0.")
+    return found
+
+
+def _count(site: Site, gone: Sequence[int]) -> Counts:
+    """Return how many query and key/value heads a site has without some, and their size."""
+    groups = len(list_gone(site, gone)["key"]) if gone else 0
+    return site.num_heads - len(gone), site.key_value_heads - groups, site.slices[0].head_size
+
+
+def _apply(
+    cuts: Sequence[Cut], removed: Mapping[Site, object], counts: Mapping[Site, Counts], undo: list[Callable[[], None]]
+) -> None:
+    """Cut the parameters and set the counts of their modules, and note what undoes each."""
+    for site in removed:
+        for module, changed in list_counts(site, *counts[site][:2]):
+            undo.append(resize(module, changed))
+    undo.extend(cut.apply() for cut in cuts)
+
+
+def _configure(
+    heads: Heads, removed: Mapping[Site, object], counts: Mapping[Site, Counts], undo: list[Callable[[], None]]
+) -> list[ConfigChange]:
+    """Write the counts into the configurations that can say them, and note what undoes it.
+
+    Raises:
+        LayoutError: None can, and an attention reads its number of heads there.
+    """
+    plans = [plan_config(model, counts) for model in list_stock_models(heads.model)]
+    undo.extend(plan.apply() for plan in plans)
+    obstacles = [plan.obstacle for plan in plans if plan.obstacle is not None]
+    for site in removed if obstacles else ():
+        name = find_configured_count(site)
+        if name is not None:
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, and "
+                f"{obstacles[0]}; remove equally many heads from every layer."
+            )
+    return plans
+
+
+def _require_known(site: Site, *, proved: bool) -> None:
+    """Raise `SettingError` for a user's own attention where the result is not `proved`."""
+    origin = type(site.module).__module__
+    if not proved and not origin.startswith(KNOWN):
+        raise SettingError(
+            f"{site.label} is a {type(site.module).__name__} of {origin}, and only a call shows whether its code "
+            "works with fewer heads; pass inputs=..., what the model is called with."
+        )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

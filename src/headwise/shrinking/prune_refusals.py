@@ -1,0 +1,117 @@
+"""Attentions whose heads cannot be removed: removing them would not be ablating them."""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+
+from headwise.errors import LayoutError, SettingError
+from headwise.heads.functional import call_projections
+from headwise.heads.head_runs import HeadRuns
+from headwise.heads.head_stack import HeadStack
+from headwise.heads.heads import Heads, Site
+from headwise.routing.save import find_aggregators
+
+# A bias for each distance and head, which the layers of a stack may share.
+_TABLE = re.compile(r"(?:^|\.)(?:relative_attention_bias|rel_attn_embed)\.weight$")
+# What tells such a layer whether it holds the table.
+_HELD = "has_relative_attention_bias"
+# A value of each head that comes from outside of the attention.
+_GIVEN = {"alibi": "ALiBi slopes", "value_embeds": "value embeddings"}
+
+Removed = Mapping[Site, Sequence[int]]
+
+
+def require_prunable(heads: Heads, site: Site, removed: Removed) -> None:
+    """Raise unless heads can be removed from a site.
+
+    Raises:
+        SettingError: It would lose all its heads.
+        LayoutError: What it computes would not be what it computes with the heads ablated.
+    """
+    gone = removed[site]
+    if len(gone) == site.num_heads:
+        raise SettingError(f"{site.label} would lose all its {site.num_heads} heads; expected at least one that stays.")
+    reason = _find_wrapping(heads, site) or _find_form(site) or _find_given(heads, site) or _find_parts(site, gone)
+    reason = reason or _find_shared_table(heads, site, removed)
+    if reason is not None:
+        raise LayoutError(f"{site.label} ({type(site.module).__name__}) {reason}")
+
+
+def _find_wrapping(heads: Heads, site: Site) -> str | None:
+    if heads.replicated:
+        return "is wrapped by DistributedDataParallel, which holds the parameters as they were; prune the model first."
+    if site.divided:
+        return "is divided by tensor parallelism; prune the model first."
+    return None
+
+
+def _find_form(site: Site) -> str | None:
+    if site.prepare is call_projections:
+        return "hands its weights to torch's function, which takes as many heads as its width holds; use hw.ablate."
+    added = next((name for name in ("head_gates", "head_mixer") if name in site.module._modules), None)
+    if added is not None:
+        return f"has {added}, made for all heads; remove them (remove() of their handle), prune, and attach new ones."
+    if any(isinstance(head_slice, HeadStack) for head_slice in site.slices):
+        return "keeps its heads in a list of modules; delete them there, and their columns of the output projection."
+    if site.output is None:
+        module = None if site.output_projection is None else site.output_projection.module
+        if module is not None and find_aggregators(module):
+            return f"has {type(module).__name__} as its output, built for all heads; prune before hw.aggregate."
+        if module is not None and not list(module.children()):
+            return (
+                f"passes its heads through a {type(module).__name__} before W_O, which takes all of them together, so "
+                "the others change when one is removed; use hw.ablate."
+            )
+        return "has no linear output projection that was found, so its columns cannot be removed; use hw.ablate."
+    return None
+
+
+def _find_given(heads: Heads, site: Site) -> str | None:
+    """Return what of each head is computed outside of the attentions, for all heads, and given to this one."""
+    arguments = inspect.signature(type(site.module).forward).parameters
+    config = getattr(site.module, "config", None)
+    given = [what for name, what in _GIVEN.items() if name in arguments and getattr(config, name, True) is not False]
+    # of T5, which holds tables itself, the cross attention has none
+    if "position_bias" in arguments and not hasattr(site.module, _HELD) and not _list_tables(_list_alike(heads, site)):
+        given.append("position biases")
+    read = {id(parameter) for other in heads.found for parameter in other.module.parameters()}
+    outside = [name for name, table in heads.model.named_parameters() if _TABLE.search(name) and id(table) not in read]
+    given += [f"the position biases {name}" for name in outside]
+    if not given:
+        return None
+    return f"is given {given[0]} of each head that are computed elsewhere, for all of them; use hw.ablate."
+
+
+def _find_parts(site: Site, gone: Sequence[int]) -> str | None:
+    if not all(isinstance(head_slice, HeadRuns) for head_slice in site.slices):
+        return None
+    run = site.slices[0].parts[0].heads
+    left = [run - sum(head // run == part for head in gone) for part in range(site.num_heads // run)]
+    if len({*left}) == 1:
+        return None
+    return (
+        f"holds its heads in {len(left)} parts of {run}, and removing heads {', '.join(map(str, gone))} would leave "
+        f"{', '.join(map(str, left))} in them; remove equally many of each."
+    )
+
+
+def _find_shared_table(heads: Heads, site: Site, removed: Removed) -> str | None:
+    """Return why the other layers of a stack must lose the same heads: they get their position biases of one table."""
+    alike = _list_alike(heads, site)
+    owners = _list_tables(alike)
+    shares = hasattr(site.module, _HELD) and len(owners) < len(alike)
+    if not shares or len({tuple(removed.get(other, ())) for other in alike}) == 1:
+        return None
+    return (
+        f"has the position biases of {(owners or alike)[0].label}, as have the other layers of {site.stack}, so all of "
+        f"them must lose the same heads: {{{', '.join(f'{other.name!r}: [...]' for other in alike[:2])}, ...}}."
+    )
+
+
+def _list_alike(heads: Heads, site: Site) -> list[Site]:
+    return [other for other in heads.found if (other.stack, other.kind) == (site.stack, site.kind)]
+
+
+def _list_tables(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites that hold a table of position biases."""
+    return [site for site in sites if any(_TABLE.search(name) for name, _ in site.module.named_parameters())]

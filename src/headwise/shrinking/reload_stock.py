@@ -1,0 +1,170 @@
+"""Whether transformers alone can load a model with fewer heads: whether a configuration says what it has."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.heads.heads import Site
+from headwise.nn.resized import forget_sizes
+from headwise.routing.save import SavePretrained, find_aggregators
+from headwise.shrinking.prune_counts import HEAD_SIZES, KEY_COUNTS, QUERY_COUNTS
+
+# (query heads, key/value heads, head size) of a site.
+Counts = tuple[int, int, int]
+
+
+def list_stock_models(model: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers in a model that are inside no other."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        stock = type(module).__module__.startswith("transformers.") and hasattr(type(module), "from_pretrained")
+        if stock and id(module) not in inside:
+            found.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return found
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """What the configuration of a model must say so that transformers alone builds it.
+
+    Attributes:
+        model: The model.
+        changes: Each part of the configuration that changes, with its new values.
+        obstacle: Why no configuration says it; None where one does.
+    """
+
+    model: nn.Module = field(repr=False)
+    changes: tuple[tuple[Any, dict[str, int]], ...] = ()
+    obstacle: str | None = None
+
+    def apply(self) -> Callable[[], None]:
+        """Write the values, and return what puts the old ones back."""
+        before = [(part, {name: getattr(part, name, None) for name in values}) for part, values in self.changes]
+        for part, values in self.changes:
+            _assign(part, values)
+
+        def undo() -> None:
+            for part, values in before:
+                # in the reverse order, as a count is checked against the head size
+                _assign(part, dict(reversed(values.items())))
+
+        return undo
+
+
+def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
+    """Return how the configuration of a stock model says how many heads it has, or why none does.
+
+    A model is built from the changed configuration, without memory for its weights, and compared with this one.
+
+    Args:
+        model: A model of transformers whose heads were removed.
+        sites: What all its attentions have now.
+    """
+    config: Any = getattr(model, "config", None)
+    inside = {id(part) for part in model.modules()}
+    changes: list[tuple[Any, dict[str, int]]] = []
+    for part, group in _group(config, [site for site in sites if id(site.module) in inside]):
+        counts = {sites[site] for site in group}
+        if len(counts) > 1:
+            told = ", ".join(sorted({str(heads) for heads, _, _ in counts}))
+            return _refuse(model, f"its configuration holds one number of heads for all layers, and they have {told}")
+        changes.append((part, _change(part, counts.pop())))
+    changed = copy.deepcopy(config)
+    try:
+        for part, values in changes:
+            _assign(_find_part(changed, config, part), values)
+        changed = type(changed).from_dict(changed.to_dict())
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            build: Any = type(model)
+            built = build(changed)
+    except Exception as error:
+        # a configuration class may raise anything at a size that it does not take
+        reason = " ".join(str(error).split())[:160]
+        return _refuse(model, f"its configuration class refuses these numbers ({type(error).__name__}: {reason})")
+    different = _find_difference(model, built, sites)
+    if different is not None:
+        return _refuse(model, f"the sizes of {different} do not follow from its configuration")
+    return ConfigChange(model, tuple(changes))
+
+
+def _refuse(model: nn.Module, reason: str) -> ConfigChange:
+    return ConfigChange(model, obstacle=reason)
+
+
+def set_saving(plan: ConfigChange) -> None:
+    """Have `save_pretrained` of a model write what can be loaded: by transformers, or by `hw.load`."""
+    model = plan.model
+    if plan.obstacle is None:
+        forget_sizes(model)
+        if not find_aggregators(model):
+            vars(model).pop("save_pretrained", None)
+    else:
+        # the original method would write a folder that transformers may load with new weights in the place of these
+        vars(model)["save_pretrained"] = SavePretrained(model)
+
+
+def _group(config: Any, sites: Sequence[Site]) -> list[tuple[Any, list[Site]]]:
+    """Return the parts of a configuration that describe sites, each with its sites."""
+    own = {id(part): part for part in _list_parts(config)}
+    groups: dict[int, list[Site]] = {}
+    for site in sites:
+        held = getattr(site.module, "config", None)
+        groups.setdefault(id(held) if id(held) in own else id(config), []).append(site)
+    return [(own[key], group) for key, group in groups.items()]
+
+
+def _list_parts(config: Any) -> list[Any]:
+    names = getattr(config, "sub_configs", None) or {}
+    held = [getattr(config, name, None) for name in names]
+    return [config, *(part for child in held if child is not None for part in _list_parts(child))]
+
+
+def _find_part(changed: Any, config: Any, part: Any) -> Any:
+    index = next(index for index, one in enumerate(_list_parts(config)) if one is part)
+    return _list_parts(changed)[index]
+
+
+def _change(config: Any, counts: Counts) -> dict[str, int]:
+    """Return the values of a configuration that change, the head size first: counts are checked against it."""
+    known = {*config.to_dict(), *getattr(config, "attribute_map", {})}
+    heads, groups, size = counts
+    # a head size left out is the width divided by the heads, which would now be another; some classes know it by this
+    # name and hold none
+    sizes = [name for name in HEAD_SIZES if name in known] or ["head_dim"]
+    values = {name: size for name in sizes if getattr(config, name, None) is None}
+    for names, count in ((KEY_COUNTS, groups), (QUERY_COUNTS, heads)):
+        values |= {name: count for name in names if name in known and getattr(config, name, None) != count}
+    return values
+
+
+def _assign(config: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def _find_difference(model: nn.Module, built: nn.Module, sites: Mapping[Site, Counts]) -> str | None:
+    """Return the name of something that differs between a model and one built anew."""
+    own, new = ({name: tensor.shape for name, tensor in one.state_dict().items()} for one in (model, built))
+    if own != new:
+        return next(name for name in (*own, *new) if own.get(name) != new.get(name))
+    others = dict(built.named_modules())
+    modules = {id(site.module) for site in sites}
+    for name, module in model.named_modules():
+        if id(module) in modules and _read_numbers(module) != _read_numbers(others[name]):
+            return name
+    return None
+
+
+def _read_numbers(module: nn.Module) -> dict[str, float]:
+    """Return the numbers that a module holds: its counts and sizes, and the scale of its scores."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

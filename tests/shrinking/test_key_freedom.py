@@ -1,0 +1,137 @@
+"""What keys may do without a change of any score, and single keys for several heads within that."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.errors import SettingError
+from headwise.reference import merging as reference
+from headwise.shrinking.alignment import measure_loss
+from headwise.shrinking.key_freedom import KeyFreedom
+from shrinking.drawn_heads import draw, gram_of
+
+SIZE, HEADS, TOKENS = 8, 3, 29
+FREEDOMS = [
+    KeyFreedom(rotary, interleaved, kind)
+    for rotary, interleaved, kind in itertools.product((0, 4, 8), (False, True), ("general", "rigid", "signs"))
+]
+
+
+def scores(queries: Tensor, keys: Tensor, freedom: KeyFreedom) -> Tensor:
+    """Scores of queries at positions 0.. with keys at theirs, both [N, e]."""
+    r, interleaved = freedom.rotary, freedom.interleaved
+    left, right = (
+        torch.stack([reference.rotate(one, place, r, interleaved) for place, one in enumerate(each)])
+        for each in (queries, keys)
+    )
+    return left @ right.T
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS, ids=repr)
+def test_scores_at_all_positions_stay(freedom: KeyFreedom):
+    queries, keys = draw(6, SIZE), draw(6, SIZE, seed=1)
+    matrices, inverses = freedom.draw(HEADS, SIZE, torch.Generator().manual_seed(0))
+    wanted = scores(queries, keys, freedom)
+    for matrix, inverse in zip(matrices, inverses, strict=True):
+        assert float((matrix - torch.eye(SIZE)).abs().max()) > 0.5
+        torch.testing.assert_close(scores(queries @ inverse, keys @ matrix, freedom), wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("rotary", [4, 8])
+def test_the_other_order_of_pairs_and_more_freedom_than_there_is_change_scores(rotary: int):
+    queries, keys = draw(6, SIZE), draw(6, SIZE, seed=1)
+    right = KeyFreedom(rotary, interleaved=False)
+    wanted = scores(queries, keys, right)
+    for wrong in (KeyFreedom(rotary, interleaved=True), KeyFreedom(0), KeyFreedom(rotary - 2)):
+        (matrix,), (inverse,) = wrong.draw(1, SIZE, torch.Generator().manual_seed(0))
+        assert float((scores(queries @ inverse, keys @ matrix, right) - wanted).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS, ids=repr)
+@pytest.mark.parametrize("alignment", ["orthogonal", "low_rank"])
+def test_copies_turned_within_the_freedom_become_one_key_without_loss(freedom: KeyFreedom, alignment: str):
+    key, queries = draw(TOKENS, SIZE), draw(HEADS, TOKENS, SIZE, seed=1)
+    matrices, inverses = freedom.draw(HEADS, SIZE, torch.Generator().manual_seed(0))
+    keys, turned = torch.stack([key @ one for one in matrices], 1), queries @ inverses
+    weights = turned.mT @ turned
+    sharing = freedom.share(gram_of(keys), weights, alignment)
+    lost, total = measure_loss(gram_of(keys), weights, sharing)
+    exact = alignment == "low_rank" or freedom.kind != "general"
+    assert (abs(float(lost)) < 1e-12 * float(total)) is exact
+    shared = torch.einsum("nie,ief->nf", keys, sharing.write)
+    if exact:
+        for head in range(HEADS):
+            wanted = scores(queries[head, :6], key[:6], freedom)
+            found = scores(turned[head, :6] @ sharing.read[head], shared[:6], freedom)
+            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+    as_they_are, _ = measure_loss(gram_of(keys), weights, freedom.share(gram_of(keys), weights, "none"))
+    assert float(as_they_are) > 0.05 * float(total)
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS, ids=repr)
+def test_keys_that_differ_are_read_by_matrices_of_the_freedom_alone(freedom: KeyFreedom):
+    keys, queries = draw(TOKENS, HEADS, SIZE), draw(HEADS, TOKENS, SIZE, seed=1)
+    weights = queries.mT @ queries
+    for alignment in ("orthogonal", "low_rank"):
+        sharing = freedom.share(gram_of(keys), weights, alignment)
+        left, right = queries[0, :6], keys[:6, 0]
+        for read in sharing.read:
+            # of this freedom: a matrix and its inverse leave scores alone
+            inverse = torch.linalg.inv(read).T
+            moved = scores(left @ inverse, right @ read, freedom)
+            torch.testing.assert_close(moved, scores(left, right, freedom), atol=1e-9, rtol=0)
+
+
+def test_single_keys_of_least_error_are_found_pair_by_pair():
+    freedom = KeyFreedom(SIZE)
+    keys, queries = draw(TOKENS, HEADS, SIZE), draw(HEADS, TOKENS, SIZE, seed=1)
+    weights = queries.mT @ queries
+    wanted = 0.0
+    first, second, _ = freedom.pairs(SIZE)
+    for a, b in zip(first, second, strict=True):
+        numbers = torch.complex(keys[..., a], keys[..., b])
+        power = weights[:, a, a] + weights[:, b, b]
+        values = torch.linalg.svdvals(numbers * power.sqrt())
+        wanted += float(values[1:].square().sum())
+    pairs = torch.stack([weights[:, a, a] + weights[:, b, b] for a, b in zip(first, second, strict=True)], 1)
+    even = torch.diag_embed(torch.cat([pairs, pairs], 1))
+    lost, _ = measure_loss(gram_of(keys), even, freedom.share(gram_of(keys), weights, "low_rank"))
+    assert float(lost) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_single_keys_without_positions_are_the_best_for_the_queries_there_are():
+    keys, queries = draw(TOKENS, HEADS, SIZE), draw(HEADS, TOKENS, SIZE, seed=1)
+    queries[..., ::2] *= 5
+    gram, weights = gram_of(keys), queries.mT @ queries
+    lost, _ = measure_loss(gram, weights, KeyFreedom(0).share(gram, weights, "low_rank"))
+    wanted = reference.least_lost_energy([*keys.unbind(1)], [[one] for one in queries])
+    assert float(lost) == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["rigid", "signs"])
+def test_keys_whose_lengths_a_norm_takes_away_count_alike(kind: str):
+    freedom = KeyFreedom(4, kind=kind)
+    uneven = draw(TOKENS, HEADS, SIZE) * torch.tensor([0.2, 1.0, 7.0]).double()[:, None]
+    found = freedom.share(gram_of(uneven), torch.eye(SIZE).double().expand(HEADS, -1, -1), "orthogonal")
+    lengths = torch.einsum("nie,ief->nif", uneven, found.write).square().sum((0, 2))
+    torch.testing.assert_close(lengths, lengths[:1].expand(HEADS), atol=1e-10, rtol=0)
+
+
+def test_many_problems_are_solved_at_once():
+    freedom = KeyFreedom(4, kind="rigid")
+    keys, queries = draw(2, TOKENS, HEADS, SIZE), draw(2, HEADS, TOKENS, SIZE, seed=1)
+    grams, weights = torch.stack([gram_of(one) for one in keys]), queries.mT @ queries
+    together = freedom.share(grams, weights, "orthogonal")
+    for number in range(2):
+        alone = freedom.share(grams[number], weights[number], "orthogonal")
+        torch.testing.assert_close(together.write[number], alone.write, atol=1e-10, rtol=0)
+        torch.testing.assert_close(together.read[number], alone.read, atol=1e-10, rtol=0)
+
+
+def test_an_odd_number_of_turning_features_is_refused():
+    with pytest.raises(SettingError, match="rotary is 3; expected an even number"):
+        KeyFreedom(3)
