@@ -20,3 +20,8 @@ def test_a_logarithmic_axis_has_numbers_as_one_writes_them(places, some, without
     assert not [label for label in labels if "$" in label]
     assert some <= labels
     assert not without & labels
+
+
+def test_a_notebook_shows_a_figure():
+    figure = sweep({"one": {1.0: [2.0, 3.0]}}, setting="heads", measure="score")
+    assert figure._repr_png_().startswith(b"\x89PNG")

@@ -268,7 +268,8 @@ def test_what_cannot_be_read_is_left_out_and_said():
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (layer(x).unflatten(-1, (3, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-            return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            weights = torch.softmax(q @ k.mT / 2, -1)
+            return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
 
     model = Plain()
     report = hw.measure(model, hw.find_heads(model), tensors(), score=spread)
@@ -412,3 +413,19 @@ def test_one_token_has_no_cka_and_the_note_says_so():
     report = hw.measure(model, hw.find_heads(model), [torch.randn(1, 1, 12)])
     assert "output_cka" not in report.layers[0].pairs
     assert any("CKA was omitted: it needs at least two tokens" in note for note in report.notes)
+
+
+def test_spans_are_the_mean_squared_cosine_of_principal_angles():
+    torch.manual_seed(4)
+    layer = nn.MultiheadAttention(12, 3, batch_first=True).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    report = hw.measure(layer, hw.find_heads(layer), [{"query": x, "key": x, "value": x, "need_weights": False}])
+    rows = dict(zip(("query", "key", "value"), layer.in_proj_weight.detach().chunk(3), strict=True))
+    columns = {name: weight.unflatten(0, (3, 4)).mT for name, weight in rows.items()}
+    columns["output"] = layer.out_proj.weight.detach().unflatten(1, (3, 4)).transpose(0, 1)
+    for name, heads in columns.items():
+        bases = [torch.linalg.qr(head)[0] for head in heads]
+        for i in range(3):
+            for j in range(3):
+                cosines = torch.linalg.svdvals(bases[i].mT @ bases[j])
+                assert report.layers[0].pairs[f"{name}_span"][i][j] == pytest.approx(float(cosines.square().mean()))

@@ -58,7 +58,8 @@ def assign_styles(names: Sequence[str], *, reference: str = "") -> dict[str, Sty
 def drawing(width: float, height: float) -> Iterator[Figure]:
     """Yield an empty figure, its size given in inches, in headwise's style; text is never parsed as math."""
     import matplotlib as mpl
-    from matplotlib.figure import Figure
+
+    from headwise.plots.figure import ShownFigure
 
     look: dict[Any, Any] = {
         "axes.axisbelow": True,
@@ -83,7 +84,7 @@ def drawing(width: float, height: float) -> Iterator[Figure]:
         "ytick.labelcolor": "#1c1d1f",
     }
     with mpl.rc_context(look):
-        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+        figure = ShownFigure(figsize=(width, height), dpi=DPI, layout="constrained")
         yield figure
         # ticks take their style when first drawn, which must happen inside this context
         figure.draw_without_rendering()

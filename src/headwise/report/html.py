@@ -6,13 +6,13 @@ load anything, and to run any script except those of the page's own views, which
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from headwise.atomic import write_whole
-from headwise.errors import SettingError, require_integer
+from headwise.errors import HeadwiseError, SettingError, require_integer
+from headwise.strict_json import encode_json
 
 # Dots per inch of figures.
 DPI = 160
@@ -126,7 +126,7 @@ class Page:
 
         Args:
             name: Id of the element; the data is in the element with this id and "-data" appended.
-            data: Anything `json.dumps` accepts.
+            data: Anything `strict_json.encode_json` accepts.
             script: Source of the script; headwise's own, never a user's text.
             style: Style sheet of the view.
 
@@ -136,8 +136,8 @@ class Page:
         if "</" in script or "<!--" in script or "</" in style:
             raise SettingError(f"the script or style of {name} holds '</' or '<!--', which ends an element of HTML.")
         try:
-            text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError) as error:
+            text = encode_json(data, compact=True)
+        except (TypeError, ValueError, HeadwiseError) as error:
             raise SettingError(f"the data of {name} cannot be written as JSON ({error}).") from None
         for sign in "<>&":
             text = text.replace(sign, f"\\u{ord(sign):04x}")

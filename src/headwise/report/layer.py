@@ -10,6 +10,7 @@ from headwise.metrics.intervals import Interval
 Matrix = tuple[tuple[float, ...], ...]
 # Measures of pairs of heads, in the order of the tables, with their descriptions.
 PAIRS = {
+    "contribution_cka": "debiased CKA of contributions",
     "output_cosine": "cosine of outputs",
     "output_cka": "linear CKA of outputs",
     "output_distance": "distance of outputs",
@@ -22,6 +23,10 @@ PAIRS = {
     "key_distance": "distance of key parameters",
     "value_parameter_cosine": "cosine of value parameters",
     "value_parameter_distance": "distance of value parameters",
+    "query_span": "overlap of query subspaces",
+    "key_span": "overlap of key subspaces",
+    "value_span": "overlap of value subspaces",
+    "output_span": "overlap of the subspaces of W_O",
 }
 TERMS = ("output", "subspace", "position")
 
@@ -43,6 +48,8 @@ class LayerReport:
         drops: Drop of the score without each head, [H]; empty without a score.
         roles: For each role, the share of each head's attention on its pairs, R rows of [H].
         chance: The share for a random mask as sparse as the role, [R].
+        effective_heads: Effective number of heads, of contributions W_O,h o_h; None if they could not be read.
+        effective_heads_weighted: The same with each head weighted by the variance it contributes.
     """
 
     site: str
@@ -56,6 +63,8 @@ class LayerReport:
     drops: tuple[Interval, ...] = ()
     roles: Matrix = ()
     chance: tuple[float, ...] = ()
+    effective_heads: float | None = None
+    effective_heads_weighted: float | None = None
 
     def mean(self, measure: str) -> float | None:
         """Return the mean over pairs of different heads, or None if it was not measured.

@@ -11,18 +11,22 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Site
 from headwise.masks.head_mask import HeadMask
-from headwise.metrics.heads import OutputMoments, output_moments
 from headwise.metrics.intervals import mean_interval
+from headwise.metrics.moments import OutputMoments, output_moments
 from headwise.metrics.pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
 from headwise.metrics.roles import RoleShares, role_shares
 from headwise.report.layer import LayerReport, Matrix
 from headwise.report.removal_cost import RemovalCosts
+from headwise.similarity.alignment import FEWEST_TOKENS
+from headwise.similarity.subspaces import span_similarity
 
 
 class LayerSums:
     """Sums over the calls of one attention module so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: Site) -> None:
+        self.output_weights = site.find_output_weights()
+        self.contributions: OutputMoments | None = None
         self.pairs: dict[str, PairSums] = {}
         self.terms: dict[str, tuple[Tensor, Tensor]] = {}
         self.moments: OutputMoments | None = None
@@ -40,6 +44,9 @@ class LayerSums:
             if outputs.shape[2] > 1:
                 moments = output_moments(outputs, keep)
                 self.moments = moments if self.moments is None else self.moments + moments
+                if self.output_weights is not None:
+                    moments = output_moments(outputs, keep, output_weights=self.output_weights)
+                    self.contributions = moments if self.contributions is None else self.contributions + moments
         if capture.values is not None:
             cosines = cosine_pairs(capture.values, capture.key_keep)
             self._pair("value_cosine", cosines)
@@ -76,7 +83,12 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
                 f"CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, fewer "
                 f"than {10 * site.head_size} bias it upward."
             )
+    effective = None
+    if sums.contributions is not None and sums.contributions.count >= FEWEST_TOKENS:
+        pairs["contribution_cka"] = _to_rows(sums.contributions.debiased_cka_matrix())
     _require_finite(site, pairs)
+    if sums.contributions is not None and "contribution_cka" in pairs:
+        effective = sums.contributions.effective_heads()
     pairs |= _compare_parameters(site, notes)
     shares = sums.shares
     complete = shares is not None and bool((shares.queries > 0).all())
@@ -94,6 +106,8 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
         drops=() if costs is None else tuple(mean_interval(drops) for drops in costs.drops[site.name]),
         roles=_to_rows(shares.share.T) if shares is not None and complete else (),
         chance=tuple(shares.expected.tolist()) if shares is not None and complete else (),
+        effective_heads=None if effective is None else effective.number,
+        effective_heads_weighted=None if effective is None else effective.weighted,
     )
 
 
@@ -116,12 +130,15 @@ def _compare_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
     for head_slice in site.slices:
         name = "value_parameter" if head_slice.projection == "value" else head_slice.projection
         try:
-            particles = head_slice.view(head_slice.parameter.detach()).flatten(1)
-            cosine, distance = parameter_pairs(particles)
+            heads = head_slice.read()
+            cosine, distance = parameter_pairs(heads.flatten(1))
         except HeadwiseError as error:
             notes.append(f"parameters were omitted: {error}")
             continue
         found |= {f"{name}_cosine": _to_rows(cosine), f"{name}_distance": _to_rows(distance)}
+        found[f"{head_slice.projection}_span"] = _to_rows(span_similarity(head_slice.turn(heads)))
+    if (columns := site.find_output_weights()) is not None:
+        found["output_span"] = _to_rows(span_similarity(columns))
     return found
 
 

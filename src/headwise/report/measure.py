@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, MaskError, SettingError
 from headwise.heads.capture import Capture
+from headwise.heads.find import unwrap_model
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
+from headwise.nn.compiled import uncompiled
 from headwise.report.layer_sums import LayerSums, make_layer_report
 from headwise.report.removal_cost import NO_REPLAY, Score, measure_removal
 from headwise.report.report import Report
@@ -47,7 +49,8 @@ def measure(
     does not, every forward pass is computed in full, and the notes say so. The interval of a drop is Student's 95 %
     interval over the paired differences of the items.
 
-    The model runs in evaluation mode, without gradients; its mode is restored afterwards.
+    The model runs in evaluation mode, without gradients; its mode is restored afterwards. A compiled model runs
+    uncompiled, as it would be compiled again for each head.
 
     Args:
         model: The model.
@@ -80,6 +83,7 @@ def measure(
         (6, True, 2)
     """
     require_heads(heads)
+    model, _ = unwrap_model(model)
     if heads.model is not model:
         raise SettingError("heads belong to another model; expected hw.find_heads(model) of the model given.")
     kept, run = list(batches), forward or _call
@@ -94,7 +98,7 @@ def measure(
         if advance is not None:
             advance(done, total)
 
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), uncompiled():
         reading = Reading(heads, roles)
         if score is None:
             costs = None
@@ -170,7 +174,7 @@ class Reading:
     def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None) -> None:
         self._groups, self.notes = group_readable(heads)
         self._roles = roles
-        self.sums = {site.name: LayerSums() for site in heads.sites}
+        self.sums = {site.name: LayerSums(site) for site in heads.sites}
         self.names: tuple[str, ...] = ()
         self.tokens = 0
 

@@ -23,11 +23,11 @@ from headwise.nn.hooks import Hook
 class _Call:
     """One call of a module: when it began and ended, and what it returned."""
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     start: int
     end: int = -1
-    output: Any = None
-    versions: tuple[tuple[Tensor, int], ...] = ()
+    output: Any = field(default=None, repr=False)
+    versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
 
 
 @dataclass(eq=False)
@@ -151,7 +151,7 @@ def find_replayable(heads: Heads) -> list[nn.Module]:
             found |= dict.fromkeys(heads.model.get_submodule(".".join(parts[:depth])).children())
     for site in heads.found:
         found[site.module] = None
-        found |= dict.fromkeys(head_slice.module for head_slice in site.slices if head_slice.module is not None)
+        found |= dict.fromkeys(part.module for part in site.parts if part.module is not None)
     return [module for module in found if module is not heads.model]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
+from headwise.input_files import read_whole
 from headwise.metrics.intervals import Interval
 from headwise.report.layer import LayerReport, Matrix
 from headwise.report.tables import (
@@ -21,6 +21,7 @@ from headwise.report.tables import (
     make_rich_table,
     stack_tables,
 )
+from headwise.strict_json import encode_json, parse_json
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -64,7 +65,7 @@ class Report:
             DataError: The file cannot be written.
         """
         record = {"format": FORMAT, **asdict(self)}
-        write_whole(Path(path), (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+        write_whole(Path(path), (encode_json(record, indent=1) + "\n").encode())
 
     def compare(self, before: Report) -> Comparison:
         """Compare this report with that of an earlier model, or of another model of the same shape.
@@ -144,8 +145,8 @@ def load_report(path: str | Path) -> Report:
     """
     path = Path(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        record = parse_json(read_whole(path))
+    except ValueError as error:
         raise DataError(f"{path} cannot be read as JSON ({error}); expected a file written by Report.save.") from None
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
         raise DataError(f"{path} is not a report of this version; expected a file written by Report.save ({FORMAT!r}).")
@@ -159,7 +160,7 @@ def load_report(path: str | Path) -> Report:
             notes=tuple(record.pop("notes")),
             **record,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} is a damaged report ({type(error).__name__}: {error}); measure again.") from None
 
 

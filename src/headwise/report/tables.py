@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MINUS = "\N{MINUS SIGN}"
 # Number columns that fit side by side in 80 characters.
-MAX_COLUMNS = 7
+MAX_COLUMNS = 6
 # Columns of the table of layers: header and measure.
 COLUMNS = {
     "output cosine": "output_cosine",
@@ -25,6 +25,10 @@ COLUMNS = {
     "query cosine": "query_cosine",
     "key cosine": "key_cosine",
     "V cosine": "value_parameter_cosine",
+    "query span": "query_span",
+    "key span": "key_span",
+    "V span": "value_span",
+    "O span": "output_span",
 }
 COMPARED = {"output cosine": "output_cosine", "CKA": "output_cka", "attention JS": "attention_js"}
 
@@ -56,6 +60,8 @@ def make_layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list
     """Return header and rows of a table with one row per layer; columns without values are omitted."""
     columns: dict[str, list[str]] = {"layer": [name_layer(layer) for layer in layers]}
     columns["heads"] = [str(layer.heads) for layer in layers]
+    columns["effective heads"] = [format_number(layer.effective_heads, 2) for layer in layers]
+    columns["by variance"] = [format_number(layer.effective_heads_weighted, 2) for layer in layers]
     columns["mean drop"] = [format_signed(layer.drop) for layer in layers]
     columns["largest drop (head)"] = [_format_largest_drop(layer.drops) for layer in layers]
     columns["entropy"] = [format_number(_mean(layer.entropy)) for layer in layers]
@@ -91,8 +97,10 @@ def make_comparison_rows(
 ) -> tuple[list[str], list[list[str]]]:
     """Return header and rows comparing two models: after, before and change, one row per layer."""
     header, rows = ["layer"], [[name_layer(layer)] for layer in after]
-    for name, measure in COMPARED.items():
-        pairs = [(one.mean(measure), other.mean(measure)) for one, other in zip(after, before, strict=True)]
+    paired = list(zip(after, before, strict=True))
+    compared = {"effective heads": [(one.effective_heads, other.effective_heads) for one, other in paired]}
+    compared |= {name: [(one.mean(key), other.mean(key)) for one, other in paired] for name, key in COMPARED.items()}
+    for name, pairs in compared.items():
         if all(one is None or other is None for one, other in pairs):
             continue
         header += [name, "before", "change"]

@@ -1,12 +1,11 @@
 """Read word tables from CoNLL-U, the format of Universal Dependencies treebanks and of many parsers."""
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.errors import DataError
+from headwise.input_files import read_numbered_lines
 from headwise.roles.word_table import WordTable
 
 FIELDS = 10
@@ -47,15 +46,7 @@ def read_conllu(path: str | Path) -> list[WordTable]:
         (1, 1)
     """
     path = Path(path)
-    try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{path} cannot be read (it is not UTF-8); expected a CoNLL-U file.") from None
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or "it is not a complete gzip file"
-        raise DataError(f"{path} cannot be read ({reason}); expected a CoNLL-U file.") from None
-    tables = [_build_table(path, sentence) for sentence in _read_sentences(path, text)]
+    tables = [_build_table(path, sentence) for sentence in _read_sentences(path)]
     if not tables:
         raise DataError(
             f"{path} holds no sentence; expected CoNLL-U: ten columns, and an empty line after each sentence."
@@ -63,11 +54,9 @@ def read_conllu(path: str | Path) -> list[WordTable]:
     return tables
 
 
-def _read_sentences(path: Path, text: str) -> Iterator[_Sentence]:
+def _read_sentences(path: Path) -> Iterator[_Sentence]:
     sentence = _Sentence()
-    # only line feeds end lines: a form may contain other characters at which str.splitlines splits
-    for number, ended in enumerate(text.split("\n"), start=1):
-        line = ended.rstrip("\r")
+    for number, line in read_numbered_lines(path):
         if line.startswith("#"):
             continue
         if line.strip():
@@ -85,30 +74,38 @@ def _add_line(path: Path, number: int, line: str, sentence: _Sentence) -> None:
         raise DataError(f"{path}:{number}: {len(columns)} columns separated by tabs; expected {FIELDS}.")
     identifier, form, head, relation, space = columns[0], columns[1], columns[6], columns[7], columns[9]
     if not form:
-        raise DataError(f"{path}:{number}: the form is empty.")
+        raise DataError(f"{path}:{number}: the form is empty; expected a word in the second column.")
     spaced = "SpaceAfter=No" not in space.split("|")
     if "." in identifier:
         # an empty node is not in the text
         return
-    first, dash, last = identifier.partition("-")
-    if not first.isdecimal() or (dash and not last.isdecimal()):
+    one, dash, other = identifier.partition("-")
+    first, last = _parse_number(one), _parse_number(other) if dash else 0
+    if first is None or last is None:
         raise DataError(
-            f"{path}:{number}: the identifier is {identifier!r}; expected a number, such as 3, or 3-4 or 5.1."
+            f"{path}:{number}: the identifier is {identifier[:60]!r}; expected a number, such as 3, or 3-4 or 5.1."
         )
-    expected = len(sentence.words) + 1
-    if int(first) != expected or (dash and int(last) < int(first)):
-        raise DataError(f"{path}:{number}: the identifier is {identifier!r}; expected the word {expected}.")
+    count = len(sentence.words)
+    inside = bool(sentence.tokens) and sentence.tokens[-1][1] >= count
+    if first != count + 1 or (dash and (last < first or inside)):
+        raise DataError(f"{path}:{number}: the identifier is {identifier!r}; expected the word {count + 1}.")
     if dash:
-        sentence.tokens.append((int(first) - 1, int(last) - 1, form, spaced))
+        sentence.tokens.append((first - 1, last - 1, form, spaced))
         return
-    if head != "_" and not head.isdecimal():
-        raise DataError(f"{path}:{number}: the head is {head!r}; expected the number of a word, or 0 at the root.")
-    if not sentence.tokens or sentence.tokens[-1][1] < len(sentence.words):
-        sentence.tokens.append((len(sentence.words), len(sentence.words), form, spaced))
+    place = None if head == "_" else _parse_number(head)
+    if place is None and head != "_":
+        raise DataError(f"{path}:{number}: the head is {head[:60]!r}; expected the number of a word, or 0 at the root.")
+    if not inside:
+        sentence.tokens.append((count, count, form, spaced))
     sentence.words.append(form)
-    sentence.heads.append(None if head == "_" else int(head))
+    sentence.heads.append(place)
     sentence.relations.append(relation)
     sentence.lines.append(number)
+
+
+def _parse_number(text: str) -> int | None:
+    """Return a number of at most nine digits, far more than words in a sentence; None for anything else."""
+    return int(text) if text.isdecimal() and len(text) <= 9 else None
 
 
 def _build_table(path: Path, sentence: _Sentence) -> WordTable:
@@ -146,4 +143,4 @@ def _join_tokens(sentence: _Sentence) -> tuple[str, list[tuple[int, int]]]:
         else:
             spans += [(start, start + len(form))] * len(words)
         text += form + (" " if spaced else "")
-    return text.rstrip(" "), spans
+    return text[:-1] if sentence.tokens[-1][3] else text, spans

@@ -5,17 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from headwise.errors import MaskError, NotFired, SettingError
 from headwise.heads.bias import bias_heads
-from headwise.heads.forward_scope import ForwardCounter, drops_layers, is_partial
+from headwise.heads.forward_scope import ForwardScope, drops_layers, is_partial
 from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
-from headwise.nn.checkpointing import is_recomputing, outside_graphs
+from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Hook
 from headwise.nn.scores import ScoreCall
 from headwise.roles.build import Roles
@@ -32,19 +35,42 @@ from headwise.roles.word_table import WordTable
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
+class _GuidedSite:
+    """What guidance knows of one attention.
+
+    Its own object, so that layers that torch.compile compiles one by one share a graph.
+
+    Attributes:
+        site: The attention.
+        fired: Whether the latest mask guided a call of it.
+        calls: Number of its guided calls.
+        causal: The is_causal of its latest call that was given one.
+    """
+
+    site: Site
+    fired: bool = False
+    calls: int = 0
+    causal: bool | None = None
+
+    def note_causality(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take the is_causal that a call is given."""
+        if isinstance(kwargs.get("is_causal"), bool):
+            self.causal = kwargs["is_causal"]
+
+
 class Guidance:
     """Heads guided by role masks until `remove()` or the end of a `with` block; made by `guide`.
 
     Attributes:
         heads: The guided heads.
-        calls: Number of guided calls of each attention by name, without recomputations and tokens after a prompt.
     """
 
     def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
         require_self_attention(heads)
         earlier = _find_earlier(heads)
         self.heads, self.every_forward = heads, every_forward
-        self.calls = {site.name: 0 for site in heads.sites}
+        self._guided = [_GuidedSite(site) for site in heads.sites]
         self._set_mask(None)
         self._paused = False
         # number of prompts that the model generates from
@@ -52,7 +78,7 @@ class Guidance:
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
-        self._forwards = ForwardCounter(heads, self._forget_failed)
+        self._forward = ForwardScope(heads.model, self._end_use, self._forget_failed)
         try:
             self._attach()
             if mask is not None:
@@ -60,6 +86,14 @@ class Guidance:
         except BaseException:
             self.remove()
             raise
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Number of guided calls of each attention by name, without recomputations and tokens after a prompt.
+
+        1 where an attention was guided in a compiled model.
+        """
+        return {guided.site.name: guided.calls for guided in self._guided}
 
     def __call__(self, mask: HeadMask) -> Self:
         """Set the mask of the next forward.
@@ -85,7 +119,7 @@ class Guidance:
 
     def verify(self) -> None:
         """Raise `NotFired` unless the latest mask guided every attention in its forward."""
-        silent = [site.label for site in self.heads.sites if site.name not in self._fired]
+        silent = [guided.site.label for guided in self._guided if not guided.fired]
         if self._mask is not None and silent and not self._excused:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} attentions: {', '.join(silent[:6])}. "
@@ -153,23 +187,29 @@ class Guidance:
 
     def _attach(self) -> None:
         model = self.heads.model
-        self._stops.append(self._forwards.remove)
+        self._stops.append(self._forward.remove)
         taking = Hook(model, self._take_mask)
         self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
         self._stops.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
-        self._stops.append(bias_heads(self.heads, self._compute_bias).remove)
-        for site in self.heads.sites:
-            _guided[site.module] = weakref.ref(self)
+        for guided in self._guided:
+            site, module = guided.site, guided.site.module
+            alone = Heads(model, (site,), self.heads.projections, self.heads.found)
+            self._stops.append(bias_heads(alone, partial(self._compute_bias, guided)).remove)
+            hook = Hook(module, guided.note_causality)
+            self._stops.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            _guided[module] = weakref.ref(self)
 
     def _set_mask(self, mask: HeadMask | None, *, excused: bool = False) -> None:
         self._mask, self._excused = mask, excused
         self._biases: dict[tuple, Tensor] = {}
-        self._fired: set[str] = set()
-        self._bound: int | None = None
+        for guided in self._guided:
+            guided.fired = False
+        # whether it guided a call, and whether the forward of that call is over
+        self._used, self._over = False, False
 
     def _forget_failed(self) -> None:
         """Drop the mask of a forward that raised: it belongs to no later forward."""
-        if any(site.name not in self._fired for site in self.heads.sites):
+        if not all(guided.fired for guided in self._guided):
             self._set_mask(self._mask if self.every_forward else None, excused=True)
 
     @contextmanager
@@ -183,8 +223,10 @@ class Guidance:
         finally:
             self._prompts = None
 
-    # the mask changes with every forward, so a compiled graph must not contain it
-    @outside_graphs
+    def _end_use(self) -> None:
+        """Note at the start and the end of a forward that the mask of what ran before is over."""
+        self._over = self._used
+
     def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
             return None
@@ -192,8 +234,8 @@ class Guidance:
             self(kwargs[ROLE_MASK])
         return args, {name: value for name, value in kwargs.items() if name != ROLE_MASK}
 
-    @outside_graphs
-    def _compute_bias(self, site: Site, call: ScoreCall) -> Tensor | None:
+    # traced by torch.compile, for which only tensors change from one mask to the next
+    def _compute_bias(self, guided: _GuidedSite, site: Site, call: ScoreCall) -> Tensor | None:
         if self._paused:
             return None
         mask = self._mask
@@ -204,36 +246,37 @@ class Guidance:
             )
         if call.cached and call.first >= mask.tokens:
             return None
-        self._require_new_mask(site)
-        require_fit(site, call, mask, self._forwards.generating, self._prompts)
-        self._fired.add(site.name)
-        self.calls[site.name] += 1
-        own = getattr(site.module, "is_causal", False)
-        causal = mask.causal or site.kind == "decoder" or bool(self._forwards.causal.get(site.module, own))
-        return select_keys(self._make_additive(mask, causal, call), call)
-
-    def _require_new_mask(self, site: Site) -> None:
-        """Raise `MaskError` for a second forward with the mask of the first, whose sentences differ."""
-        forwards = self._forwards
-        now = forwards.number if forwards.inside else None
         # part of the model called on its own: each attention may be called once
-        again = now is None and site.name in self._fired
-        if (again or (self._fired and now != self._bound)) and not self.every_forward:
+        again = not self._forward.inside and guided.fired
+        if (again or self._over) and not self.every_forward:
             raise MaskError(
                 f"{site.label}: the latest mask belongs to the previous forward; give each forward a mask "
                 "(guidance(mask), or role_mask=mask in the batch), or use guide(..., every_forward=True). In "
                 "generate(), set use_cache=True."
             )
-        self._bound = now
+        require_fit(site, call, mask, self._forward.generating, self._prompts)
+        self._used, guided.fired = True, True
+        # a number that grows would be compiled again at every call
+        guided.calls = 1 if torch.compiler.is_compiling() else guided.calls + 1
+        own = getattr(site.module, "is_causal", False) if guided.causal is None else guided.causal
+        causal = mask.causal or site.kind == "decoder" or call.causal or bool(own)
+        return select_keys(self._make_additive(mask, causal, call), call)
 
     def _make_additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
+        if torch.compiler.is_compiling():
+            # kept from one graph to the next it would be another input, and one more thing to compile for
+            return _build_bias(mask, causal, call)
         key = (causal, call.dtype, call.device)
         if key not in self._biases:
-            bias = mask.to(call.device).additive(call.dtype, causal=causal)
-            # the model itself masks what holds for all heads: padding and causality
-            bias[:, [head for head in range(mask.num_heads) if head not in mask.heads]] = 0.0
-            self._biases[key] = bias
+            self._biases[key] = _build_bias(mask, causal, call)
         return self._biases[key]
+
+
+def _build_bias(mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
+    """Return the mask as a bias that is 0 in regular heads: the model itself masks padding and causality."""
+    bias = mask.to(call.device).additive(call.dtype, causal=causal)
+    bias[:, [head for head in range(mask.num_heads) if head not in mask.heads]] = 0.0
+    return bias
 
 
 def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = False) -> Guidance:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.atomic import write_whole
-from headwise.errors import DataError, require_integer
+from headwise.errors import DataError, require_boolean, require_integer
+from headwise.input_files import read_whole
 from headwise.roles.word_table import WordTable
+from headwise.strict_json import encode_json, parse_json
 
 FORMAT = 1
+# What a float of their ratio can hold.
+MOST_DOCUMENTS = 2**63 - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,11 +43,14 @@ class IDF:
     _values: dict[str, float] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_integer("documents", self.documents)
+        require_integer("documents", self.documents, high=MOST_DOCUMENTS)
+        require_boolean("lowercase", self.lowercase)
         n = self.documents
         for word, count in self.frequencies.items():
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= n:
-                raise DataError(f"{word!r} is in {count!r} documents of {n}; expected an integer from 1 to {n}.")
+                raise DataError(
+                    f"{word[:60]!r} is in {count!r:.60} documents of {n}; expected an integer from 1 to {n}."
+                )
         logs: dict[int, float] = {}
         for count in set(self.frequencies.values()):
             logs[count] = math.log((1 + n) / (1 + count)) + 1
@@ -69,7 +75,7 @@ class IDF:
         """Write the counts as JSON, atomically.
 
         Raises:
-            DataError: The file cannot be written.
+            DataError: The file cannot be written, or a word is no text that a file can hold.
         """
         content = {
             "format": FORMAT,
@@ -77,7 +83,12 @@ class IDF:
             "lowercase": self.lowercase,
             "frequencies": dict(self.frequencies),
         }
-        write_whole(Path(path), json.dumps(content, ensure_ascii=False).encode())
+        try:
+            text = encode_json(content, ascii_only=False).encode()
+        except UnicodeEncodeError as error:
+            broken = error.object[error.start]
+            raise DataError(f"a word holds {broken!r}, half of a surrogate pair; take it out of the text.") from None
+        write_whole(Path(path), text)
 
     @staticmethod
     def load(path: str | Path) -> IDF:
@@ -87,14 +98,15 @@ class IDF:
             DataError: The file is missing or has other contents.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(read_whole(Path(path)))
             if content["format"] != FORMAT:
-                raise DataError(f"it has format {content['format']!r}; this version of headwise reads {FORMAT}")
+                raise DataError(f"format {str(content['format'])[:60]!r}; this version of headwise reads {FORMAT}")
             return IDF(content["documents"], content["frequencies"], content["lowercase"])
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); expected a file written by IDF.save.") from None
         except (ValueError, KeyError, TypeError, AttributeError, DataError) as error:
-            raise DataError(f"{path} holds no inverse document frequencies: {error}.") from None
+            reason = str(error).removesuffix(".")[:200]
+            raise DataError(
+                f"{path} holds no inverse document frequencies ({reason}); expected a file written by IDF.save."
+            ) from None
 
     def __repr__(self) -> str:
         return f"IDF({self.documents:,} documents, {len(self.frequencies):,} words)"

@@ -6,7 +6,6 @@ Files are written atomically and never changed. Texts that two processes parse a
 import hashlib
 import io
 import secrets
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from headwise.atomic import write_whole
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
+from headwise.input_files import read_whole
 
 FORMAT = 1
 DIGEST_BYTES = 16
@@ -120,13 +120,16 @@ def _shrink(numbers: Iterable[int]) -> np.ndarray:
 
 def _read(path: Path) -> dict[bytes, Parse]:
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+        with np.load(io.BytesIO(read_whole(path)), allow_pickle=False) as file:
             content = {name: file[name] for name in file.files}
         if int(content["format"]) != FORMAT:
             raise DataError(f"{path} has format {int(content['format'])}; this version of headwise reads {FORMAT}.")
         return _unpack(content)
-    except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a file of parses ({error}); delete it to parse again.") from None
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # zip files and numpy have many ways to fail
+        raise DataError(f"{path} is not a file of parses ({str(error)[:200]}); delete it to parse again.") from None
 
 
 def _unpack(content: Mapping[str, np.ndarray]) -> dict[bytes, Parse]:
