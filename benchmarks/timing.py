@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+
+from headwise.strict_json import encode_json
 
 RECORDS = Path(__file__).parent / "records"
 console = Console()
@@ -74,7 +75,7 @@ def write(record: dict[str, Any], device: torch.device, out: Path | None) -> Non
     out = out or next(RECORDS / f"{n}.json" for n in names if not (RECORDS / f"{n}.json").exists())
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".part")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(encode_json(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(out)
     console.print(f"\nwritten to {out}")
 

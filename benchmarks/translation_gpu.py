@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from headwise.integrations.methods import Aggregate
 from headwise.lab.data.batching import batch_by_tokens
 from headwise.lab.data.subwords import PADDING, START
 from headwise.lab.experiment.arm_text import parse_arms
-from headwise.lab.experiment.method import Aggregate
 from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask

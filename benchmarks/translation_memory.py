@@ -8,7 +8,6 @@ above 2 GiB.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headwise.strict_json import encode_json, parse_json
 from timing import console, new_record, write
 
 FORMS, CHUNK, SEEN = 400_000, 20_000, 500
@@ -90,7 +90,7 @@ def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
         "prepared_gib": round(prepared_peak, 2),
         "peak_gib": round(peak(), 2),
     }
-    print(json.dumps(record))
+    print(encode_json(record))
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
         output = subprocess.run(
             [*command, *(["--once"] if arguments.once else [])], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-    record |= {"words a line": arguments.words, "repeated pairs dropped": arguments.once, **json.loads(output)}
+    record |= {"words a line": arguments.words, "repeated pairs dropped": arguments.once, **parse_json(output)}
     console.print_json(data=record)
     write(record, device, arguments.out)
     peak = record["peak_gib"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headwise.errors import SettingError
+from headwise.errors import DataError, SettingError
 from headwise.lab import compare as compare_module
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arms
@@ -248,12 +248,35 @@ def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline
     assert (
         record["described"] == read_results(tmp_path).described == load_logic(None, TOY, tmp_path / "cache").summary()
     )
-    del record["described"], inline[:]
+    for name in ("described", "file_digests", "record_digest"):
+        del record[name]
+    del inline[:]
     (tmp_path / "comparison.json").write_text(json.dumps(record))
     assert read_results(tmp_path).described == ""
     compare(toy(tmp_path, "plain", 1), console())
     assert inline == [], "nothing is run again"
     assert read_results(tmp_path).described
+
+
+def test_a_flipped_bit_in_what_all_runs_share_is_noticed_and_written_anew(inline, tmp_path):
+    compare(toy(tmp_path, "plain", 1), console())
+    table = (tmp_path / "results.json").read_text()
+    bins = tmp_path / "test.npz"
+    content = bytearray(bins.read_bytes())
+    content[len(content) // 2] ^= 4
+    bins.write_bytes(content)
+    with pytest.raises(DataError, match=r"test\.npz was changed since it was written.*give the command"):
+        read_results(tmp_path)
+    del inline[:]
+    compare(toy(tmp_path, "plain", 1), console())
+    assert inline == []
+    assert (tmp_path / "results.json").read_text() == table
+    path = tmp_path / "comparison.json"
+    path.write_text(path.read_text().replace('"plain"', '"plaim"'))
+    with pytest.raises(DataError, match=r"comparison\.json was changed since it was written"):
+        read_results(tmp_path)
+    with pytest.raises(DataError, match=r"comparison\.json was changed since it was written.*delete it"):
+        compare(toy(tmp_path, "plain", 1), console())
 
 
 def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline, tmp_path):

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import HeadwiseError, SettingError
+from headwise.integrations.methods import Repel
 from headwise.lab.experiment.arm import named_arms
 from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure
-from headwise.lab.experiment.method import Repel
 from headwise.lab.jobs import pool
 from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, tune
 from lab.tasks.logic.logic_toy import TOY

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from headwise.digests import FILES, OWN, seal
 from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
@@ -215,7 +216,7 @@ def _find_cache(comparison: Comparison) -> Path:
 
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     """Write the record of the comparison, adding to the arms and seeds of an earlier one in the same folder."""
-    path = comparison.out / COMPARISON
+    out, path = comparison.out, comparison.out / COMPARISON
     fixed: dict[str, Any] = {
         "task": comparison.task,
         "scale": comparison.scale.name,
@@ -230,19 +231,18 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        runs.require_same(
-            path, fixed | {name: old[name] for name in ("arms", "seeds", "shown", "described") if name in old}
-        )
+        varying = ("arms", "seeds", "shown", "described", FILES, OWN)
+        runs.require_same(path, fixed | {name: old[name] for name in varying if name in old})
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
     # these do not affect any run, so an older folder may be updated
     shown = [runs.as_record(measure) for measure in task.shown]
-    runs.write_json(path, fixed | {"described": data.summary(), "shown": shown, "arms": arms, "seeds": seeds})
-    if not (comparison.out / TEST).exists():
-        runs.write_arrays(comparison.out / TEST, bins=task.difficulties(data))
+    record = fixed | {"described": data.summary(), "shown": shown, "arms": arms, "seeds": seeds}
+    runs.write_arrays(out / TEST, bins=task.difficulties(data))
     references = task.references(data)
-    if references is not None and not (comparison.out / REFERENCES).exists():
-        runs.write_text(comparison.out / REFERENCES, "".join(f"{line}\n" for line in references))
+    if references is not None:
+        runs.write_text(out / REFERENCES, "".join(f"{line}\n" for line in references))
+    runs.write_json(path, seal(record, out, [TEST] if references is None else [TEST, REFERENCES]))
 
 
 def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Options that several commands have, the refusal of unknown names, and how Ctrl-C stops a command.
+"""Options that several commands have, and the refusal of unknown names.
 
 Whatever is slow to import is imported inside functions.
 """
@@ -6,8 +6,7 @@ Whatever is slow to import is imported inside functions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +52,13 @@ Pretrained = Annotated[
         "arm.",
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python files and kernels that a Hugging Face folder names; without it such a folder is refused.",
+    ),
+]
 OutOfDomain = Annotated[
     Path | None,
     typer.Option("--out-of-domain", help="File of out-of-domain texts, for the figures of uncertainty."),
@@ -68,20 +74,6 @@ Sizes = Annotated[
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Number of parallel workers, one thread each (default: CPU count).")
 ]
-RESUME = "stopped; every run has saved its state, give the same command again to resume."
-
-
-class Stopped(Exception):
-    """Ctrl-C, on its way past typer, with the message to show."""
-
-
-@contextmanager
-def stoppable(sentence: str = RESUME) -> Iterator[None]:
-    """Turn Ctrl-C into `Stopped`: typer would end the process before a message is shown."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Stopped(sentence) from None
 
 
 def require_known(kind: str, name: str, known: Iterable[str]) -> None:
@@ -128,7 +120,7 @@ def choose_scale(task: str, options: ScaleOptions | str) -> Scale:
 
 
 def standard_console() -> Console:
-    """Return the console on standard output."""
+    """Return the console on standard output; names of files and arms may hold what rich takes for markup."""
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False, emoji=False)

@@ -12,6 +12,7 @@ import sacrebleu
 import torch
 from rich.console import Console
 
+from headwise.digests import seal
 from headwise.errors import DataError
 from headwise.lab.analyses import head_removal
 from headwise.lab.analyses.head_removal import UNFINISHED, measure_redundancy
@@ -115,7 +116,7 @@ def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, mo
     assert len(read_json(tmp_path / "run" / UNFINISHED)["heads"]) == 5
     # the whole model once more, and the seven heads that are left
     left[0] = 1 + 2 * SITES - 5
-    assert measure_redundancy(settings, tmp_path / "run") == record
+    assert seal(measure_redundancy(settings, tmp_path / "run"), folder) == record
     assert left[0] == 0
 
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, ca
     assert "holds no text" in capsys.readouterr().err
     (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
     assert inspect(folders / "bert-0", "--text", tmp_path / "bytes.txt") == 2
-    assert "is not UTF-8 (byte 3)" in capsys.readouterr().err
+    assert "bytes.txt, line 1: not UTF-8" in capsys.readouterr().err
     assert inspect(folders / "bert-0", "--text", tmp_path / "absent.txt") == 2
     assert "absent.txt" in capsys.readouterr().err
     (tmp_path / "run").mkdir()

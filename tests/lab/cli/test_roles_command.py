@@ -129,8 +129,8 @@ def test_the_command_end_to_end_and_its_refusals(
     Path("empty.txt").write_text("\n", encoding="utf-8")
     assert "empty.txt holds no text" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "empty.txt")
     Path("latin.txt").write_bytes(b"caf\xe9")
-    assert "latin.txt is not UTF-8 (byte 3)" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
-    assert "absent.txt cannot be used" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")
+    assert "latin.txt, line 1: not UTF-8" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
+    assert "absent.txt cannot be read" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")
     assert "corpus.txt holds no inverse" in refused(capsys, "a", "--pipeline", "toy", "--idf", "corpus.txt")
     assert "Missing option" in refused(capsys, "a")
     assert spacy is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import os
 from collections import Counter
@@ -45,6 +46,22 @@ def test_the_published_sets_are_read_whole(name, lines, labels):
     read = read_labeled(layout, paths)
     assert {file: len(found) for file, found in read.items()} == lines
     assert Counter(one.label for one in read[layout.train]) == labels
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_text_may_be_longer_than_pythons_reader_of_tables_takes(tmp_path, name):
+    """Python's reader of tables refuses a field of more than 131,072 characters."""
+    text, mark = "word " * 100_000, "," if name == "a.csv" else "\t"
+    before = csv.field_size_limit()
+    path = file(tmp_path, name, f'good{mark}"{text}"\nbad{mark}x\ngood{mark}y\n')
+    assert len(pairs(path)[0][1]) >= len(text) - 1
+    assert csv.field_size_limit() == before
+
+
+def test_a_quote_that_is_not_closed_is_named_where_it_opens(tmp_path):
+    path = file(tmp_path, "a.csv", "good,a\nbad,b\n" + 'good,"c\n' + "more\n" * 4_000_000)
+    with pytest.raises(DataError, match=r"a\.csv, line 3: .*larger than field limit .*; close each quote"):
+        pairs(path)
 
 
 @needs_published_data

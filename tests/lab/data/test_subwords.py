@@ -12,8 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.subwords import END, PADDING, SPECIAL, START, learn_subwords, read_subwords
+from headwise.lab.data.subwords import (
+    END,
+    PADDING,
+    SPECIAL,
+    START,
+    drop_long_words,
+    learn_subwords,
+    read_subwords,
+)
+from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -55,6 +65,24 @@ def test_a_text_full_of_special_words_never_teaches_a_special_id():
         ids = subwords.encode(text)
         assert min(ids) >= len(SPECIAL)
         assert subwords.decode(ids) == text
+
+
+@pytest.mark.parametrize("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
+def test_a_word_of_any_length_does_not_hold_learning_up(word):
+    """One word of 200,000 characters took a minute."""
+    texts = ["ein hund rennt"] * 3
+    found = []
+    read_in_time(lambda: found.append(learn_subwords([*texts, f"zwei{word} hund"], 300)))
+    assert found[0].tokenizer.get_vocab() == learn_subwords([*texts, "zwei", " hund"], 300).tokenizer.get_vocab()
+    read_in_time(lambda: learn_word_pieces(lambda: [*texts, f"zwei{word} hund"], 100))
+
+
+def test_a_text_without_such_a_word_is_learned_from_as_it_is():
+    tokenizer = learn_subwords(["a"], 259).tokenizer
+    chinese = "\u6211\u4eec\uff0c" * 2_000
+    for text in ("a b", "w" * 1_000, chinese, "a" * 999 + " " + "b" * 999, "a" + " " * 1_000 + "b"):
+        assert drop_long_words(text, tokenizer) is text
+    assert drop_long_words(f"a {'w' * 1_001} b {'v' * 2_000}.", tokenizer).split() == ["a", "b", "."]
 
 
 def test_special_ids_have_no_text_and_the_first_end_ends_it():

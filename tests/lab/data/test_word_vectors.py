@@ -39,6 +39,9 @@ def test_words_may_hold_blanks_the_first_of_two_counts_and_a_line_of_sizes_is_pa
         ("a 1 2 3\n", r"line 1: a word and more than 2 numbers; expected 2"),
         ("a 1 2\nb 1 x\n", r"line 2: not all of the last 2 fields are numbers"),
         ("b 1 nan\n", r"line 1: the vector of 'b' holds a number that is not finite"),
+        ("a 1 2\nb 1 1e999\n", r"line 2: the vector of 'b' holds a number that is not finite; drop the line"),
+        ("a 1 2\nb 1 1e40\n", r"line 2: the vector of 'b' holds a number that is not finite; drop the line"),
+        (f"a {'1 ' * 100_000}", r"line 1: a word and more than 2 numbers"),
         ("", r"is empty; expected a word and 2 numbers in each line"),
     ],
 )

@@ -11,21 +11,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headwise.lab.experiment.arm as arms_module
-from headwise.disagreement.penalty import Output, Subspace, Sum
+from headwise.disagreement.invariant import CKA, SpanOverlap
+from headwise.disagreement.similarities import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.heads.find import find_heads
+from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm, combine, named_arms
 from headwise.lab.experiment.arm_record import record_arm, restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
 from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.method import Aggregate, DropHeads, OtherModel, Penalize, Repel
+from headwise.lab.experiment.method import DropHeads, Orthogonalize, OtherModel, Talk
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.training.attach import DropHead
 from headwise.nn.multihead import MultiheadAttention
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SPOS, SVGD
 from headwise.routing.settings import Chunks, EMRouting, Trunk
+from headwise.strength import Relative, Target
 
 
 def test_the_named_arms_hold_the_papers_settings():
@@ -48,20 +50,25 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "smooth": "scaled",
         "svgd": "smooth",
         "svgd-relative": "smooth",
+        "svgd-target": "smooth",
         "svgd-normalised": "smooth",
         "svgd-function": "scaled",
+        "svgd-span": "scaled",
         "frobenius": "plain",
+        **dict.fromkeys(("squared-cosine", "cka", "hsic", "correlation", "determinant", "span", "map"), "plain"),
         "cosine-penalty": "plain",
         "cosine-repulsion": "plain",
         "spos": "smooth",
         "sgld": "scaled",
         "drophead": "plain",
-        "subspace": "plain",
-        "position": "plain",
-        "output": "plain",
+        **{term + form: "plain" for term in ("subspace", "position", "output") for form in ("", "-relative")},
+        "cka-target": "plain",
         "trunk": "plain",
         "simple": "trunk",
         "em": "trunk",
+        "talking": "plain",
+        "muon": "plain",
+        "muon-heads": "muon",
         "guided": "random-mask",
         "random-mask": "plain",
         "shuffled-parse": "guided",
@@ -97,6 +104,26 @@ def test_roles_are_judged_against_random_masks_and_what_replaces_some_against_th
     assert parse_arm("random-mask").find(Guided).random == ROLES
     assert parse_arm("shuffled-parse").find(Guided).shuffled == ("dependency", "major")
     assert parse_arm("output+guided").find(Guided) == named_arms()["guided"].find(Guided)
+
+
+def test_rivals_are_written_with_their_settings_and_come_back_from_their_records():
+    for text, method in {
+        "talking": Talk(),
+        "talking:weights=false": Talk(weights=False),
+        "muon:momentum=0.9": Orthogonalize(per_head=False, momentum=0.9),
+        "muon-heads": Orthogonalize(per_head=True),
+    }.items():
+        arm = parse_arm(text)
+        assert arm.methods == (method,)
+        assert arm.name == text
+        assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
+    assert parse_arm("muon-heads:momentum=0.9").control == "muon:momentum=0.9"
+    with pytest.raises(SettingError, match="expected one of them to be true"):
+        parse_arm("talking:logits=false,weights=false")
+    with pytest.raises(SettingError, match="muon has no setting 'per_head'"):
+        parse_arm("muon:per_head=true")
+    with pytest.raises(SettingError, match="both set muon"):
+        parse_arm("muon+muon-heads")
 
 
 def test_a_model_without_heads_combines_with_nothing():
@@ -189,6 +216,16 @@ VALUES = {
     "random": st.just("window"),
     "shuffled": st.just("major"),
     "released": st.sampled_from(["true", "false"]),
+    "debiased": st.sampled_from(["true", "false"]),
+    "effective_heads": st.floats(1.0, 8.0).map(repr),
+    "matched": st.sampled_from(["true", "false"]),
+    "of": st.sampled_from(["outputs", "contributions"]),
+    "projection": st.sampled_from(["query", "output"]),
+    "sketch": st.integers(0, 5).map(str),
+    "logits": st.sampled_from(["true", "false"]),
+    # neither matrix is refused
+    "weights": st.just("true"),
+    "momentum": st.floats(0.0, 0.99).map(repr),
 }
 
 
@@ -339,3 +376,29 @@ def test_the_choice_of_kernel_is_no_part_of_an_arms_record():
     chunks = Chunks(tokens=256, fused=False)
     assert as_record(chunks) == {"kind": "Chunks", "tokens": 256, "routed": None, "compile": False}
     assert as_record(dataclasses.replace(chunks, fused=True)) == as_record(chunks)
+
+
+@pytest.mark.parametrize("text", ["cka-target:effective_heads=2.5,integral=0.3", "svgd-target:highest=0.4,decay=0.5"])
+def test_a_target_is_named_recorded_and_read_again(text: str):
+    arm = parse_arm(text)
+    assert parse_arm(arm.name) == arm
+    assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
+    method = arm.methods[0]
+    target = method.weight if isinstance(method, Penalize) else method.rule.alpha
+    assert target in (Target(2.5, integral=0.3), Target(3.0, highest=0.4, decay=0.5))
+
+
+def test_penalties_of_one_strength_combine():
+    assert parse_arm("cka+span").methods == (Penalize(Sum(((1.0, CKA()), (1.0, SpanOverlap())))),)
+    with pytest.raises(SettingError, match=r"output\+cka: both set the strength of the penalty"):
+        parse_arm("output+cka")
+
+
+def test_settings_of_a_term_are_settings_of_its_arm():
+    arm = parse_arm("cka:of=contributions,sketch=4,ratio=0.5")
+    assert arm.methods == (Penalize(CKA(of="contributions", sketch=4), weight=Relative(0.5)),)
+    assert parse_arm(arm.name) == arm
+    assert restore_arm(record_arm(arm)) == arm
+    assert parse_arm("span:projection=query").methods == (Penalize(SpanOverlap("query")),)
+    with pytest.raises(SettingError, match="of is 'weights'"):
+        parse_arm("cka:of=weights")

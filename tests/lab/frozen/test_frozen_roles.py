@@ -24,6 +24,7 @@ from headwise.lab.tasks.classification.task import list_words
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import Trained, load_trained
 from lab.command import call
+from lab.sealing import seal_again
 from lab.tasks.sentence.sentence_sets import sentence
 
 spacy = pytest.importorskip("spacy")
@@ -138,8 +139,12 @@ def test_a_guided_run_is_probed_with_its_roles(run_of, tmp_path):
     counts = folder / "idf.json"
     before = fingerprint(frozen)
     counts.write_text(counts.read_text() + "\n")
+    with pytest.raises(DataError, match=r"idf\.json was changed since it was written"):
+        open_frozen(folder)
+    seal_again(folder)
     assert fingerprint(open_frozen(folder)) != before
     counts.write_text(counts.read_text()[:-1])
+    seal_again(folder)
 
 
 def test_a_random_mask_is_drawn_by_the_words_alone(run_of):
@@ -188,6 +193,7 @@ def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of
 
 def test_a_run_whose_masks_cannot_be_made_again_is_refused(run_of, pipeline, tmp_path):
     def refused(folder: Path, *pipeline: Path) -> str:
+        seal_again(folder)
         with pytest.raises(DataError) as refusal:
             open_frozen(folder, *pipeline)
         return str(refusal.value)

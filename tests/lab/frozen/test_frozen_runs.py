@@ -31,6 +31,7 @@ from headwise.lab.tasks.translation.prepare import TOKENIZER
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import Trained, load_trained
 from lab.command import call, refused
+from lab.sealing import seal_again
 from lab.tasks.glue import glue_toy
 from lab.tasks.graph2text.graph_sets import line, write_triples
 from lab.tasks.logic import logic_toy
@@ -272,13 +273,18 @@ def test_what_is_no_model_with_heads_is_refused(run_of, tmp_path):
     copy = Path(shutil.copytree(run_of("sentence")[0], tmp_path / "copy"))
     record = json.loads((copy / "settings.json").read_text())
     (copy / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "model": "cnn"}}))
+    with pytest.raises(DataError, match=r"settings\.json was changed since it was written"):
+        open_frozen(copy)
+    seal_again(copy)
     with pytest.raises(DataError, match="its model cnn has no attention"):
         open_frozen(copy)
     (copy / "settings.json").write_text(json.dumps({name: record[name] for name in record if name != "arm"}))
+    seal_again(copy)
     with pytest.raises(DataError, match="which has no model"):
         open_frozen(copy)
     (copy / "settings.json").write_text(json.dumps(record))
     (copy / "vocabulary.json").write_text("{}")
+    seal_again(copy)
     with pytest.raises(DataError, match="does not have the run's words"):
         open_frozen(copy)
     (copy / "result.json").unlink()

@@ -29,6 +29,8 @@ def work(settings, folder, heartbeat):
         while not heartbeat():
             time.sleep(0.02)
         (folder / "saved").touch()
+    if settings == "slow":
+        time.sleep(2.5)
     if settings == "deaf":
         (folder / "waiting").touch()
         time.sleep(60)

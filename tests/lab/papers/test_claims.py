@@ -9,8 +9,8 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.papers.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
+from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
-from headwise.lab.papers.records import build_claims_grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from lab.results.synthetic_comparison import Drawn, write_comparison
@@ -114,7 +114,7 @@ def test_holm_covers_the_contrasts_of_all_claims(tmp_path):
     together = judge([one, Claim("", (Contrast("other", "plain", (1, 12)),))], {"": Evidence(results)})
     assert together[0].found[0].estimate == alone.found[0].estimate
     raw = sorted(judged.found[0].estimate.p for judged in together)
-    adjusted = sorted(judged.found[0].adjusted for judged in together)
+    adjusted = sorted(judged.found[0].judgement.adjusted for judged in together)
     assert adjusted == pytest.approx([2 * raw[0], max(raw[1], 2 * raw[0])])
 
 
@@ -143,13 +143,18 @@ def test_a_contrast_of_a_number_is_tested_over_seeds_alone(tmp_path):
 
 def test_a_number_of_one_run_is_shown_without_interval_and_p(tmp_path):
     falls = Claim("Losses fall.", (Contrast("plain", "svgd", measure="NLL"),))
-    one = build_claims_grid(judge([falls], {"": numbered(tmp_path, "a", plain=[2.0], svgd=[1.5])}))
-    two = build_claims_grid(judge([falls], {"": numbered(tmp_path, "b", plain=[2.0, 2.1], svgd=[1.5, 1.7])}))
-    assert one is not None
-    assert two is not None
-    assert one.rows == (("Losses fall.", "NLL of plain over svgd: +0.5 (one run)", "no verdict (1 seed)"),)
-    assert "+0.45 [" in two.rows[0][1]
-    assert ", p = " in two.rows[0][1]
+
+    def claims(name, plain, svgd):
+        evidence = {"": numbered(tmp_path, name, plain=plain, svgd=svgd)}
+        return build_claims_grids(record_claims(judge([falls], evidence)))[0].rows[0]
+
+    assert claims("a", [2.0], [1.5]) == (
+        "Losses fall.",
+        "NLL of plain over svgd: +0.500 (one run)",
+        "no verdict (1 seed)",
+    )
+    assert "+0.450 (−0.185 to +1.085)" in claims("b", [2.0, 2.1], [1.5, 1.7])[1]  # noqa: RUF001
+    assert ", p = " in claims("c", [2.0, 2.1, 2.0, 2.1, 2.0], [1.5, 1.7, 1.6, 1.5, 1.5])[1]
 
 
 def test_contrasts_reach_across_parts_and_take_one_lead_off_another(tmp_path):
@@ -165,9 +170,9 @@ def test_contrasts_reach_across_parts_and_take_one_lead_off_another(tmp_path):
     assert str(rise) == "NLL of svgd in 16 heads over svgd in 2 heads"
     assert str(steeper).endswith(", less that of svgd in 16 heads over svgd in 2 heads")
     assert not rise.is_empty
-    least = Least("NLL", "svgd", ("2 heads", "16 heads")).text(parts)
-    assert least == "least NLL of svgd: 2 heads (2 heads 1.580, 16 heads 1.700; 5 of 5 seeds agree)"
-    assert Least("NLL", "svgd", ("2 heads", "8 heads")).text(parts).endswith("not run in all of 2 heads, 8 heads")
+    least = str(Least("NLL", "svgd", ("2 heads", "16 heads")).line(parts))
+    assert least == "least NLL of svgd: 2 heads 1.580, 16 heads 1.700; least in 2 heads, as 5 of 5 seeds agree"
+    assert str(Least("NLL", "svgd", ("2 heads", "8 heads")).line(parts)).endswith(": 2 heads, 8 heads not run")
 
 
 def test_scores_across_parts_are_paired_on_the_same_items_and_refused_on_others(tmp_path):
@@ -207,14 +212,18 @@ def test_what_no_test_decides_is_shown_without_one_and_leaves_the_others_p_value
     (alone,) = judge([falls], {"": evidence})
     together = judge([falls, equal, equal], {"": evidence})
     assert together[0] == alone
-    assert (together[1].verdict, together[1].found[0].adjusted) == (MEASURED, None)
-    assert together[1].shown == ("step time over plain: svgd 2.00, spos not run", "size: plain 1,000")
+    # a contrast has one verdict wherever it is printed
+    assert (together[1].verdict, together[1].found) == (MEASURED, alone.found)
+    assert alone.found[0].judgement.family == 1
+    (untested,) = judge([equal], {"": evidence})
+    assert (untested.verdict, untested.found[0].verdict, untested.found[0].judgement.adjusted) == (MEASURED, "", None)
+    assert tuple(map(str, together[1].shown)) == ("step time over plain: svgd 2.00, spos not run", "size: plain 1,000")
     (nothing,) = judge([Claim("", shown=(StepTimes(("svgd",), "big"),))], {"": evidence})
-    assert (nothing.verdict, nothing.shown) == (UNMEASURED, ("step time over plain in big: svgd not run",))
+    assert (nothing.verdict, str(nothing.shown[0])) == (UNMEASURED, "step time over plain in big: svgd not run")
     asked = (Numbers("structure_win", "win, %", ("svgd", "spos")), Least("NLL", "svgd", ("", "big")))
     (nobody,) = judge([Claim("", shown=asked)], {"": evidence})
-    shown = ("win, %: svgd not measured, spos not run", "least NLL of svgd: not run in all of , big")
-    assert (nobody.verdict, nobody.shown) == (UNMEASURED, shown)
+    shown = ("win, %: svgd not measured, spos not run", "least NLL of svgd: , big not run")
+    assert (nobody.verdict, tuple(map(str, nobody.shown))) == (UNMEASURED, shown)
     (some,) = judge([Claim("", shown=(*asked, Least("NLL", "svgd", ("",))))], {"": evidence})
     assert some.verdict == MEASURED
 
@@ -231,7 +240,7 @@ def begun(results, starts):
 
 def test_fine_tunings_of_one_pre_training_give_no_verdict(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2))
-    numbers = {(run.arm, run.seed): {"NLL": 1.0 + (run.arm == "good")} for run in results.runs}
+    numbers = {(run.arm, run.seed): {"NLL": 1.0 + (run.arm == "good") * (1.0 + 0.1 * run.seed)} for run in results.runs}
     claims = [
         Claim("", (Contrast("good", "plain"),)),
         Claim("", (Contrast("good", "plain", over=("",)),)),

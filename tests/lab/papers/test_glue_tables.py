@@ -103,8 +103,8 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
         if plan.part.name == name
     }
     plain = next(row for row in grid["rows"] if row[0] == "plain")
-    assert float(plain[4]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE"]), abs=0.06)
-    assert float(plain[5]) == pytest.approx(50 * (scores["MNLI"] + scores["RTE after MNLI"]), abs=0.06)
+    assert plain[4]["value"] == pytest.approx((scores["MNLI"] + scores["RTE"]) / 2)
+    assert plain[5]["value"] == pytest.approx((scores["MNLI"] + scores["RTE after MNLI"]) / 2)
     page = render(place / "paper")
     assert "\n* RTE: " in page
     assert "(test is GLUE's dev file, dev is cut from training)" in page
@@ -116,7 +116,7 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     assert "Not judged here, for want of data: CoLA (no train.tsv), SST-2 (not there), MRPC (not there)" in page
     assert "mean of MNLI, RTE after MNLI" in page
     quoted = next(row for row in record["published"]["rows"] if row[1] == "QQP" and row[0] == "ELECTRA")
-    assert quoted[3:] == ["88.1", NONE]
+    assert quoted[3:] == [{"value": 88.1, "digits": 1}, NONE]
     # everything is there: nothing is run twice
     assert all(plan.finished == plan.folders for plan in plans)
 

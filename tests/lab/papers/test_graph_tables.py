@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import read_numbered_lines
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part
@@ -62,11 +62,11 @@ def test_the_tables_share_their_runs_and_write_form_page_and_record(tmp_path: Pa
     assert all((text in page) > (text in json.dumps(records["figure-9"])) for text in references[:2])
     assert len(records["table-4"]["claims"][0]["contrasts"]) == 8
     control = records["table-4"]["claims"][-1]
-    assert "plain over nearest" in control["contrasts"][0]
-    assert "points" in control["contrasts"][0]
+    assert control["contrasts"][0]["contrast"] == "plain over nearest"
+    assert control["contrasts"][0]["by_seed"] == [control["contrasts"][0]["value"]]
     assert control["verdict"] == "no verdict (1 seed)"
     unasked = records["table-5"]["claims"][0]
-    assert unasked["contrasts"][0] == "win, %: svgd not measured"
+    assert (unasked["shown"][0]["label"], unasked["shown"][0]["values"]["svgd"]) == ("win, %", "not measured")
     assert unasked["verdict"] == "no verdict (nothing measured)"
     folder = plans[0].comparison.out
     evidence = read_evidence(folder, ["plain"], [0, 1])

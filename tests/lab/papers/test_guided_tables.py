@@ -88,6 +88,6 @@ def test_a_table_is_run_judged_and_shown_with_its_quoted_rows(inline, sets, tmp_
     record = json.loads((tmp_path / "paper" / "results" / "table-3-demo.json").read_text())
     (rows,) = [record["published"]["rows"]]
     quoted = next(row for row in rows if row[0].startswith("PSAN") and row[1] == "CR")
-    assert (quoted[2], quoted[3], quoted[4]) == (NONE, "84.2", NONE)
+    assert (quoted[2], quoted[3], quoted[4]) == (NONE, {"value": 84.2, "digits": 1}, NONE)
     verdicts = {claim["verdict"] for claim in record["claims"] if claim["contrasts"]}
     assert all("no verdict" in verdict or verdict == "measured, not tested" for verdict in verdicts)

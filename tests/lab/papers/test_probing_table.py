@@ -15,7 +15,7 @@ from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.diversify.tables import CELLS, TABLE_7
-from headwise.lab.results.cells import NONE
+from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
@@ -86,7 +86,7 @@ def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
         *("task", "majority", "plain, paper", "plain, here", "output, paper", "output, here", "trunk, here"),
         *("em, paper", "em, here", "output+em, paper", "output+em, here"),
     ]
-    rows = {row[0]: row[1:] for row in grid["rows"]}
+    rows = {row[0]: list(row[1:]) for row in Grid.from_record(grid).text}
     assert list(rows)[:3] == ["SeLen", "WC", "Surface: mean (SeLen)"]
     assert rows["ToCo"][1:3] == [NONE, NONE]
     tables = reproduced.tables

@@ -11,7 +11,7 @@ import pytest
 from headwise.lab.papers.claims import judge
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, draw_role_worth
 from headwise.lab.papers.records import Reproduced, write_records
-from headwise.lab.results.cells import format_signed
+from headwise.lab.results.cells import show_signed
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import make_table
@@ -45,10 +45,10 @@ def test_each_mark_is_the_mean_over_sets_of_the_lead_over_what_replaced_the_role
     assert leads["guided:drop=rare"] < -3
     assert leads["guided:drop=major"] > leads["plain"]
     assert picture.alt.split("; ") == [
-        f"all five replaced by the padding mask: {format_signed(leads['plain'])} points",
-        f"rare replaced by the padding mask: {format_signed(leads['guided:drop=rare'])} points",
-        f"major replaced by the padding mask: {format_signed(leads['guided:drop=major'])} points",
-        f"rare replaced by a random mask as sparse: {format_signed(leads['guided:random=rare'])} points",
+        f"all five replaced by the padding mask: {show_signed(leads['plain'])} points",
+        f"rare replaced by the padding mask: {show_signed(leads['guided:drop=rare'])} points",
+        f"major replaced by the padding mask: {show_signed(leads['guided:drop=major'])} points",
+        f"rare replaced by a random mask as sparse: {show_signed(leads['guided:random=rare'])} points",
     ]
 
 

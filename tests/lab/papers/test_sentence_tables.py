@@ -14,6 +14,7 @@ from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.papers.sizes import Size, resize_scale
+from headwise.lab.results.cells import Number
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise.plots import sentence_heatmap, to_png
 from lab.command import refused
@@ -97,8 +98,8 @@ def test_table_1_on_pairs_with_distances_beside_the_papers(tmp_path):
     header = found["published"]["header"]
     assert header[-2:] == ["Dist, paper", "Dist, here"]
     assert rows["BiLSTM + RMA (SVGD)"][2] == "svgd:alpha=0.005,step_size=1.0"
-    assert rows["BiLSTM + RMA (SVGD)"][-2] == "1.688"
-    assert float(rows["BiLSTM + RMA (SVGD)"][-1].split()[0]) > 0
+    assert rows["BiLSTM + RMA (SVGD)"][-2] == {"value": 1.688, "digits": 3}
+    assert rows["BiLSTM + RMA (SVGD)"][-1]["value"] > 0
     assert {"outputs-by-parameters-snli", "outputs-by-force-snli"} <= {
         picture["file"].removeprefix("table-1-demo-").removesuffix(".png") for picture in found["pictures"]
     }
@@ -162,10 +163,10 @@ def test_table_9_tells_how_much_of_the_force_lengthens_heads(tmp_path):
     (tmp_path / "sets").mkdir()
     write_long(tmp_path / "sets" / "yelp" / "part1.tsv")
     found = done("repulsive/table-9", tmp_path / "sets", tmp_path, parts=("Yelp",))
-    (shown,) = [claim["contrasts"] for claim in found["claims"] if "turns heads" in claim["statement"]]
-    start = next(text for text in shown if "at the start" in text)
+    (shown,) = [claim["shown"] for claim in found["claims"] if "turns heads" in claim["statement"]]
+    start = next(line["values"] for line in shown if "at the start" in line["label"])
     # the penalty turns heads and never lengthens them
-    assert "cosine-penalty:alpha=1.0,step_size=1.0 0," in start
+    assert str(Number(**start["cosine-penalty:alpha=1.0,step_size=1.0"])) == "0"
 
 
 @pytest.mark.usefixtures("inline")
@@ -182,5 +183,5 @@ def test_the_baseline_of_v1_table_6_stands_in_its_row(tmp_path, monkeypatch):
     found = done(base.id, tmp_path / "sets", tmp_path, parts=("Twitter",))
     assert found["file"] == "v1-table-6-demo.json"
     row = next(row for row in found["published"]["rows"] if row[0] == "NBLR" and row[1] == "Twitter")
-    assert row[2:4] == ["nb-lr", "0.9105"]
-    assert row[4].startswith("1.000")
+    assert row[2:4] == ["nb-lr", {"value": 0.9105, "digits": 4}]
+    assert row[4]["value"] == 1.0

@@ -107,7 +107,7 @@ def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_
     dots = {"svgd:step_size=1.0": [(1.0, 63.1), (1.0, 63.3)], "spos:step_size=1.0": [(3.0, 62.0), (3.0, 65.0)]}
     with drawing(7.2, 4.8) as figure:
         axes = figure.subplots()
-        plain = Estimate(0.632, 0.61, 0.65, p=1.0, seeds=5, items=100)
+        plain = Estimate((0.62, 0.64, 0.636))
         draw_means(axes, dots, assign_styles(list(dots), reference="plain"), plain)
         figure.draw_without_rendering()
         (legend,) = figure.legends

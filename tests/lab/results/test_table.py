@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, NotFired
-from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.comparison_page import write_headline
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
 from headwise.lab.results.table import Row, Table
 from headwise.lab.results.tabulate import make_table, read_table
+from headwise.lab.results.verdicts import judge_family
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}
@@ -50,14 +50,12 @@ def test_accuracies_and_differences_are_those_of_the_answers_on_disk(table, tmp_
         arm: np.stack([run.statistics for run in results.runs if run.arm == arm]) for arm in ("plain", "smooth", "svgd")
     }
     row = known(table.row("svgd"))
-    assert row.score == score(correct["svgd"], seed=derive_key("accuracy", "svgd"))
+    assert row.score == score(correct["svgd"])
     assert row.bins[1].value == pytest.approx(correct["svgd"][:, 40:80].mean())
     assert row.to_plain is not None
     assert row.to_control is not None
-    assert row.to_plain.estimate == difference(
-        correct["svgd"], correct["plain"], seed=derive_key("difference", "svgd", "plain")
-    )
-    expected = difference(correct["svgd"], correct["smooth"], seed=derive_key("difference", "svgd", "smooth"))
+    assert row.to_plain.estimate == difference(correct["svgd"], correct["plain"])
+    expected = difference(correct["svgd"], correct["smooth"])
     assert row.to_control.estimate == expected
     below = correct["svgd"][:, 80:].mean() - correct["plain"][:, 80:].mean()
     assert row.bins_to_plain[2].value == pytest.approx(below)
@@ -67,10 +65,35 @@ def test_each_arm_is_judged_once_against_its_control_and_holm_covers_those_tests
     judged = [row for row in table.rows if row.to_control is not None]
     assert [row.arm for row in judged] == [arm.name for arm in PAPER[4:]]
     adjusted = holm([row.to_control.estimate.p for row in judged])
-    assert [row.to_control.adjusted for row in judged] == adjusted
+    assert [row.to_control.judgement.adjusted for row in judged] == adjusted
     assert all(row.verdict == row.to_control.verdict != "" for row in judged)
     others = [row for row in table.rows if row.to_plain is not None and row.control not in (None, "plain")]
-    assert [row.to_plain.adjusted for row in others] == holm([row.to_plain.estimate.p for row in others])
+    assert len(others) == 6
+    assert {(row.to_plain.judgement.adjusted, row.to_plain.verdict) for row in others} == {(None, "")}
+
+
+def test_an_arm_that_has_no_run_yet_counts_among_the_tests(table, tmp_path):
+    write_comparison(tmp_path, **SMALL)
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    (tmp_path / "comparison.json").write_text(json.dumps(record | {"arms": [*record["arms"], "drophead"]}))
+    one, more = (known(found.row("svgd")).to_control.judgement for found in (table, read_table(tmp_path)))
+    assert (one.family, more.family) == (7, 8)
+    assert one.estimate == more.estimate
+    assert more.detectable_in_family > one.detectable_in_family
+
+
+def test_where_verdicts_are_given_elsewhere_no_others_are(tmp_path):
+    results = read_results(write_comparison(tmp_path, **SMALL))
+    (judgement,) = judge_family([difference(np.eye(5), np.zeros((5, 5)) + 0.01)], planned=3)
+    table = make_table(results, {("svgd", "plain"): judgement})
+    found = known(table.row("svgd"))
+    assert found.to_plain.judgement is judgement
+    assert found.to_plain.verdict == judgement.words != ""
+    assert {row.verdict for row in table.arms if row.control} == {"", "no verdict (scaled not run)"}
+    said = "No claim is about a difference to a control here"
+    silent = replace(table, rows=tuple(row for row in table.rows if row.arm != "smooth"))
+    assert said in write_headline(silent)
+    assert said not in write_headline(table)
 
 
 def test_a_difference_to_a_control_that_is_plain_is_one_and_the_same(table):
@@ -84,7 +107,7 @@ def test_plain_and_baselines_get_no_verdict_but_baselines_a_difference(table):
     assert counts.verdict == ""
     assert counts.to_control is None
     assert counts.to_plain is not None
-    assert counts.to_plain.adjusted is None
+    assert counts.to_plain.judgement.adjusted is None
     # one answer to each item, beside each of plain's five
     assert counts.to_plain.estimate.seeds == 5
     assert counts.to_plain.estimate.value < 0
@@ -229,12 +252,16 @@ def test_a_run_that_lies_there_twice_is_refused(out):
         read_table(out)
 
 
-def test_measures_that_are_not_finite_are_none(out):
+def test_measures_that_a_run_does_not_have_are_none_and_one_that_is_not_finite_is_refused(out):
     path = out / "svgd" / "seed-0" / "result.json"
-    path.write_text(path.read_text().replace('"particle_norm": ', '"particle_norm": NaN, "was": '))
+    written = path.read_text()
+    path.write_text(written.replace('"particle_norm": ', '"particle_norm": null, "was": '))
     results = read_results(out)
     assert next(run for run in results.runs if run.arm == "svgd").measures["particle_norm"] is None
     assert make_table(results).row("svgd") is not None
+    path.write_text(written.replace('"particle_norm": ', '"particle_norm": NaN, "was": '))
+    with pytest.raises(DataError, match=r"result\.json is not readable as JSON \(NaN is no number of JSON\); delete"):
+        read_results(out)
 
 
 def test_arms_beyond_those_asked_for_stand_last(out):
@@ -254,7 +281,7 @@ def test_runs_of_one_start_are_judged_as_one_and_own_tests_not_at_all(out):
     judged = [row for row in own.arms if row.to_control is not None]
     assert judged
     assert {row.verdict for row in judged} == {"no verdict (each its own test)"}
-    assert all(row.to_control is None or row.to_control.adjusted is None for row in own.arms)
+    assert all(row.to_control is None or row.to_control.judgement.adjusted is None for row in own.arms)
     assert "Each model answers a test that it generated itself" in write_headline(own)
     said = "No verdict is given (scaled not run, 2 pre-trainings): one needs the arm's control and 5 pre-trainings of"
     assert said in write_headline(make_table(shared))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from headwise.errors import DataError, HeadwiseError, SettingError
@@ -22,6 +23,7 @@ from headwise.lab.training import train
 from headwise.lab.training.attach import Methods
 from headwise.lab.training.callback import RunCallback
 from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
 
 TOY = dataclasses.replace(
@@ -39,6 +41,7 @@ TOY = dataclasses.replace(
     dev_examples=60,
 )
 STEPS = 10  # an epoch
+TARGETS = "svgd-target:effective_heads=2+cka-target:effective_heads=2"
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,12 @@ def test_a_run_leaves_everything_the_table_needs(whole, cache):
     assert not (folder / ".writing").exists()
 
 
+def test_a_measured_strength_is_recorded(whole):
+    found = result(whole(TARGETS))
+    assert 0 < found["force_ratio"] <= 1
+    assert found["settings"]["arm"]["penalty_weight"]["kind"] == "Target"
+
+
 def test_two_runs_with_the_same_settings_have_the_same_bits(whole, cache, tmp_path):
     train_run(settings("svgd", cache), tmp_path / "again")
     assert same_bits(whole("svgd"), tmp_path / "again")
@@ -102,7 +111,7 @@ def test_another_seed_has_other_bits(whole, cache, tmp_path):
     assert not same_bits(whole("svgd"), tmp_path / "other")
 
 
-@pytest.mark.parametrize("arm", ["plain", "spos", "drophead", "output+em"])
+@pytest.mark.parametrize("arm", ["plain", "spos", "drophead", "output+em", TARGETS])
 @pytest.mark.parametrize("stopped", [STEPS // 2, STEPS - 1, STEPS + 3])
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whole, cache, tmp_path):
     folder = tmp_path / "run"
@@ -111,10 +120,21 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whol
     assert list(folder.glob("checkpoint-*"))
     train_run(settings(arm, cache), folder)
     assert same_bits(whole(arm), folder)
-    timeless = ("step_seconds", "train_seconds")
+    timeless = ("step_seconds", "train_seconds", "record_digest")
     one, other = ({k: v for k, v in result(f).items() if k not in timeless} for f in (whole(arm), folder))
     assert one == other
     assert (folder / "epochs.jsonl").read_text() == (whole(arm) / "epochs.jsonl").read_text()
+
+
+def test_a_run_with_talking_heads_comes_back_with_its_matrices(whole, cache):
+    arm = "talking+muon-heads"
+    trained = load_trained(settings(arm, cache), whole(arm))
+    kept = load_file(whole(arm) / "model.safetensors")
+    state = trained.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    matrices = [tensor for name, tensor in state.items() if "head_mixer" in name]
+    assert len(matrices) == 4
+    assert not any(torch.equal(matrix, torch.eye(2)) for matrix in matrices)
 
 
 def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_bits(whole, cache, tmp_path, monkeypatch):
@@ -157,7 +177,7 @@ def test_a_corrupt_checkpoint_is_named_in_one_sentence(name, cache, tmp_path):
     (checkpoint,) = folder.glob("checkpoint-*")
     content = (checkpoint / name).read_bytes()
     (checkpoint / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"{name} is corrupt .*; delete {checkpoint} to start that run again"):
+    with pytest.raises(DataError, match=rf"{name} was changed .*; delete {checkpoint} to start that run again"):
         train_run(settings("plain", cache), folder)
     shutil.rmtree(checkpoint)
     train_run(settings("plain", cache), folder)
@@ -219,6 +239,56 @@ def test_a_penalty_is_part_of_the_loss(whole):
 def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path):
     with pytest.raises(HeadwiseError, match="the training loss is nan in epoch 1; lower the learning rate"):
         train_run(settings("plain:learning_rate=1e30", cache), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arm", "reason"),
+    [
+        ("svgd:alpha=1e30", "the norm of the gradient is inf"),
+        ("spos:step_size=1e30", "the force ratio is inf"),
+        ("output:weight=1e30", "the norm of the gradient is inf"),
+        ("cosine-penalty:alpha=1e30", "the norm of the gradient is inf"),
+    ],
+)
+def test_a_strength_beyond_the_range_of_numbers_ends_the_run_in_one_sentence(arm, reason, cache, tmp_path):
+    with pytest.raises(HeadwiseError, match=f"^{reason} in epoch 1; lower the learning rate or the strength.$"):
+        train_run(settings(arm, cache), tmp_path)
+    assert not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "epochs.jsonl").exists()
+
+
+def test_a_score_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "_evaluate_on_dev", lambda *_: {"dev": {"pooled": float("nan")}})
+    with pytest.raises(HeadwiseError, match=r"^dev\.pooled is nan in epoch 1; lower the learning rate"):
+        train_run(settings("plain", cache), tmp_path)
+
+
+def test_a_step_in_which_the_loss_moves_no_head_has_no_force_ratio(tmp_path):
+    run = RunCallback(
+        tmp_path, 3, batches=[], dropout_seed=0, evaluate=lambda: {"dev": {"pooled": 0.5}}, heartbeat=train.never
+    )
+    for ratio in (0.5, float("nan"), 0.25):
+        run.add(torch.tensor(1.0), torch.tensor(ratio))
+    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
+    run.on_epoch_end(args, TrainerState(global_step=3, max_steps=6), control)
+    assert run.records[0]["force_ratio"] == 0.375
+    run.add(torch.tensor(1.0), torch.tensor(float("nan")))
+    run.on_epoch_end(args, TrainerState(global_step=6, max_steps=6), control)
+    assert run.records[1]["force_ratio"] is None
+    assert run.force_ratio == 0.375
+
+
+def test_a_zero_gradient_has_no_force_ratio_and_forces_that_are_not_finite_an_infinite_one():
+    model = PairClassifier(5, 7, TOY)
+    ratios = []
+    for arm, slope in (("svgd", 0.0), ("spos:step_size=1e30", 1.0)):
+        methods = Methods(parse_arm(arm), model, model.encoder, seed=3)
+        methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, slope)
+        ratios.append(methods.apply_repulsion())
+    assert ratios[0].isnan()
+    assert ratios[1].isinf()
 
 
 def test_tuning_runs_never_see_the_test_split(cache, tmp_path):

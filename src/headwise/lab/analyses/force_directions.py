@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.heads.heads import Heads
-from headwise.lab.experiment.method import Repel
+from headwise.integrations.methods import Repel
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.trained import load_trained
@@ -53,7 +53,7 @@ def radial_share(rule: Rule, particles: Tensor) -> float | None:
 
 
 def _average_share(rule: Rule, heads: Heads) -> float | None:
-    shares = [radial_share(rule, head_slice.view(head_slice.parameter).flatten(1)) for head_slice in heads.slices()]
+    shares = [radial_share(rule, head_slice.read().flatten(1)) for head_slice in heads.slices()]
     known = [share for share in shares if share is not None]
     if len(known) not in (0, len(shares)):
         raise SettingError("the rule repels in some projections and not in others.")

@@ -13,7 +13,6 @@ from headwise.heads.ablation import ablate
 from headwise.heads.heads import Site
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.metrics import METRICS, Loss
-from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, summarize_run
 from headwise.lab.results.statistics import estimate
@@ -21,7 +20,6 @@ from headwise.lab.training.trained import Trained, load_trained
 
 # Intermediate results; removed at the end.
 UNFINISHED = "unfinished-redundancy.json"
-RESAMPLES = 500
 # Scores of one model on one machine differ by rounding only.
 SAME = 1e-6
 
@@ -84,7 +82,7 @@ def _record_head(site: Site, head: int, whole: Values, without: Values) -> dict[
     drops = {}
     for score, values in whole.items():
         cost = without[score] - values if score == LOSS else values - without[score]
-        found = estimate(cost[None], seed=derive_key("redundancy", score, site.name, head), resamples=RESAMPLES)
+        found = estimate(cost[None])
         drops[score] = {"value": found.value, "low": found.low, "high": found.high}
     return {"site": site.name, "kind": site.kind, "layer": site.layer, "head": head, "drops": drops}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from headwise.digests import seal
 from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.registry import named_task
@@ -74,4 +75,5 @@ def analyze(settings: AnalysisSettings, folder: Path) -> None:
     """Do an analysis of the finished run in `folder`, unless it exists."""
     if not is_analyzed(settings, folder):
         measure = resolve_name(find_analysis(settings.name, settings.run.task).measure)
-        run_folder.write_json(run_folder.analysis_file(folder, settings.name), measure(settings.run, folder))
+        path = run_folder.analysis_file(folder, settings.name)
+        run_folder.write_json(path, seal(measure(settings.run, folder), folder))

@@ -18,7 +18,7 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.settings import RunSettings, load_data
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.results.runs import STEP_RATIO
 from headwise.lab.training.attach import attach_arm
@@ -37,7 +37,7 @@ def measure_step_time(settings: RunSettings, _folder: Path) -> dict[str, Any]:
     with the run's seed. "plain_again" is the ratio of a second plain model: its distance from 1 is the noise.
     """
     task = named_task(settings.task)
-    data = task.load(settings.data, settings.scale, settings.cache)
+    data = load_data(settings)
     plain = parse_arm("plain")
     steps = [_make_step(task, arm, data, settings) for arm in (plain, settings.arm, plain)]
     batches: Any = task.batches(data, settings.scale, derive_key(settings.seed, "order"))

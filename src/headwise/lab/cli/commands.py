@@ -22,18 +22,20 @@ from headwise.lab.options import (
     ScaleName,
     Sizes,
     TaskName,
+    TrustRemoteCode,
     Workers,
     choose_scale,
     parse_launch_options,
     require_known,
     require_task,
     standard_console,
-    stoppable,
 )
+from headwise.lab.stopping import stoppable
 
 if TYPE_CHECKING:
     from headwise.lab.experiment.job import Failure
 
+RUNS = Path("runs")
 DEMO_ARMS = "plain,svgd,output,em,output+em"
 
 
@@ -46,6 +48,7 @@ def compare(
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
+    trust_remote_code: TrustRemoteCode = False,
     folds: Folds = None,
     sizes: Sizes = None,
     out: Annotated[
@@ -74,7 +77,7 @@ def compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), pretrained=pretrained)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), None, pretrained, trust_remote_code)
     chosen = choose_scale(task, options)
     comparison = Comparison(
         task,
@@ -87,7 +90,7 @@ def compare(
         options=options,
         launcher=Launcher(launcher, parse_launch_options(launch or ())),
     )
-    with stoppable():
+    with stoppable(folders=[comparison.out]):
         failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
     _end(failures)
 
@@ -102,6 +105,7 @@ def tune(
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
+    trust_remote_code: TrustRemoteCode = False,
     sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws (default: runs/tune-TASK-SCALE).")] = None,
     workers: Workers = None,
@@ -112,7 +116,14 @@ def tune(
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
 
-    options = ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ()), pretrained=pretrained)
+    options = ScaleOptions(
+        scale,
+        pipeline,
+        embeddings,
+        sizes=tuple(sizes or ()),
+        pretrained=pretrained,
+        trust_remote_code=trust_remote_code,
+    )
     chosen = choose_scale(task, options)
     if getattr(chosen, "folds", None) is not None:
         chosen = choose_scale(task, replace(options, folds=1))
@@ -130,7 +141,7 @@ def tune(
         data,
         count_workers() if workers is None else workers,
     )
-    with stoppable():
+    with stoppable(folders=[tuning.out]):
         tuned = run(tuning, standard_console())
     typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
     typer.echo(tuned.arm.name)
@@ -158,6 +169,7 @@ def reproduce(
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
+    trust_remote_code: TrustRemoteCode = False,
     out_of_domain: OutOfDomain = None,
     folds: Folds = None,
     sizes: Sizes = None,
@@ -187,7 +199,9 @@ def reproduce(
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     workers = count_workers() if workers is None else workers
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained)
+    options = ScaleOptions(
+        scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained, trust_remote_code
+    )
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
     )
@@ -201,7 +215,7 @@ def reproduce(
     command += "".join(f" --part {shlex.quote(part)}" for part in parts or ())
     # the record is for others, whose folders have other names
     command += "" if data is None else " --data FOLDER"
-    with stoppable():
+    with stoppable(folders=[out] if record is None else [out, record]):
         failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):
             reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
@@ -227,7 +241,7 @@ def roles(
         + [part for name, value in options.items() if value is not None for part in (name, str(value))]
         + (["--released"] if released else [])
     )
-    with stoppable():
+    with stoppable("stopped.", [out or RUNS]):
         show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
 
 
@@ -239,6 +253,7 @@ def inspect(
         str | None, typer.Option(help="spaCy pipeline with a parser; also finds the roles of each head.")
     ] = None,
     shown: Annotated[int, typer.Option("--shown", help="Number of sentences on the page.", min=0)] = 12,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report and page (default: runs/inspect/...).")] = None,
 ) -> None:
     """Show what the heads of a model do on a text and what each contributes: in the terminal and as a page."""
@@ -248,9 +263,20 @@ def inspect(
     command = shlex.join(
         ["headwise", "inspect", str(model)]
         + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        + (["--trust-remote-code"] if trust_remote_code else [])
     )
-    with stoppable("stopped; nothing was written."):
-        inspect_models(model, text, against, pipeline, shown, out, standard_console(), command)
+    with stoppable("stopped; nothing was written.", [out or RUNS]):
+        inspect_models(
+            model,
+            text,
+            against,
+            pipeline,
+            shown,
+            out,
+            standard_console(),
+            command,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def probe(
@@ -272,6 +298,7 @@ def probe(
     pipeline: Annotated[
         Path | None, typer.Option(help="spaCy pipeline of a run with roles (default: the path used in training).")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="Folder for results and figures (default: runs/probe/...).")] = None,
     cache: Annotated[Path, typer.Option(help="Cache of encoded sentences, shared by all probes.")] = Path(
         "runs/probe/cache"
@@ -295,13 +322,15 @@ def probe(
     request = ProbeRequest(layers, heads, Classifier(classifier, seed=seed), sentences or None)
     words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
     words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
+    words += ["--trust-remote-code"] if trust_remote_code else []
     with stoppable(
         "stopped; finished tasks are kept, and of the current one at most its encoded sentences; give the same command "
-        "again to resume."
+        "again to resume.",
+        [out or RUNS, cache],
     ):
         files = find_task_files(data, names)
         probe_model(
-            open_frozen(model, pipeline),
+            open_frozen(model, pipeline, trust_remote_code=trust_remote_code),
             files,
             request,
             out,
@@ -329,7 +358,7 @@ def prepare(
     if data is None:
         raise typer.BadParameter("prepare needs --data.")
     size = choose_scale(task, scale)
-    with stoppable("stopped; nothing was written."):
+    with stoppable("stopped; nothing was written.", [out]):
         prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     typer.echo(prepared.summary())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ def inspect_models(
     out: Path | None,
     console: Console,
     command: str,
+    *,
+    trust_remote_code: bool = False,
 ) -> None:
     """Measure the heads of a model and perhaps of another one, and show them.
 
@@ -49,13 +52,15 @@ def inspect_models(
         out: Folder of report and page; by default in runs/inspect.
         console: Where the tables are printed.
         command: The command as typed.
+        trust_remote_code: Whether code that a folder names may run.
 
     Raises:
         DataError: A folder holds no model, or a file cannot be read or written.
         SettingError: The other model has another shape.
     """
-    inspected, lines = _encode(folder, text, pipeline)
-    other = None if against is None else _encode(against, text, pipeline)[0]
+    read = partial(_encode, text=text, pipeline=pipeline, trust_remote_code=trust_remote_code)
+    inspected, lines = read(folder)
+    other = None if against is None else read(against)[0]
     if other is not None:
         require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
     roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
@@ -91,8 +96,10 @@ class Inspected:
     batches: tuple[Encoded, ...]
 
 
-def _encode(folder: Path, text: Path, pipeline: str | None) -> tuple[Inspected, Sequence[Any]]:
-    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline))
+def _encode(
+    folder: Path, text: Path, pipeline: str | None, *, trust_remote_code: bool = False
+) -> tuple[Inspected, Sequence[Any]]:
+    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
     lines = frozen.lines(text)
     return Inspected(frozen, tuple(frozen.read(lines))), lines
 

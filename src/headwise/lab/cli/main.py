@@ -1,18 +1,20 @@
 """The `headwise` command: its entry point and exit codes; a refusal is one sentence.
 
-Exit codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C, 141 nobody reads the output any more.
+Exit codes: 0 done, 1 a run failed, 2 bad input, 129 the terminal was closed, 130 Ctrl-C, 141 nobody reads the output
+any more, 143 asked to end.
 """
 
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
 
 from headwise.lab.cli import commands
 from headwise.lab.experiment.registry import find_commands
-from headwise.lab.options import RESUME, Stopped
+from headwise.lab.stopping import Stopped, ignore_stops
 
 app = typer.Typer(
     help="Make attention heads different from one another, and find out whether that helps.",
@@ -59,9 +61,9 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
     try:
         code = app(args=arguments, standalone_mode=False)
     except Stopped as stopped:
-        _refuse(str(stopped), 130)
+        _refuse(str(stopped), stopped.code)
     except (KeyboardInterrupt, typer.Abort):
-        _refuse(RESUME, 130)
+        _refuse("stopped.", 130)
     except Exception as error:
         _refuse(_explain(error), 2)
     sys.exit(code or 0)
@@ -83,7 +85,12 @@ def _explain(error: Exception) -> str:
 
 
 def _refuse(sentence: str, code: int) -> NoReturn:
-    typer.echo(f"headwise: {sentence}", err=True)
+    ignore_stops()
+    # what a file holds must not drive the terminal
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in sentence)
+    # a terminal that was closed takes no message
+    with suppress(OSError):
+        typer.echo(f"headwise: {shown}", err=True)
     sys.exit(code)
 
 

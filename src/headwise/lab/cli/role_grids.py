@@ -102,7 +102,7 @@ def show_roles(table: WordTable, roles: Roles, folder: Path, console: Console, *
     shown = find_cells(table, roles)
     counted = any(isinstance(role, Rare) for role in roles.roles)
     console.print(Columns([_draw_grid(table, one, console.width) for one in shown], padding=(1, 4)))
-    console.print(f"\n{LEGEND}")
+    console.print(f"\n{LEGEND}", markup=False)
     if not counted:
         console.print(NO_RARITIES)
     picture = _draw_picture(table, shown)
@@ -112,7 +112,7 @@ def show_roles(table: WordTable, roles: Roles, folder: Path, console: Console, *
         raise DataError(f"{folder} cannot be made ({error.strerror}); choose another with --out.") from None
     write_whole(folder / "roles.png", picture)
     _make_page(table, roles, shown, picture, command).write(folder / "roles.html")
-    console.print(f"written to {folder / 'roles.html'} and {folder / 'roles.png'}", soft_wrap=True)
+    console.print(f"written to {folder / 'roles.html'} and {folder / 'roles.png'}", soft_wrap=True, markup=False)
 
 
 def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
@@ -123,7 +123,7 @@ def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
         return Text(f"{title}; too wide for this terminal, the picture has it.\n")
     spaced = 2 if margin + 2 * size <= width else 1
     grid = Table(
-        box=None, padding=(0, 1, 0, 0), show_header=False, title=title, title_justify="left", min_width=len(title)
+        box=None, padding=(0, 1, 0, 0), show_header=False, title=Text(title), title_justify="left", min_width=len(title)
     )
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True, style="dim")

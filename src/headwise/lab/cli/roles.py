@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headwise.errors import DataError, SettingError
 from headwise.lab.cli.role_grids import choose_roles, name_folder, show_roles
+from headwise.lab.data.encoded import read_sentences
 from headwise.roles.idf import IDF, idf
 
 if TYPE_CHECKING:
@@ -66,12 +67,5 @@ def load_parser(pipeline: str) -> Parser:
 
 
 def _count(corpus: Path, parse: Parser) -> IDF:
-    try:
-        lines = corpus.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{corpus} is not UTF-8 (byte {error.start}); expected text, one per line.") from None
     # the corpus must be tokenized like the sentence
-    documents = [[token.text for token in parse.nlp.make_doc(line)] for line in lines if line.strip()]
-    if not documents:
-        raise DataError(f"{corpus} holds no text; expected one per line.")
-    return idf(documents)
+    return idf([token.text for token in parse.nlp.make_doc(line)] for line in read_sentences(corpus))

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self, cast
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from headwise.errors import DataError, HeadwiseError, ShapeError
+from headwise.input_files import describe_place, is_file, open_input
+
+# The entry of a cache that names the others.
+LISTED = "names"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,8 @@ class Ragged:
         rising = len(self.offsets) > 0 and bool((np.diff(self.offsets) >= 0).all())
         if not rising or self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
             raise ShapeError(
-                f"Ragged was given {len(self.values)} values and offsets {self.offsets!r}; expected offsets "
-                f"that rise from 0 to {len(self.values)}."
+                f"Ragged was given {len(self.values)} values and offsets {self.offsets[:8].tolist()} ...; expected "
+                f"offsets that rise from 0 to {len(self.values)}."
             )
 
     @classmethod
@@ -134,14 +136,34 @@ def open_ragged(folder: Path, name: str) -> Ragged:
     Raises:
         DataError: A file is missing, damaged or of another type.
     """
+    ids, offsets = (load_array(folder / f"{name}.{part}.npy") for part in ("ids", "offsets"))
     try:
-        ids, offsets = (np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("ids", "offsets"))
-        if ids.dtype not in (np.uint16, np.uint32) or offsets.dtype != np.int64 or ids.ndim != 1:
-            raise DataError(f"{ids.dtype} [{ids.ndim} axes] with {offsets.dtype}; expected ids and int64 offsets")
+        if ids.dtype not in (np.uint16, np.uint32) or offsets.dtype != np.int64 or (ids.ndim, offsets.ndim) != (1, 1):
+            raise ShapeError(f"{ids.dtype} [{ids.ndim} axes] with {offsets.dtype}; expected ids and int64 offsets")
         # plain arrays over the same files: slices of a memmap cost several times as much
         return Ragged(ids.view(np.ndarray), offsets.view(np.ndarray))
-    except (OSError, ValueError, EOFError, HeadwiseError) as error:
-        raise DataError(f"{folder / name}: the token arrays cannot be read ({error}); prepare them again.") from error
+    except ShapeError as error:
+        raise DataError(
+            f"{folder / f'{name}.offsets.npy'} does not fit its ids ({error}); prepare the data again."
+        ) from None
+
+
+def load_array(path: Path) -> NDArray:
+    """Return the array of an .npy file, memory-mapped.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
+    if not is_file(path):
+        raise DataError(f"{path} {describe_place(path)}; prepare the data again.")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of arrays")
+    except Exception as error:
+        # a header is Python's text, and a damaged one gives any of Python's errors
+        raise DataError(f"{path} cannot be read ({error}); prepare the data again.") from error
+    return array
 
 
 def pack_words(words: Sequence[str]) -> NDArray[np.uint8]:
@@ -166,8 +188,9 @@ def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """
     wanted = list(names)
     if not folder.is_dir():
-        state = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {state}; expected a folder with {_list_names(wanted)}, plain or .gz.")
+        raise DataError(
+            f"{folder} {describe_place(folder)}; expected a folder with {_list_names(wanted)}, plain or .gz."
+        )
     found: dict[str, Path] = {}
     for name in wanted:
         path = find_plain_or_gz(folder, name)
@@ -187,27 +210,10 @@ def find_plain_or_gz(folder: Path, name: str) -> Path | None:
     Raises:
         DataError: There are both.
     """
-    forms = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    forms = [path for path in (folder / name, folder / f"{name}.gz") if is_file(path)]
     if len(forms) == 2:
         raise DataError(f"{folder} holds both {name} and {name}.gz; expected one of them: take the other away.")
     return forms[0] if forms else None
-
-
-def read_numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) of a UTF-8 text file, unpacked when it ends in `.gz`.
-
-    Raises:
-        DataError: The file cannot be read, unpacked or decoded; the message names the line reached.
-    """
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                yield number, line.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file.") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}, after line {number}: cannot be read ({error}); fetch the file again.") from error
 
 
 def stable_key(*parts: str) -> int:
@@ -228,11 +234,11 @@ def digest(description: str, files: Iterable[Path] = ()) -> str:
     """
     state = hashlib.blake2b(description.encode(), digest_size=8)
     for path in files:
-        try:
-            with path.open("rb") as stream:
+        with open_input(path, unpack=False) as stream:
+            try:
                 state.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}).") from error
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error}).") from error
     return state.hexdigest()
 
 
@@ -253,15 +259,35 @@ def cache_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, 
     if cache is None:
         return make()
     path = cache / f"{name}.npz"
-    if path.is_file():
-        try:
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-                return {key: stored[key] for key in stored.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
-            pass
+    if is_file(path):
+        with suppress(DataError):
+            return read_arrays(path)
     arrays = make()
     _write_atomically(path, arrays)
     return arrays
+
+
+def read_arrays(path: Path) -> dict[str, NDArray]:
+    """Return the arrays of an .npz file, whose checksums tell of any change.
+
+    Raises:
+        DataError: It is missing or damaged.
+    """
+    try:
+        # numpy leaves a file open that it opened itself and could not read
+        with open_input(path, unpack=False) as stream, np.load(cast(IO[bytes], stream), allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+            # the checksums do not tell of an entry that is gone; caches of earlier versions do not list theirs
+            listed = arrays.pop(LISTED, None)
+            if listed is not None and listed.tolist() != list(arrays):
+                raise ValueError(f"it holds {', '.join(arrays)} of {', '.join(listed.tolist())}")
+            return arrays
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # zip files and numpy have many ways to fail
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        raise DataError(f"{path} is damaged ({reason}); delete it to make it again.") from None
 
 
 def _write_atomically(path: Path, arrays: Mapping[str, NDArray]) -> None:
@@ -271,7 +297,7 @@ def _write_atomically(path: Path, arrays: Mapping[str, NDArray]) -> None:
         handle, partial_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".partial")
         partial = Path(partial_name)
         with os.fdopen(handle, "wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)
+            np.savez(stream, allow_pickle=False, **arrays, **{LISTED: np.array(list(arrays))})
         partial.replace(path)
     except OSError as error:
         raise DataError(f"{path}: the cache cannot be written ({error}); name another cache folder.") from error

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DataError
+from headwise.input_files import read_numbered_lines
 from headwise.lab.data.batching import batch_by_length
 from headwise.roles.word_table import WordTable
 
 BATCH = 32
+# Bytes of a line; spaCy takes texts of a million characters.
+LONGEST = 1_000_000
 # Start and end of a token in characters; None for a special token.
 Span = tuple[int, int] | None
 
@@ -118,13 +121,9 @@ def read_sentences(path: Path) -> list[str]:
     """Return the nonempty lines of a file.
 
     Raises:
-        DataError: The file is not UTF-8, or holds no text.
+        DataError: The file cannot be read, or holds no text.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start}); expected text, one sentence per line.") from None
-    found = [line.strip() for line in lines if line.strip()]
+    found = [text for _, line in read_numbered_lines(path, LONGEST) if (text := line.strip())]
     if not found:
         raise DataError(f"{path} holds no text; expected one sentence per line.")
     return found

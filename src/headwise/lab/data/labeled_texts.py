@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import LONGEST_LINE, is_file, read_numbered_lines
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
@@ -61,7 +61,7 @@ def find_layout(place: Path) -> tuple[Layout, dict[str, Path]]:
     Raises:
         DataError: There is no such place, its files fit no layout, or a file is present in two forms.
     """
-    if place.is_file():
+    if is_file(place):
         return Layout("all"), {"all": place}
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected a file of labels and texts, or a folder of such files.")
@@ -163,26 +163,34 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield from _read_csv(path)
         return
     for number, line in read_numbered_lines(path):
-        # a byte-order mark, as spreadsheets write it
-        fields = (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line).split("\t")
+        fields = line.split("\t")
         if fields != [""]:
             yield number, [_unquote(field) for field in fields]
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    lines = (
-        (line.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if number == 1 else line) + "\n"
-        for number, line in read_numbered_lines(path)
-    )
+    lines = (f"{line}\n" for _, line in read_numbered_lines(path))
     reader = csv.reader(lines, strict=True)
     first = 1
     try:
-        for fields in reader:
+        while (fields := _read_fields(reader)) is not None:
             if fields:
                 yield first, fields
             first = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path}, line {first}: not comma-separated as quoting wants it ({error}).") from None
+        raise DataError(
+            f"{path}, line {first}: not comma-separated as quoting wants it ({error}); close each quote, and double "
+            "those inside a field."
+        ) from None
+
+
+def _read_fields(reader: Iterator[list[str]]) -> list[str] | None:
+    """Return the next row; None at the end. Fields may be as long as lines, where Python allows 131,072 characters."""
+    before = csv.field_size_limit(LONGEST_LINE)
+    try:
+        return next(reader, None)
+    finally:
+        csv.field_size_limit(before)
 
 
 def _unquote(field: str) -> str:
@@ -208,7 +216,7 @@ def _require_no_header(file: _File, label: int) -> None:
     lone = [name for name, count in counts.items() if count == 1]
     if lone == [first[label].strip()] and len(counts) > 2:
         raise DataError(
-            f"{file.path}, line {number}: the label {lone[0]!r} is that of no other line; if the line names the "
+            f"{file.path}, line {number}: the label {lone[0]!r:.60} is that of no other line; if the line names the "
             "columns, call them label and text, else give that class more lines."
         )
 
@@ -226,7 +234,7 @@ def _find_columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
 
 def _find_forms(folder: Path, name: str) -> list[Path]:
     forms = (f"{name}{suffix}{packed}" for suffix in DELIMITERS for packed in ("", ".gz"))
-    return [folder / form for form in forms if (folder / form).is_file()]
+    return [folder / form for form in forms if is_file(folder / form)]
 
 
 def _fits_some(folder: Path) -> bool:

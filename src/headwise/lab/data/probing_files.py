@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import is_file, read_numbered_lines
 from headwise.lab.data.labeled_texts import LabeledText, Layout
 
 
@@ -64,10 +64,10 @@ def find_probing_file(place: Path) -> Path:
         DataError: There is no such file, there are two, or the place is a folder.
     """
     if place.is_dir():
-        found = [name for name in PROBES if any((place / f"{name}{form}").is_file() for form in FORMS)]
+        found = [name for name in PROBES if any(is_file(place / f"{name}{form}") for form in FORMS)]
         files = f"name one of its files, as {place / found[0]}" if found else "expected files as past_present.txt in it"
         raise DataError(f"{place} is a folder; probing takes the file of one task: {files}.")
-    found = [path for path in (place.with_name(place.name + form) for form in FORMS) if path.is_file()]
+    found = [path for path in (place.with_name(place.name + form) for form in FORMS) if is_file(path)]
     if len(found) > 1:
         raise DataError(f"there are {' and '.join(str(path) for path in found)}; take one away or name one in full.")
     if not found:
@@ -96,7 +96,7 @@ def read_probing(path: Path) -> dict[str, list[LabeledText]]:
             )
         partition, label, text = fields[0].strip(), fields[1].strip(), " ".join(fields[-1].split())
         if partition not in found:
-            raise DataError(f"{path}, line {number}: the partition is {partition!r}; expected tr, va or te.")
+            raise DataError(f"{path}, line {number}: the partition is {partition!r:.60}; expected tr, va or te.")
         for name, field in (("label", label), ("sentence", text)):
             if not field:
                 raise DataError(f"{path}, line {number}: the {name} is empty; fill it in or drop the line.")

@@ -12,5 +12,5 @@ def make_bars(
         console = Console(stderr=True)
         shown = shown and console.is_terminal
     after = columns or (MofNCompleteColumn(), TimeRemainingColumn())
-    title = TextColumn("{task.description}")
+    title = TextColumn("{task.description}", markup=False)
     return Progress(title, BarColumn(), *after, console=console, transient=transient, disable=not shown)

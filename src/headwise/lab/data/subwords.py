@@ -4,6 +4,7 @@ A learned vocabulary is byte-pair encoding (Sennrich et al. 2016) over the bytes
 and decoding restores the text exactly, in Unicode normalization form C.
 """
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from headwise.errors import DataError, require_integer
+from headwise.input_files import read_whole
 from headwise.lab.data.arrays import digest
 
 # the ids that the models use
@@ -21,6 +23,11 @@ PADDING, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
 ALPHABET = 256
 LEAST_OFTEN = 2
+# Far more than any vocabulary; a model has a vector for each.
+MOST_IDS = 1 << 24
+LONGEST_WORD = 1_000
+# In Chinese this is not a word yet.
+LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD + 1}}}|\s{{{LONGEST_WORD + 1}}}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +53,16 @@ class TextEncoder:
         return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without start and end."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the ids of each text, without start and end.
+
+        Raises:
+            DataError: The tokenizer has no answer to a word it does not know.
+        """
+        try:
+            encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            # tokenizers raises bare Exception, as for a word that a vocabulary without [UNK] does not have
+            raise DataError(f"the tokenizer cannot encode a text ({str(error)[:200]}); choose another one.") from None
         if self.shift == 0:
             return [encoding.ids for encoding in encoded]
         return [[self.shift + id_ for id_ in encoding.ids] for encoding in encoded]
@@ -98,10 +113,7 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
         SettingError: The vocabulary has no room for the bytes.
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + ALPHABET)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _make_empty()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         min_frequency=LEAST_OFTEN,
@@ -109,8 +121,29 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=progress and sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(lines, trainer)
+    # one that learns cannot be asked for its words
+    other = _make_empty()
+    tokenizer.train_from_iterator((drop_long_words(line, other) for line in lines), trainer)
     return Subwords(clear_settings(tokenizer))
+
+
+def drop_long_words(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text to learn from without words of over 1,000 characters; it is the same if it has none.
+
+    Learning takes time that grows with the square of a word's length, a minute for one of 200,000 characters.
+
+    Args:
+        text: The text.
+        tokenizer: Tells what a word is.
+    """
+    if LONG_RUN.search(text) is None:
+        return text
+    normalized = tokenizer.normalizer.normalize_str(text)
+    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
+    long = [(start, end) for start, end in spans if end - start > LONGEST_WORD]
+    ends = [0, *(end for _, end in long)]
+    starts = [*(start for start, _ in long), len(normalized)]
+    return " ".join(normalized[one:other] for one, other in zip(ends, starts, strict=True)) if long else text
 
 
 def read_subwords(path: Path) -> Subwords:
@@ -135,13 +168,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises:
         DataError: The file cannot be read or is no tokenizer.
     """
+    content = read_whole(path)
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}).") from error
-    except Exception as error:
-        # tokenizers raises bare Exception for whatever is wrong inside
-        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({error}).") from error
+        tokenizer = Tokenizer.from_buffer(content)
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        require_integer("the largest id", largest, high=MOST_IDS)
+        return tokenizer
+    except BaseException as error:
+        # tokenizers raises bare Exception for whatever is wrong inside, and its Rust code may panic
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({str(error)[:200]}).") from error
 
 
 def clear_settings(tokenizer: Tokenizer) -> Tokenizer:
@@ -150,6 +187,14 @@ def clear_settings(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return tokenizer
+
+
+def _make_empty() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import pack_words, read_numbered_lines, unpack_words
+from headwise.input_files import read_numbered_lines
+from headwise.lab.data.arrays import pack_words, unpack_words
 
 
 def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray[np.float32]]:
@@ -34,11 +35,18 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
         if word in found or (word not in wanted and number > 1):
             continue
         try:
-            vector = np.array(fields[-width:], dtype=np.float32)
+            # a number that float32 does not hold is refused below
+            with np.errstate(over="ignore"):
+                vector = np.array(fields[-width:], dtype=np.float32)
         except ValueError:
-            raise DataError(f"{path}, line {number}: not all of the last {width} fields are numbers.") from None
+            raise DataError(
+                f"{path}, line {number}: not all of the last {width} fields are numbers; expected a word and {width}, "
+                "the model's width."
+            ) from None
         if not np.isfinite(vector).all():
-            raise DataError(f"{path}, line {number}: the vector of {word!r} holds a number that is not finite.")
+            raise DataError(
+                f"{path}, line {number}: the vector of {word[:60]!r} holds a number that is not finite; drop the line."
+            )
         if len(fields) > width + 1 and _is_number(fields[-width - 1]):
             raise DataError(
                 f"{path}, line {number}: a word and more than {width} numbers; expected {width}, the model's width."

@@ -9,20 +9,38 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
-from headwise.disagreement.penalty import Frobenius, Output, Position, Subspace, Sum
+from headwise.disagreement.invariant import (
+    CKA,
+    HSIC,
+    CrossCorrelation,
+    LogDeterminant,
+    MapCosine,
+    SpanOverlap,
+    SquaredCosine,
+)
+from headwise.disagreement.similarities import Frobenius, Output, Position, Subspace, Sum
 from headwise.errors import SettingError, require_positive
+from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.guided import PARSED, ROLES, Guided
-from headwise.lab.experiment.method import Aggregate, DropHeads, Method, OtherModel, Penalize, Repel
+from headwise.lab.experiment.method import DropHeads, Method, Orthogonalize, OtherModel, Talk
 from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import NormalizedRBF
-from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
+from headwise.repulsion.spans import SpanSVGD
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
+from headwise.strength import Relative, Target
 
 M = TypeVar("M")
 
 # What an arm has one of, in messages.
-SET_ONCE = {Repel: "rule", Aggregate: "aggregation", DropHeads: "drophead", Guided: "guided"}
+SET_ONCE = {
+    Repel: "rule",
+    Aggregate: "aggregation",
+    DropHeads: "drophead",
+    Guided: "guided",
+    Talk: "talking",
+    Orthogonalize: "muon",
+}
 
 
 @dataclass(frozen=True)
@@ -93,28 +111,45 @@ def named_arms() -> Mapping[str, Arm]:
 
     Settings are the papers': alpha 0.01 and step size 0.1 (An et al. 2020, appendix B), lambda 1, three iterations
     and as many capsules as the model is wide (Li et al. 2021, section 4.1). The papers have no setting of repulsion
-    for the logic task: it acts on all encoder layers. SPOS and SGLD have no published temperature; the one here
-    makes the noise about as large as the driving term at the start of training.
+    for the logic task: it acts on all encoder layers. Our own penalties, and the relative forms of the papers', are a
+    tenth of the loss's gradient on the heads; targets are three effective heads. SPOS and SGLD have no published
+    temperature; the one here makes the noise about as large as the driving term at the start of training.
     """
     methods: dict[str, Method] = {
         "scaled": Repel(SVGD(alpha=0.0, smoothing=False)),
         "smooth": Repel(SVGD(alpha=0.0)),
         "svgd": Repel(SVGD(alpha=0.01)),
         "svgd-relative": Repel(SVGD(alpha=Relative(0.1))),
+        "svgd-target": Repel(SVGD(alpha=Target(3.0))),
         "svgd-normalised": Repel(SVGD(alpha=0.01, kernel=NormalizedRBF())),
-        "svgd-function": Repel(FunctionSVGD(alpha=Relative(0.1))),
-        "spos": Repel(SPOS(inverse_temperature=1e9)),
+        "svgd-function": Repel(FunctionSVGD()),
+        "svgd-span": Repel(SpanSVGD()),
+        "spos": Repel(SPOS(alpha=0.01, inverse_temperature=1e9)),
         "sgld": Repel(SGLD(inverse_temperature=1e9, step_size=0.1)),
         "drophead": DropHeads(0.1),
-        "subspace": Penalize(Subspace()),
-        "position": Penalize(Position()),
-        "output": Penalize(Output()),
-        "frobenius": Penalize(Frobenius()),
-        "cosine-penalty": Repel(CosinePenalty()),
-        "cosine-repulsion": Repel(CosineRepulsion()),
+        "subspace": Penalize(Subspace(), weight=1.0),
+        "position": Penalize(Position(), weight=1.0),
+        "output": Penalize(Output(), weight=1.0),
+        "frobenius": Penalize(Frobenius(), weight=1.0),
+        "subspace-relative": Penalize(Subspace()),
+        "position-relative": Penalize(Position()),
+        "output-relative": Penalize(Output()),
+        "squared-cosine": Penalize(SquaredCosine()),
+        "cka": Penalize(CKA()),
+        "hsic": Penalize(HSIC()),
+        "correlation": Penalize(CrossCorrelation()),
+        "determinant": Penalize(LogDeterminant()),
+        "span": Penalize(SpanOverlap()),
+        "map": Penalize(MapCosine()),
+        "cka-target": Penalize(CKA(), weight=Target(3.0)),
+        "cosine-penalty": Repel(CosinePenalty(alpha=0.01)),
+        "cosine-repulsion": Repel(CosineRepulsion(alpha=0.01)),
         "trunk": Aggregate(Trunk()),
         "simple": Aggregate(SimpleRouting()),
         "em": Aggregate(EMRouting()),
+        "talking": Talk(),
+        "muon": Orthogonalize(per_head=False),
+        "muon-heads": Orthogonalize(per_head=True),
         "guided": Guided(),
         "random-mask": Guided(random=ROLES),
         "shuffled-parse": Guided(shuffled=PARSED),
@@ -158,7 +193,7 @@ def find_control(methods: Sequence[Method]) -> str | None:
     """
     for method in methods:
         match method:
-            case Repel(SGLD() | FunctionSVGD()):
+            case Repel(SGLD() | FunctionSVGD() | SpanSVGD()):
                 return "scaled"
             case Repel(SPOS() as rule):
                 return "smooth" if rule.smoothing else "scaled"
@@ -169,6 +204,8 @@ def find_control(methods: Sequence[Method]) -> str | None:
                 return "scaled" if rule.smoothing else "plain"
             case Aggregate(SimpleRouting() | EMRouting()):
                 return "trunk"
+            case Orthogonalize(per_head=True):
+                return "muon"
             case Guided(random=random) if random != ROLES:
                 return "guided" if method.drop or random or method.shuffled else "random-mask"
             case _:
@@ -190,7 +227,11 @@ def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:
     elif penalties:
         term = Sum(tuple(part for _, penalty in penalties for part in penalty.weighted))
         weights = _agree("kind weights", [(name, penalty.kind_weights) for name, penalty in penalties])
-        methods.append(Penalize(term, kind_weights=weights))
+        strengths = {penalty.strength: name for name, penalty in penalties}
+        if len(strengths) > 1:
+            first, second, *_ = strengths.values()
+            raise _set_twice(first, second, "the strength of the penalty")
+        methods.append(Penalize(term, weight=next(iter(strengths)) or 1.0, kind_weights=weights))
     placed = [(name, method) for name, method in found if isinstance(method, Repel | Penalize)]
     layers = _agree("layers", [(name, method.layers) for name, method in placed])
     kinds = _agree("kinds", [(name, method.kinds) for name, method in placed])

@@ -3,16 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headwise.disagreement.penalty import Frobenius, Output, Position, PositionSquaredDifference, Subspace, Sum
+from headwise.disagreement.invariant import (
+    CKA,
+    HSIC,
+    CrossCorrelation,
+    LogDeterminant,
+    MapCosine,
+    SpanOverlap,
+    SquaredCosine,
+)
+from headwise.disagreement.similarities import Frobenius, Output, Position, PositionSquaredDifference, Subspace, Sum
+from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm, sort_methods
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import Aggregate, DropHeads, Method, OtherModel, Penalize, Repel
+from headwise.lab.experiment.method import DropHeads, Method, Orthogonalize, OtherModel, Talk
 from headwise.lab.experiment.run_folder import as_record
 from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Relative
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
-from headwise.routing.save import restore
+from headwise.repulsion.spans import SpanSVGD
+from headwise.routing.setting_records import restore
+from headwise.strength import Relative, Target
 
 # What a record holds where no method is on.
 OFF: Mapping[str, Any] = {
@@ -39,11 +50,14 @@ KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mappi
     DropHeads: {"rate": "drophead"},
     OtherModel: {"model": "model"},
 }
+# Methods that a record holds whole, and those that are not in `OFF` only where they are on.
+WHOLE: Mapping[type[Guided | Talk | Orthogonalize], str] = {Guided: "guided", Talk: "talking", Orthogonalize: "muon"}
 # The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
-    *(SVGD, SPOS, SGLD, FunctionSVGD, CosinePenalty, CosineRepulsion, Relative),
+    *(SVGD, SPOS, SGLD, FunctionSVGD, SpanSVGD, CosinePenalty, CosineRepulsion, Relative, Target),
     *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),
-    *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, Guided),
+    *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, *WHOLE),
+    *(SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),
 )
 
 
@@ -56,8 +70,8 @@ def record_arm(arm: Arm) -> dict[str, Any]:
     """
     values = dict(OFF)
     for method in arm.methods:
-        if isinstance(method, Guided):
-            values["guided"] = as_record(method)
+        if isinstance(method, Guided | Talk | Orthogonalize):
+            values[WHOLE[type(method)]] = as_record(method)
         else:
             values |= {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
     return {"kind": "Arm", "name": arm.name, **values, "learning_rate": arm.learning_rate, "control": arm.control}
@@ -71,14 +85,14 @@ def restore_arm(record: Mapping[str, Any]) -> Arm:
         SettingError: A value is out of range.
         KeyError: It has no name.
     """
-    values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in OFF.items()}
+    known = {**dict.fromkeys(WHOLE.values()), **OFF}
+    values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in known.items()}
     methods: list[Method] = []
     for kind, keys in KEYS.items():
         first = next(iter(keys.values()))
         if values[first] != OFF[first]:
             methods.append(kind(**{field: values[key] for field, key in keys.items()}))
-    if values["guided"] is not None:
-        methods.append(values["guided"])
+    methods += [values[key] for key in WHOLE.values() if values[key] is not None]
     return Arm(record["name"], sort_methods(methods), record.get("learning_rate"), record.get("control", "plain"))
 
 

@@ -23,8 +23,9 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "bandwidth": {"median": Median(), "released": ReleasedMedian()},
     "votes": {"shared-trunk": SharedTrunk(), "per-head": PerHead(), "distinct-capsules": DistinctCapsules()},
 }
-# What the name of an arm chooses; and how an aggregator walks through its tokens, which changes no number of a run.
-HIDDEN = {"name", "control", "term", "model", "chunks"}
+# What the name of an arm chooses; and how a term is computed or an aggregator walks through its tokens, which changes
+# no number of a run.
+HIDDEN = {"name", "control", "parts", "recompute", "model", "chunks", "per_head"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
 # Settings that replace some roles of an arm, which its control has all.

@@ -10,12 +10,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from headwise import metrics
 from headwise.heads.capture import Capture
-from headwise.heads.heads import Heads
+from headwise.heads.heads import Heads, Site
 from headwise.heads.taps import Taps
 from headwise.lab.data.batching import batch_by_length
 from headwise.lab.experiment.metrics import Metric
 
-PAIRWISE = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine")
+PAIRWISE = (
+    "effective_heads",
+    "effective_heads_weighted",
+    "debiased_cka",
+    "distance",
+    "output_cosine",
+    "output_cka",
+    "position_js",
+)
 
 
 def scores_by_bin(metric: Metric, statistics: NDArray, bins: NDArray[np.integer]) -> dict[str, Any]:
@@ -79,27 +87,29 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
         probe: Runs the model on one batch per item; see `Task.probe`.
 
     Returns:
-        "distance" (Dist of An et al. 2020, per token), "output_cosine", "output_cka", "position_js" (Jensen-Shannon
-        of attention rows), "parameter_cosine" (mean absolute), "particle_norm"; None for all but the last if sites
-        have one head, and for all without heads.
+        "effective_heads", "effective_heads_weighted" (by variance) and "debiased_cka" of the contributions of heads,
+        or of their outputs where no linear output projection follows; "distance" (Dist of An et al. 2020, per token),
+        "output_cosine", "output_cka", "position_js" (Jensen-Shannon of attention rows), "parameter_cosine" (mean
+        absolute), "particle_norm"; None for all but the last if sites have one head, and for all without heads.
     """
+    pairwise = (*PAIRWISE, "parameter_cosine")
     if heads is None:
-        return Diversity(dict.fromkeys((*PAIRWISE, "particle_norm")), {})
-    parameters = [head_slice.view(head_slice.parameter).flatten(1) for head_slice in heads.slices()]
+        return Diversity(dict.fromkeys((*pairwise, "particle_norm")), {})
+    parameters = [head_slice.read().flatten(1) for head_slice in heads.slices()]
     norms = torch.cat([metrics.particle_norms(particles) for particles in parameters])
     measured: dict[str, float | None] = {"particle_norm": float(norms.mean())}
     if min(site.num_heads for site in heads) < 2:
-        return Diversity(dict.fromkeys(PAIRWISE) | measured, {})
+        return Diversity(dict.fromkeys(pairwise) | measured, {})
     measured["parameter_cosine"] = _mean(
         [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters]
     )
-    sites: dict[str, _Site] = {site.name: _Site() for site in heads}
+    sites: dict[str, _Site] = {site.name: _Site(site) for site in heads}
     with Taps(heads, outputs=True, weights=True) as taps:
         for _ in probe:
             for capture in taps.read():
                 sites[capture.site.name].add(capture)
-    found = {name: {measure: site.mean(measure) for measure in PAIRWISE[:-1]} for name, site in sites.items()}
-    for measure in PAIRWISE[:-1]:
+    found = {name: site.means() for name, site in sites.items()}
+    for measure in PAIRWISE:
         measured[measure] = _mean([site[measure] for site in found.values()])
     return Diversity(measured, found)
 
@@ -107,10 +117,12 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
 class _Site:
     """Sums over batches of the measures of one site."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: Site) -> None:
         self.tokens = 0
+        self.output_weights = site.find_output_weights()
         self.sums: dict[str, float] = dict.fromkeys(("distance", "output_cosine", "position_js"), 0.0)
         self.moments: metrics.OutputMoments | None = None
+        self.contributions: metrics.OutputMoments | None = None
 
     def add(self, capture: Capture) -> None:
         outputs, weights, keep = capture.outputs, capture.weights, capture.query_keep
@@ -123,12 +135,22 @@ class _Site:
         self.sums["position_js"] += count * float(metrics.attention_jensen_shannon(weights, keep))
         moments = metrics.output_moments(outputs, keep)
         self.moments = moments if self.moments is None else self.moments + moments
+        if self.output_weights is not None:
+            moments = metrics.output_moments(outputs, keep, output_weights=self.output_weights)
+            self.contributions = moments if self.contributions is None else self.contributions + moments
 
-    def mean(self, name: str) -> float:
-        if name == "output_cka":
-            assert self.moments is not None
-            return float(self.moments.linear_cka())
-        return self.sums[name] / self.tokens
+    def means(self) -> dict[str, float]:
+        """Return each of `PAIRWISE`."""
+        assert self.moments is not None
+        contributions = self.moments if self.contributions is None else self.contributions
+        number, weighted, _ = contributions.effective_heads()
+        return {
+            "effective_heads": number,
+            "effective_heads_weighted": weighted,
+            "debiased_cka": float(contributions.debiased_cka()),
+            "output_cka": float(self.moments.linear_cka()),
+            **{name: total / self.tokens for name, total in self.sums.items()},
+        }
 
 
 def _mean(values: list[float]) -> float:

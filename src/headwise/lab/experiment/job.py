@@ -42,5 +42,8 @@ class Watch:
     def ended(self, job: Job, failure: Failure | None) -> None:
         """A job ended, perhaps with a failure."""
 
+    def silent(self, job: Job, minutes: int) -> None:
+        """A job has written nothing for so long."""
+
     def tick(self) -> None:
         """Called a few times a second."""

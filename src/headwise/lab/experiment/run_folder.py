@@ -4,8 +4,8 @@ A run is finished exactly when `result.json` exists; that file is written last.
 """
 
 import dataclasses
-import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import DataError, SettingError
+from headwise.digests import require_unchanged
+from headwise.errors import DataError, HeadwiseError, SettingError
+from headwise.input_files import describe_place, is_file, read_whole
+from headwise.strict_json import encode_json, parse_json
 
 SETTINGS = "settings.json"
 EPOCHS = "epochs.jsonl"
@@ -24,12 +27,15 @@ PROGRESS = "progress.json"
 PREDICTIONS = "predictions.npz"
 TEXT = "predictions.txt"
 WEIGHTS = "model.safetensors"
+VOCABULARY = "vocabulary.json"
 RESULT = "result.json"
 LOG = "log.txt"
 # Prefix of the files of analyses, each {"numbers": {...}, ...}.
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
+# A file before it gets its name.
+PARTIAL = re.compile(r"\.[\w.-]+\.\d+(?:\.npz)?|\.write-\d+|\.(?:model|epoch-\w+)\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +90,14 @@ def require_same(path: Path, record: Mapping[str, Any]) -> None:
     """
     if not path.exists():
         return
-    difference = first_difference(read_json(path), json.loads(json.dumps(record)))
+    difference = first_difference(read_json(path), parse_json(encode_json(record)))
     if difference is not None:
         name, old, new = difference
+        if name == "data":
+            raise SettingError(
+                f"{path} belongs to data with digest {old}, and the data now has {new}: files changed, or others were "
+                "named. Nothing was overwritten; restore the old data, or choose another --out."
+            )
         raise SettingError(f"{path} has {name} {old!r} but {new!r} is requested; choose another --out.")
 
 
@@ -102,8 +113,12 @@ def analysis_file(folder: Path, name: str) -> Path:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in `folder`, or None."""
-    found = [path for path in folder.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdigit()]
-    return max(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), default=None)
+    found = {
+        int(step): path
+        for path in folder.glob(f"{CHECKPOINT}*")
+        if (step := path.name.removeprefix(CHECKPOINT)).isdecimal() and path.is_dir()
+    }
+    return found[max(found)] if found else None
 
 
 def keep_checkpoint(written: Path, folder: Path) -> Path:
@@ -121,9 +136,9 @@ def keep_checkpoint(written: Path, folder: Path) -> Path:
 def read_progress(folder: Path) -> Cell | None:
     """Return the progress of the run in `folder`, or None."""
     try:
-        value = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        value = read_json(folder / PROGRESS)
         return Cell(step=int(value["step"]), steps=int(value["steps"]), note=str(value["note"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -131,19 +146,26 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        DataError: The file is missing or is not JSON.
+        DataError: The file is missing or is not JSON, or it has a digest and was changed.
     """
+    if not is_file(path):
+        raise DataError(f"{path} {describe_place(path)}; was the run that writes it finished?")
+    remedy = "delete it and run again."
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; was the run that writes it finished?") from None
-    except ValueError:
-        raise DataError(f"{path} is not readable as JSON; delete it and run again.") from None
+        value = parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
+    require_unchanged(path, value, (), remedy=remedy)
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically."""
-    _replace(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    """Write `value` as JSON, atomically.
+
+    Raises:
+        HeadwiseError: A number is not finite; nothing is written.
+    """
+    _replace(path, _encode(path, value, indent=1))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -152,8 +174,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, atomically."""
-    _replace(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    """Write one JSON object per line, atomically.
+
+    Raises:
+        HeadwiseError: A number is not finite; nothing is written.
+    """
+    _replace(path, "".join(_encode(path, record) for record in records))
 
 
 def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: Sequence[str] | None) -> None:
@@ -220,6 +246,13 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
                 return inner
         return None
     return None if old == new else (name, old, new)
+
+
+def _encode(path: Path, value: Any, indent: int | None = None) -> str:
+    try:
+        return encode_json(value, indent=indent, ascii_only=False) + "\n"
+    except HeadwiseError as error:
+        raise HeadwiseError(f"{path} was not written: {error}") from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ if typing.TYPE_CHECKING:
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Not settable with --set.
-APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "folds", "fold"}
+APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "trust_remote_code", "folds", "fold"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ScaleOptions:
         sizes: Other fields, as "layers=4".
         out_of_domain: File of texts from another domain, for tasks that measure uncertainty.
         pretrained: Folder of a model or of runs, for tasks that fine-tune.
+        trust_remote_code: Whether code that this folder names may run.
     """
 
     scale: str
@@ -40,6 +41,7 @@ class ScaleOptions:
     sizes: tuple[str, ...] = ()
     out_of_domain: Path | None = None
     pretrained: Path | None = None
+    trust_remote_code: bool = False
 
     def words(self, *, for_others: bool = False) -> list[str]:
         """Return the options as typed; `for_others` with DIR or FILE instead of paths."""
@@ -48,6 +50,7 @@ class ScaleOptions:
         for name, kind in kinds.items():
             place = getattr(self, name)
             found += [] if place is None else [f"--{name.replace('_', '-')}", kind if for_others else str(place)]
+        found += ["--trust-remote-code"] if self.trust_remote_code else []
         found += [] if self.folds is None else ["--folds", str(self.folds)]
         return found + [word for size in self.sizes for word in ("--set", size)]
 
@@ -70,9 +73,9 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     found = typing.get_type_hints(type(scale))
     hints = {field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, scale))}
     changes: dict[str, Any] = {}
-    for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "folds"):
+    for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "trust_remote_code", "folds"):
         value = getattr(options, name)
-        if value is None:
+        if value is None or value is False:
             continue
         if name not in hints:
             raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; omit it.")

@@ -1,13 +1,13 @@
 """What makes two runs comparable: each draw has its own seed, and shared parameters start from the same bits."""
 
 import hashlib
-import json
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import SettingError
+from headwise.strict_json import encode_json
 
 
 def derive_key(*parts: int | str) -> int:
@@ -19,7 +19,7 @@ def derive_key(*parts: int | str) -> int:
     >>> derive_key(1, "data") == derive_key(1, "data"), derive_key(1, "data") == derive_key("1", "data")
     (True, False)
     """
-    digest = hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode("ascii")).digest()
+    digest = hashlib.sha256(encode_json(parts).encode("ascii")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 

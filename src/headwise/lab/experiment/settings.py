@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise import __version__
+from headwise.errors import DataError
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.arm_record import record_arm
+from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.experiment.scale import Scale
 
@@ -63,6 +65,21 @@ class RunSettings:
             "scale": as_record(self.scale),
             "recipe": as_record(self.scale.recipe),
         }
+
+
+def load_data(settings: Any) -> Any:
+    """Return the data of a run, a baseline or a part of either, as the task reads it.
+
+    Raises:
+        DataError: It cannot be read, or is not the data that the settings were made for.
+    """
+    data = named_task(settings.task).load(settings.data, settings.scale, settings.cache)
+    if settings.fingerprint not in ("", data.fingerprint):
+        raise DataError(
+            f"{settings.data} changed while the command ran: it had digest {settings.fingerprint} and has "
+            f"{data.fingerprint}; nothing was trained on the new data: restore the old, or choose another --out."
+        )
+    return data
 
 
 def read_versions(*packages: str) -> dict[str, str]:

@@ -107,6 +107,8 @@ class Task(ABC):
         models: Names of models without attention that arms may use instead of the task's model.
         prepares: Whether `prepare` can write its data into a folder that `load` reads.
         analyses: Analyses of its finished runs in addition to `analyses.registry.ANALYSES`, by name.
+        exported: Folder inside a finished run from which its model is read, in the format of Hugging Face; "" where
+            `open_frozen` reads it.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Task(ABC):
     models: tuple[str, ...] = ()
     prepares: bool = False
     analyses: Mapping[str, Analysis] = {}
+    exported: str = ""
 
     @abstractmethod
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:

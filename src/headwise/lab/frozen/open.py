@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,20 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DataError, HeadwiseError
+from headwise.foreign_code import refuse_foreign_code
 from headwise.heads.find import find_heads
+from headwise.input_files import is_file
 from headwise.lab.data.batching import batch_by_length
 from headwise.lab.data.encoded import BATCH, Encoded
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.registry import TASKS, named_task
 from headwise.lab.models.pretrained import require_whole
-from headwise.lab.training.start import MODEL, open_tokenizer
+from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
-from headwise.routing.save import RECORD, load
+from headwise.routing.save import load
+from headwise.routing.saved import RECORD
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256
@@ -26,13 +31,14 @@ LONGEST = 256
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
 
 
-def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
+def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code: bool = False) -> Frozen:
     """Return the model of a folder of Hugging Face, or of a finished run of any task.
 
     Args:
         folder: The folder.
         pipeline: The spaCy pipeline that parsed the texts of a run whose heads have roles; None for the path used in
             training. Ignored if nothing was parsed.
+        trust_remote_code: Whether code that a folder of Hugging Face names may run.
 
     Raises:
         DataError: The folder holds no such model, or it cannot be read.
@@ -41,42 +47,42 @@ def open_frozen(folder: Path, pipeline: Path | None = None) -> Frozen:
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist; expected a folder of save_pretrained(), or a finished run.")
     if not (folder / run_folder.SETTINGS).is_file():
-        return open_folder(folder)
+        return open_folder(folder, trust_remote_code=trust_remote_code)
+    if run_folder.is_finished(folder):
+        require_intact(folder, run_folder.SETTINGS)
     record = run_folder.read_json(folder / run_folder.SETTINGS)
-    task = record.get("task", "") if isinstance(record, dict) else ""
+    task = str(record.get("task") or "")[:60] if isinstance(record, dict) else ""
     if task not in TASKS:
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {', '.join(TASKS)}.")
-    return named_task(task).open_frozen(folder, read_finished(folder, task), pipeline)
+    finished, exported = read_finished(folder, task), named_task(task).exported
+    if not exported:
+        return named_task(task).open_frozen(folder, finished, pipeline)
+    if not (folder / exported / CONFIG).is_file():
+        remedy = "; run it with --set keep_model=true" if exported == MODEL else ""
+        raise DataError(f"{folder} keeps no folder {exported!r} with a model and its tokenizer{remedy}.")
+    opened = open_folder(folder / exported, name_run(folder), trust_remote_code=trust_remote_code)
+    return replace(opened, note=f"Of this run the {exported} was looked at.")
 
 
-def open_export(folder: Path, name: str, remedy: str = "") -> Frozen:
-    """Return the model of a finished run from a subfolder in the format of Hugging Face.
-
-    Raises:
-        DataError: There is no such folder, or it cannot be read; the message ends with `remedy`.
-    """
-    if not (folder / name / "config.json").is_file():
-        raise DataError(f"{folder} keeps no folder {name!r} with a model and its tokenizer{remedy}.")
-    return replace(open_folder(folder / name, name_run(folder)), note=f"Of this run the {name} was looked at.")
-
-
-def open_folder(folder: Path, name: str = "") -> Frozen:
+def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False) -> Frozen:
     """Return the model of a folder of Hugging Face; of an encoder-decoder, the encoder.
 
     Args:
         folder: The folder.
         name: Name of the model; by default that of the folder, or of its parent for "model".
+        trust_remote_code: Whether code that the folder names may run.
 
     Raises:
         DataError: The folder holds no model or no tokenizer that transformers can load.
         LayoutError: The heads of the model cannot be found.
     """
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / CONFIG):
         raise DataError(
             f"{folder} holds no config.json; expected a folder that save_pretrained() wrote, with model and tokenizer, "
             "or a finished run of the laboratory."
         )
-    model, tokenizer = _load(folder)
+    require_intact_export(folder)
+    model, tokenizer = _load(folder, trust_remote_code=trust_remote_code)
     note = ""
     if _has_encoder(model):
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
@@ -115,21 +121,28 @@ def _has_encoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     from transformers import AutoModel
 
+    read_tokenizer = partial(open_tokenizer, folder, trust_remote_code=trust_remote_code)
     try:
         if (folder / RECORD).is_file():
             # transformers refuses a folder with aggregators and its tokenizer
-            whole: Any = load(folder)
-            return whole.base_model, open_tokenizer(folder)
-        model, information = AutoModel.from_pretrained(str(folder), local_files_only=True, output_loading_info=True)
+            whole: Any = load(folder, trust_remote_code=trust_remote_code)
+            return whole.base_model, read_tokenizer()
+        with refuse_foreign_code(folder, trusted=trust_remote_code):
+            model, information = AutoModel.from_pretrained(
+                str(folder),
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
         require_whole(folder, model, information, unread=("decoder.",) if _has_encoder(model) else ())
-        return model, open_tokenizer(folder)
+        return model, read_tokenizer()
     except HeadwiseError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        # what transformers raises for a missing file or an unknown model
+    except Exception as error:
+        # whatever transformers raises for a file that is missing or not as it expects
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
 
 

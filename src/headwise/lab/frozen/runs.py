@@ -13,8 +13,6 @@ from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.method import OtherModel
 from headwise.lab.training.trained import read_arm
 
-VOCABULARY = "vocabulary.json"
-
 
 def read_attending_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
     """Return the arm of a run whose model has attention.
@@ -35,16 +33,17 @@ def read_words(folder: Path, *others: str) -> list[list[str]]:
     Raises:
         DataError: The run does not keep them.
     """
-    kept = run_folder.read_json(folder / VOCABULARY)
-    try:
-        return [[str(one) for one in kept[name]] for name in ("vocabulary", *others)]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / VOCABULARY} does not have the run's words ({error}); train it again.") from error
+    kept = run_folder.read_json(folder / run_folder.VOCABULARY)
+    listed: list[Any] = [kept.get(name) if isinstance(kept, dict) else None for name in ("vocabulary", *others)]
+    if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in listed):
+        names = " and ".join(["a vocabulary", *others])
+        raise DataError(f"{folder / run_folder.VOCABULARY} does not have the run's words, {names}; train it again.")
+    return listed
 
 
 def list_files(folder: Path) -> tuple[Path, ...]:
     """Return the files that the states of a run depend on."""
-    return tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, VOCABULARY))
+    return tuple(folder / file for file in (run_folder.SETTINGS, run_folder.WEIGHTS, run_folder.VOCABULARY))
 
 
 def batch_rows(row: Callable[[str], Row], model: nn.Module) -> Callable[[Sequence[str]], Iterable[Encoded]]:

@@ -1,6 +1,5 @@
 """The vectors of sentences by a frozen model: the mean state of each layer and of each head, cached on disk."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,12 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwise.digests import require_unchanged, seal
 from headwise.errors import DataError
 from headwise.heads.capture import Capture
 from headwise.heads.taps import Taps
+from headwise.input_files import read_whole
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.experiment.frozen import Frozen
+from headwise.strict_json import encode_json, parse_json
 
 PROBED = (
     "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining or glue"
@@ -112,7 +114,7 @@ def encodings(
         LayoutError: The outputs of the heads cannot be read.
     """
     _require_sentences(frozen)
-    place = cache / digest(json.dumps([model, heads, list(sentences)], ensure_ascii=True))
+    place = cache / digest(encode_json([model, heads, list(sentences)]))
     kept = _read_kept(place, len(sentences))
     if kept is not None:
         return kept
@@ -154,14 +156,17 @@ def _require_sentences(frozen: Frozen) -> None:
 def _read_kept(place: Path, count: int) -> Encodings | None:
     """Return the stored arrays of `count` sentences; None if they are missing or damaged."""
     try:
-        record = json.loads((place / SHAPES).read_text(encoding="utf-8"))
+        record = parse_json(read_whole(place / SHAPES))
+        require_unchanged(place / SHAPES, record, remedy="delete it.")
         counts = tuple(map(int, record["heads"]))
         layers = np.load(place / LAYERS, mmap_mode="r") if record["layers"] else None
         heads = tuple(np.load(place / _name_file(layer), mmap_mode="r") for layer in range(len(counts)))
+        wanted = record["shapes"]
         shapes = [list(array.shape) for array in ([] if layers is None else [layers]) + [*heads]]
-    except (OSError, ValueError, EOFError, KeyError, TypeError):
+    except Exception:
+        # whatever numpy raises for a damaged file
         return None
-    if shapes != record["shapes"] or any(shape[-2] != count for shape in shapes):
+    if shapes != wanted or any(shape[-2] != count for shape in shapes):
         return None
     return Encodings(layers, heads, counts)
 
@@ -209,7 +214,8 @@ def _write(
     for array in written:
         array.flush()
     record = {"layers": layers is not None, "heads": counts, "shapes": [array.shape for array in written]}
-    (place / SHAPES).write_text(json.dumps(record), encoding="utf-8")
+    names = sorted(path.name for path in place.iterdir())
+    (place / SHAPES).write_text(encode_json(seal(record, place, names)), encoding="utf-8")
 
 
 def _run_states(frozen: Frozen, batch: Encoded) -> Sequence[Tensor]:

@@ -17,6 +17,7 @@ from headwise.lab.jobs.workers import attempt, do_job
 
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2
+AGAIN = "give the same command again."
 # The error of a process that died may contain its whole log.
 LONGEST_REASON = 200
 
@@ -128,6 +129,9 @@ def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watc
             running = still
             watch.tick()
             time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt as error:
+        error.args = ("stopped; submitted runs were canceled and resume from their last checkpoints: " + AGAIN,)
+        raise
     finally:
         for _, submitted in running:
             submitted.cancel()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from headwise.lab.experiment.job import Failure, Job, Watch
-from headwise.lab.experiment.run_folder import read_progress
+from headwise.lab.experiment.run_folder import LOG, read_progress
 
 # Minimum share of the work done before a remaining time is estimated.
 LEAST_SHARE = 0.02
@@ -57,6 +57,10 @@ class Lines(Watch):
         note = f" ({cell.note})" if cell is not None and cell.note else ""
         self._say(f"{job.name} is done{note}; {self.finished} of {self.total} runs{self._clock.remaining_text()}")
 
+    def silent(self, job: Job, minutes: int) -> None:
+        """Print that a run has written nothing for so long."""
+        self._say(_describe_silence(job, minutes))
+
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -69,10 +73,10 @@ class Bars(Watch):
         self._clock = Clock(jobs)
         self._bars: dict[Job, TaskID] = {}
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=True)
         self._all = self._progress.add_task(self._title(), total=1.0, note="")
@@ -98,6 +102,10 @@ class Bars(Watch):
         else:
             self._progress.console.print(str(failure), highlight=False, markup=False, soft_wrap=True)
         self.tick()
+
+    def silent(self, job: Job, minutes: int) -> None:
+        """Print above the bars that a run has written nothing for so long."""
+        self._progress.console.print(_describe_silence(job, minutes), highlight=False, markup=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Update the bars."""
@@ -138,6 +146,13 @@ class Clock:
         if fresh < LEAST_SHARE or share >= 1.0:
             return ""
         return f", about {_format_duration(seconds * (1.0 - share) / fresh)} left"
+
+
+def _describe_silence(job: Job, minutes: int) -> str:
+    return (
+        f"{job.name} has written nothing for {minutes} minutes: it may be scoring a split, or hang (log: "
+        f"{job.folder / LOG}); Ctrl-C stops it, and the same command resumes."
+    )
 
 
 def _read_share(job: Job) -> float:

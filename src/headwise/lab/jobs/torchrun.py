@@ -40,6 +40,9 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
             else:
                 with processes.alone():
                     do_job(job.settings, job.folder, heartbeat)
+        except KeyboardInterrupt as error:
+            error.args = (f"stopped; {job.name} resumes from its last checkpoint: give the same command again.",)
+            raise
         except HeadwiseError as error:
             with (job.folder / LOG).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,15 +26,17 @@ from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.job import Failure, Heartbeat, Job, Watch
 from headwise.lab.experiment.run_folder import LOG
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.stopping import BY_SIGNAL, ignoring_stops
 from headwise.lab.training import processes
 from headwise.lab.training.baseline import BaselineSettings, run_baseline
 from headwise.lab.training.cross_validation import gather_parts
 
 Target = Callable[[Any, Path, Heartbeat], None]
 
-# Seconds that a worker has to save its state after Ctrl-C.
-PATIENCE_SECONDS = 5.0
+# Seconds that a worker has to save its state after Ctrl-C, and after which one that writes nothing is named.
+PATIENCE_SECONDS, SILENCE_SECONDS = 5.0, 600.0
 # One thread per process: parallel runs already use every core.
+SAVED = "stopped; every run has saved its state, give the same command again to resume."
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -43,6 +46,9 @@ class _Worker:
     connection: Connection
     job: Job | None = None
     gone: bool = False
+    # when its job last wrote a file, and when that was noticed; None once its silence was told
+    written: int = 0
+    heard: float | None = 0.0
 
 
 def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: Path, heartbeat: Heartbeat) -> None:
@@ -75,10 +81,13 @@ def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) ->
         One failure for each job that failed.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; every worker has saved its state and exited (or was killed after 5 s).
+        KeyboardInterrupt: Ctrl-C or a signal to end; every worker has saved its state and exited, or was killed after
+            5 s or at a second Ctrl-C: then the message names its run.
     """
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
+    with _hold_interrupts():
+        # starts a process of multiprocessing's own, which a closed terminal would end
+        stop = context.Event()
     pending, failures = list(jobs), list[Failure]()
     pool: list[_Worker] = []
     try:
@@ -87,16 +96,35 @@ def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) ->
                 pool.append(_start(context, target, stop))
             for worker in pool:
                 if worker.job is None and pending:
-                    worker.job = pending.pop(0)
-                    worker.connection.send(worker.job)
+                    try:
+                        worker.connection.send(pending[0])
+                    except OSError:
+                        # it ended while it had nothing to do
+                        worker.gone = True
+                        continue
+                    worker.job, worker.heard = pending.pop(0), time.monotonic()
                     watch.started(worker.job)
             wait([worker.connection for worker in pool if worker.job], timeout=0.2)
             failures += [failure for worker in pool if (failure := _collect(worker, watch)) is not None]
             pool = [worker for worker in pool if not worker.gone]
+            for worker in pool:
+                _listen(worker, watch)
             watch.tick()
-    finally:
+    except KeyboardInterrupt as error:
+        stop.set()
+        cut, _ = _end(pool)
+        error.args = (_describe_cut(cut),)
+        raise
+    except BaseException:
         stop.set()
         _end(pool)
+        raise
+    stop.set()
+    _, interrupt = _end(pool)
+    if interrupt is not None:
+        # nothing was running any more
+        interrupt.args = (SAVED,)
+        raise interrupt
     return failures
 
 
@@ -127,30 +155,79 @@ def _collect(worker: _Worker, watch: Watch) -> Failure | None:
     return failure
 
 
-def _end(pool: Sequence[_Worker]) -> None:
-    """Stop idle workers, give busy ones time to save, then kill the rest."""
+def _listen(worker: _Worker, watch: Watch) -> None:
+    """Tell once of a job that has written nothing for long."""
+    if worker.job is None:
+        return
+    with suppress(OSError):
+        written = max((path.stat().st_mtime_ns for path in worker.job.folder.iterdir()), default=0)
+        if written != worker.written:
+            worker.written, worker.heard = written, time.monotonic()
+    silence = 0.0 if worker.heard is None else time.monotonic() - worker.heard
+    if silence > SILENCE_SECONDS:
+        watch.silent(worker.job, round(silence / 60))
+        worker.heard = None
+
+
+def _describe_cut(jobs: Sequence[Job]) -> str:
+    if not jobs:
+        return SAVED
+    names = ", ".join(job.name for job in jobs)
+    return (
+        f"stopped; {names} had not saved and resume{'s' * (len(jobs) == 1)} from the last checkpoint, other runs from "
+        "where they were: give the same command again."
+    )
+
+
+def _end(pool: Sequence[_Worker]) -> tuple[list[Job], KeyboardInterrupt | None]:
+    """Stop idle workers, give busy ones time to save and kill the rest; return the jobs of those, and an interrupt."""
     for worker in pool:
         with suppress(OSError):
             worker.connection.send(None)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    # a second Ctrl-C ends the waiting
-    with suppress(KeyboardInterrupt):
+    interrupt = None
+    try:
         for worker in pool:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-    for worker in pool:
-        if worker.process.is_alive():
+    except KeyboardInterrupt as error:
+        # a second Ctrl-C ends the waiting
+        interrupt = error
+    with ignoring_stops():
+        killed = [worker for worker in pool if worker.process.is_alive()]
+        for worker in killed:
             worker.process.kill()
+        for worker in killed:
             worker.process.join()
+    saved = (0, BY_SIGNAL + signal.SIGTERM)
+    cut = [worker.job for worker in pool if worker.job is not None and worker.process.exitcode not in saved]
+    return cut, interrupt
 
 
 def _serve(target: Target, connection: Connection, stop: Any) -> None:
     """Body of a worker process: do jobs until None, a stop or the end of the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    heartbeat = _make_heartbeat(stop)
+    asked: list[int] = []
+    busy = False
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        if not busy:
+            os._exit(BY_SIGNAL + number)
+
+    # the parent decides what Ctrl-C and a closed terminal mean, which reach all processes
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, ask)
+    heard = _make_heartbeat(stop)
     with suppress(EOFError, ConnectionError):
         while (job := connection.recv()) is not None and not stop.is_set():
-            failure = attempt(target, job, heartbeat)
+            busy = True
+            failure = attempt(target, job, lambda: bool(asked) or heard())
+            if asked and failure is None:
+                # it has saved, and is not done
+                os._exit(BY_SIGNAL + asked[0])
             connection.send(failure)
+            busy = False
     # all files are closed, and a normal exit of an interpreter with torch takes seconds
     os._exit(0)
 
@@ -206,14 +283,14 @@ def _redirect_output(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Block Ctrl-C, which reaches the whole process group although only the parent handles it.
+    """Block Ctrl-C and a closed terminal, which reach the whole process group although only the parent handles them.
 
     A process started inside inherits the block from its first instruction on.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

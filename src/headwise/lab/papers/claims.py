@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.measures import Shown
+from headwise.lab.results.cells import Line
 from headwise.lab.results.evidence import Evidence, index_by_seed, match_seeds
-from headwise.lab.results.runs import Run, read_starts
-from headwise.lab.results.statistics import MINIMUM_SEEDS, Estimate, describe_undecided, estimate_over_starts, holm
+from headwise.lab.results.runs import MEASURES, Run, read_starts
+from headwise.lab.results.statistics import Estimate, estimate_over_starts
+from headwise.lab.results.verdicts import ORDER, Judgement, describe_undecided, judge_family
 
-# A claim is settled at this adjusted p-value.
-LEVEL = 0.05
+# Contrasts of heads check that a method acted; those of what it costs have no test. Each kind is a family of its own.
+EFFICACY, MANIPULATION, COST = "efficacy", "manipulation check", "cost"
+OF_HEADS = {*MEASURES, "head_vector_cosine", "redundant_share", "raising_share", "different_words"}
+OF_COST = {"parameters", "step_seconds", "step_ratio", "train_seconds", "decoding_seconds"}
 MEASURED, UNMEASURED = "measured, not tested", "no verdict (nothing measured)"
 
 Array = NDArray[np.float64]
@@ -38,6 +41,7 @@ class Contrast:
         less: A contrast whose difference is taken off.
         over: Parts whose differences are averaged with equal weight; `part` is then unused, and `less` has parts to
             average too.
+        published: What the paper found, in the units of ours; None where it prints no such numbers.
     """
 
     arm: str
@@ -50,6 +54,13 @@ class Contrast:
     measure: str | None = None
     less: Contrast | None = None
     over: tuple[str, ...] = ()
+    published: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The family it is in: "efficacy", "manipulation check" or "cost"."""
+        name = (self.measure or "").partition(" of ")[0]
+        return MANIPULATION if name in OF_HEADS else COST if name in OF_COST else EFFICACY
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -143,52 +154,74 @@ class Found:
 
     Attributes:
         contrast: The contrast.
-        estimate: What was found; None where it could not be measured.
-        adjusted: Its adjusted p-value; None where it was not measured or is not tested.
+        judgement: What was found and what is said of it; None where it could not be measured.
         reason: Why it was not measured; "" where it was.
     """
 
     contrast: Contrast
-    estimate: Estimate | None
-    adjusted: float | None = None
+    judgement: Judgement | None
     reason: str = ""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What was found."""
+        return None if self.judgement is None else self.judgement.estimate
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the contrast alone; "" if it is not tested."""
+        if self.judgement is None:
+            return f"no verdict ({self.contrast} {self.reason})"
+        return self.judgement.claim_words if self.judgement.family else ""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with what was found, the numbers shown as text and the verdict in words."""
+    """A claim with what was found, the numbers shown with it and the verdict in words."""
 
     claim: Claim
     found: tuple[Found, ...]
-    shown: tuple[str, ...]
+    shown: tuple[Line, ...]
     verdict: str
 
 
 def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judged, ...]:
     """Return the verdict on each claim.
 
-    Each contrast is the mean over shared seeds and test items, with the hierarchical bootstrap of
-    `statistics.estimate`; Holm's adjustment covers all tested contrasts of all claims. A claim is "borne out" when
-    every contrast is above zero at adjusted p <= 0.05, "contradicted" when one is below zero so, else "not shown";
-    with fewer than five seeds there is no verdict (runs that began with one earlier run, in which the method acted,
-    count as one), and without a test the words are "measured, not tested", where there is anything to measure.
+    Each contrast is the mean over shared seeds and test items; see `statistics.Estimate`. Holm's adjustment covers the
+    tested contrasts of all claims, those of efficacy apart from checks of manipulation; each counts once, also one that
+    could not be measured. A contrast above zero is "borne out", or "better, by less than published" if its interval
+    ends below the published gain; one below zero is "contradicted"; else it is "not shown", or where a gain was
+    published "published gain not found" or "cannot tell", as the interval leaves it out or holds it. A claim has the
+    worst of its contrasts' verdicts. With fewer than five seeds there is no verdict (runs that began with one earlier
+    run, in which the method acted, count as one), and without a test the words are "measured, not tested", where there
+    is anything to measure.
     """
-    measured = [[_measure(contrast, parts) for contrast in claim.contrasts] for claim in claims]
-    family = [
-        found.estimate.p
-        for claim, row in zip(claims, measured, strict=True)
-        for found in row
-        if claim.tested and found.estimate is not None
-    ]
-    adjusted = iter(holm(family))
-    judged = []
-    for claim, row in zip(claims, measured, strict=True):
-        found = [
-            replace(one, adjusted=next(adjusted)) if claim.tested and one.estimate is not None else one for one in row
-        ]
-        shown = tuple(number.text(parts) for number in claim.shown)
-        judged.append(Judged(claim, tuple(found), shown, _describe(claim, found, parts)))
-    return tuple(judged)
+    known = {contrast: _measure(contrast, parts) for claim in claims for contrast in claim.contrasts}
+    for kind in (EFFICACY, MANIPULATION):
+        planned = {one for claim in claims if claim.tested for one in claim.contrasts if one.kind == kind}
+        family = [one for one in known if one in planned and known[one].estimate is not None]
+        estimates = [found for one in family if (found := known[one].estimate) is not None]
+        judged = judge_family(estimates, [one.published for one in family], planned=len(planned))
+        known |= {one: replace(known[one], judgement=found) for one, found in zip(family, judged, strict=True)}
+    return tuple(_judge_claim(claim, [known[one] for one in claim.contrasts], parts) for claim in claims)
+
+
+def map_judgements(judged: Sequence[Judged], part: str, items: int) -> dict[tuple[str, str], Judgement]:
+    """Return what was said of differences over all items of a part, by arm and other arm, each in both directions."""
+    found = {}
+    for one in (one for claim in judged for one in claim.found):
+        contrast, judgement = one.contrast, one.judgement
+        plain = contrast.measure is None and not contrast.over and contrast.beyond is None and contrast.less is None
+        if plain and judgement is not None and set(contrast.parts) == {part} and judgement.estimate.items == items:
+            found[contrast.arm, contrast.against] = judgement
+            found[contrast.against, contrast.arm] = judgement.reversed
+    return found
+
+
+def _judge_claim(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> Judged:
+    shown = tuple(number.line(parts) for number in claim.shown)
+    return Judged(claim, tuple(found), shown, _describe(claim, found, parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +265,7 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
 def _estimate_claim(contrast: Contrast, leads: Leads | str) -> Found:
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
-    return Found(contrast, estimate_over_starts(leads.values, leads.starts, seed=derive_key("claim", str(contrast))))
+    return Found(contrast, Judgement(estimate_over_starts(leads.values, leads.starts), published=contrast.published))
 
 
 def _list_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
@@ -324,24 +357,16 @@ def _select_bins(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArr
 
 
 def _describe(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
-    if claim.tested and found:
-        return _decide(found)
+    if claim.tested and any(one.contrast.kind != COST for one in found):
+        return _decide([one for one in found if one.contrast.kind != COST])
     measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
     return MEASURED if measured else UNMEASURED
 
 
 def _decide(found: Sequence[Found]) -> str:
-    absent = [f"{one.contrast} {one.reason}" for one in found if one.estimate is None]
-    if absent:
-        return f"no verdict ({absent[0]})"
-    fewest = min((one.estimate for one in found if one.estimate is not None), key=lambda estimate: estimate.seeds)
-    if fewest.seeds < MINIMUM_SEEDS:
-        return describe_undecided(fewest.seeds, fewest.drawn)
-    settled = [
-        one.estimate.value > 0
-        for one in found
-        if one.estimate is not None and one.adjusted is not None and one.adjusted <= LEVEL
-    ]
-    if not all(settled):
-        return "contradicted"
-    return "borne out" if len(settled) == len(found) else "not shown"
+    if absent := [one.verdict for one in found if one.estimate is None]:
+        return absent[0]
+    estimates = sorted((one.estimate for one in found if one.estimate is not None), key=lambda one: one.seeds)
+    undecided = filter(None, map(describe_undecided, estimates))
+    words = {one.verdict for one in found}
+    return next(undecided, None) or next(one for one in ORDER if one in words)

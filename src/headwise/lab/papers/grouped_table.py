@@ -1,23 +1,21 @@
 """A paper's table whose rows are groups of data sets: its numbers and ours, and the mean of each group."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.experiment.seeding import derive_key
+from headwise.lab.experiment.run_folder import VOCABULARY, read_json
 from headwise.lab.papers.reproduction import Published
-from headwise.lab.results.cells import NONE, Grid, format_percent
+from headwise.lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed
 from headwise.lab.results.evidence import Evidence, index_by_seed
 from headwise.lab.results.statistics import estimate, holm
 from headwise.lab.results.table import Table
 
 MAJORITY = "majority"
-# What runs on labelled data keep, their labels among it.
-VOCABULARY = "vocabulary.json"
 LEVEL = 0.05
 MARKED = (
     "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that "
@@ -45,17 +43,17 @@ def build_grouped_grid(
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
     cells = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
     known = [arm for arm in arms if any((part, arm) in cells for part in tables)]
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for group, members in groups.items():
         there = [part for part in members if part in tables]
         rows += [(part, *_build_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
         if there:
-            means = []
+            means: list[Cell] = []
             for arm in arms:
                 if arm in known:
-                    means.append(f"{fmean(float(cells[part, arm]) for part in there):.2f}")
+                    means.append(Number(fmean(float(cells[part, arm]) for part in there), digits=2))
                 ours = [row.score.value for part in there if (row := tables[part].row(arm)) is not None]
-                means.append(f"{100 * fmean(ours):.2f}" if len(ours) == len(there) else NONE)
+                means.append(show_number(fmean(ours) if len(ours) == len(there) else None, 2, factor=100))
             which = "" if len(there) == len(members) else f" ({', '.join(there)})"
             rows.append((f"{group}: mean{which}", NONE, *means))
     header = ["task", MAJORITY]
@@ -71,15 +69,15 @@ def _build_row(
     cells: Mapping[tuple[str, str], str],
     table: Table | None,
     doubtful: set[tuple[str, str]],
-) -> list[str]:
+) -> list[Cell]:
     majority = None if table is None else table.row(MAJORITY)
-    found = [NONE if majority is None else f"{100 * majority.score.value:.1f}"]
+    found: list[Cell] = [NONE if majority is None else show_percent(majority.score, interval=False)]
     for arm in arms:
         if arm in known:
-            found.append(cells.get((part, arm), NONE))
+            found.append(show_printed(cells.get((part, arm), "")))
         row = None if table is None else table.row(arm)
-        text = NONE if row is None else format_percent(row.score)
-        found.append(f"({text})" if row is not None and (part, arm) in doubtful else text)
+        shown = NONE if row is None else show_percent(row.score)
+        found.append(replace(shown, form="({})") if isinstance(shown, Number) and (part, arm) in doubtful else shown)
     return found
 
 
@@ -96,8 +94,7 @@ def _find_at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence
             # of many labels the most frequent one may not occur in test at all
             chance = max(majority.score.value, 1.0 / _count_labels(runs[0].folder))
             scores = np.stack([results.metric.values(run.statistics) for run in runs])
-            found = estimate(scores - chance, seed=derive_key("chance", part, row.arm))
-            p_values[part, row.arm] = found.p / 2 if found.value > 0 else 1.0 - found.p / 2
+            p_values[part, row.arm] = estimate(scores).p_above(chance)
     adjusted = holm(list(p_values.values()))
     return {cell for cell, p in zip(p_values, adjusted, strict=True) if p > LEVEL}
 

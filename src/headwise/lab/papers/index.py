@@ -1,7 +1,8 @@
-"""Every table and figure of the papers that can be run, by its id."""
+"""Every table and figure of the papers that can be run, and our own, by its id."""
 
 from headwise.lab.papers.diversify.tables import DIVERSIFY
 from headwise.lab.papers.guided.tables import GUIDED
+from headwise.lab.papers.ours import OURS
 from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.papers.repulsive.glue import REPULSIVE_GLUE
 from headwise.lab.papers.repulsive.graphs import GRAPHS
@@ -11,5 +12,14 @@ from headwise.lab.papers.repulsive.translation import REPULSIVE
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
-    for reproduction in (*REPULSIVE, *SENTENCES, *SENTENCE_FIGURES, *REPULSIVE_GLUE, *GRAPHS, *DIVERSIFY, *GUIDED)
+    for reproduction in (
+        *REPULSIVE,
+        *SENTENCES,
+        *SENTENCE_FIGURES,
+        *REPULSIVE_GLUE,
+        *GRAPHS,
+        *DIVERSIFY,
+        *GUIDED,
+        *OURS,
+    )
 }

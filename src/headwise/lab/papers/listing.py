@@ -1,15 +1,14 @@
 """What reproductions there are and what running them takes, before anything is run."""
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from headwise.errors import DataError
 from headwise.lab.compare import find_run_folder
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import escape_arm_name
@@ -66,7 +65,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     cost = "no run of each size has finished, so what they cost is not known"
     if total is not None:
         cost = f"about {total / 3600:.1f} hours of training, one run after the other"
-    console.print(f"{left} runs to do: {cost}.", highlight=False)
+    console.print(f"{left} runs to do: {cost}.", highlight=False, markup=False)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
@@ -107,9 +106,8 @@ def _find_scale(comparison: Path) -> str | None:
 
 def _read_seconds(folder: Path) -> float | None:
     try:
-        found: Mapping[str, Any] = json.loads((folder / runs.RESULT).read_text(encoding="utf-8"))
-        return float(found["train_seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float(runs.read_json(folder / runs.RESULT)["train_seconds"])
+    except (DataError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

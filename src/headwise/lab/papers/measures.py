@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from headwise.lab.results.cells import Cell, Line, Number
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import STEP_RATIO
 
@@ -33,14 +34,14 @@ class _PerArm:
 
     def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
         """Return whether any arm has a value."""
-        return any(self._write(arm, parts) not in (ABSENT, UNMEASURED) for arm in self.arms)
+        return any(self._find(arm, parts) not in (ABSENT, UNMEASURED) for arm in self.arms)
 
-    def text(self, parts: Mapping[str, Evidence]) -> str:
-        """Return "label: arm value, arm value"."""
+    def line(self, parts: Mapping[str, Evidence]) -> Line:
+        """Return the value of each arm."""
         place = f" in {self.part}" if self.part else ""
-        return f"{self.label}{place}: " + ", ".join(f"{arm} {self._write(arm, parts)}" for arm in self.arms)
+        return Line(f"{self.label}{place}", {arm: self._find(arm, parts) for arm in self.arms})
 
-    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
         raise NotImplementedError
 
 
@@ -64,12 +65,12 @@ class Numbers(_PerArm):
     digits: int = 2
     scale: float = 1.0
 
-    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
         if self.part not in parts:
             return ABSENT
         value = parts[self.part].mean(arm, self.measure)
         if value is not None:
-            return f"{self.scale * value:,.{self.digits}f}"
+            return Number(value, digits=self.digits, factor=self.scale)
         return UNMEASURED if parts[self.part].has(arm) else ABSENT
 
 
@@ -86,14 +87,14 @@ class StepTimes(_PerArm):
     part: str = ""
     label: str = field(default="step time over plain", init=False, repr=False)
 
-    def _write(self, arm: str, parts: Mapping[str, Evidence]) -> str:
+    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
         if self.part not in parts:
             return ABSENT
         ratios = parts[self.part].of(arm, STEP_RATIO).values()
         if not ratios:
             own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
             ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
-        return f"{statistics.median(ratios):.2f}" if ratios else ABSENT
+        return Number(statistics.median(ratios), digits=2) if ratios else ABSENT
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,17 @@ class Least:
         """Return whether a seed has the number in every part."""
         return bool(self._seeds(parts))
 
-    def text(self, parts: Mapping[str, Evidence]) -> str:
-        """Return where it is least, the means behind that, and how many seeds say the same."""
+    def line(self, parts: Mapping[str, Evidence]) -> Line:
+        """Return the means, and how many seeds say with them where it is least."""
         found = {part: parts[part].of(self.arm, self.measure) for part in self.among if part in parts}
-        seeds = self._seeds(parts)
+        label, seeds = f"least {self.measure} of {self.arm}", self._seeds(parts)
         if not seeds:
-            return f"least {self.measure} of {self.arm}: {ABSENT} in all of {', '.join(self.among)}"
+            return Line(label, {", ".join(self.among): ABSENT})
         means = {part: statistics.fmean(values[seed] for seed in seeds) for part, values in found.items()}
         least = min(means, key=lambda part: means[part])
         agreeing = sum(min(found, key=lambda part: found[part][seed]) == least for seed in seeds)
-        listed = ", ".join(f"{part} {mean:.3f}" for part, mean in means.items())
-        return f"least {self.measure} of {self.arm}: {least} ({listed}; {agreeing} of {len(seeds)} seeds agree)"
+        shown = {part: Number(mean, digits=3) for part, mean in means.items()}
+        return Line(label, shown, f"; least in {least}, as {agreeing} of {len(seeds)} seeds agree")
 
     def _seeds(self, parts: Mapping[str, Evidence]) -> set[int]:
         return set.intersection(

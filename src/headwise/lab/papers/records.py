@@ -11,28 +11,37 @@ from headwise.atomic import write_whole
 from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_json, write_text
-from headwise.lab.papers.claims import Found, Judged, judge
+from headwise.lab.papers.claims import Judged, judge, map_judgements
+from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
 from headwise.lab.papers.data import InitialRuns
 from headwise.lab.papers.grouped_table import build_grouped_grid
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, describe_lack
-from headwise.lab.results.cells import NONE, Grid, format_number, format_percent
+from headwise.lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import NOTE, diversity_grid, list_grids, verdict_grid
-from headwise.lab.results.table import PLAIN, Table
+from headwise.lab.results.table import PLAIN, Table, make_record
+from headwise.lab.results.tabulate import make_table
 
 FOLDER = "results"
 PAGE = "RESULTS.md"
 INTRODUCTION = """# Results
 
 Written by `headwise reproduce` from the records in `results/`, not by hand. How each comparison is judged stands in the
-laboratory's page of the documentation; what differs from the paper, in `DEVIATIONS.md` beside this.
+[page on statistics](../../docs/statistics.md); what differs from the paper, in `DEVIATIONS.md` beside this.
 """
 OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
 # Where arms are columns.
 OTHER_GROUPED = (
     "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number "
     "with one of the paper's."
+)
+# Records of the first format hold text, judged by another method.
+FORMAT = 2
+EARLIER = (
+    "**Judged by version 0.1**, before the tests were calibrated: by a bootstrap over seeds and test items that finds "
+    "less than its level allows, with one family of Holm's adjustment for all contrasts. Brackets are 95 % intervals "
+    "over seeds and test items, ± is half of one; differences are in points."
 )
 SAME = "Ours are on the data and the size that the paper names."
 
@@ -76,8 +85,7 @@ class Reproduced:
     @cached_property
     def judged(self) -> tuple[Judged, ...]:
         """Its claims with their verdicts."""
-        scales = named_task(self.reproduction.task).scales
-        return judge(self.reproduction.claims_at(self.scale, scales), self.evidence)
+        return judge_parts(self.reproduction, self.scale, self.evidence)
 
     @cached_property
     def pictures(self) -> tuple[Picture, ...]:
@@ -98,12 +106,18 @@ class Reproduced:
         return all(sizes[part].corpus is not None and sizes[part].corpus == self.data[part] for part in self.evidence)
 
 
-def build_claims_grid(judged: tuple[Judged, ...]) -> Grid | None:
-    """Return claims, findings and verdicts; None where no claim is about these parts."""
-    if not judged:
-        return None
-    rows = tuple((one.claim.statement, "; ".join(_list_findings(one)), one.verdict) for one in judged)
-    return Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll")
+def judge_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str, Evidence]) -> tuple[Judged, ...]:
+    """Return the claims of a reproduction with their verdicts."""
+    return judge(reproduction.claims_at(scale, named_task(reproduction.task).scales), evidence)
+
+
+def tabulate_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str, Evidence]) -> dict[str, Table]:
+    """Return the table of each part, whose verdicts are those of the claims: other differences have none."""
+    judged = judge_parts(reproduction, scale, evidence)
+    return {
+        part: make_table(found.results, map_judgements(judged, part, len(found.results.bins)))
+        for part, found in evidence.items()
+    }
 
 
 def build_published_grid(found: Reproduced) -> Grid | None:
@@ -120,6 +134,7 @@ def build_published_grid(found: Reproduced) -> Grid | None:
     for place, column in enumerate(published.columns):
         header += [
             f"{column.title}, paper",
+            *(["step time over plain, paper"] if column.per_second else []),
             *([f"{_choose_title(column)}, here"] if _is_first(published, place) else []),
         ]
     rows = tuple(_build_published_row(found, published, row, several=several) for row in published.rows)
@@ -133,9 +148,7 @@ def build_measures_grid(found: Reproduced) -> Grid | None:
         return None
     parts, arms = list(found.evidence), list(dict.fromkeys(r.arm for t in found.tables.values() for r in t.arms))
     columns = [(measure, part) for measure in reproduction.measures for part in parts]
-    rows = tuple(
-        (arm, *(_format_range(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms
-    )
+    rows = tuple((arm, *(_show_range(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms)
     header = ("arm", *(f"{measure}, {part}".removesuffix(", ") for measure, part in columns))
     return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
 
@@ -155,6 +168,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
     chosen = list_grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
     every = [_add_title(grid, part) for part, table in tables.items() for grid in chosen(table)]
     return {
+        "format": FORMAT,
         "id": reproduction.id,
         "title": reproduction.title,
         "source": reproduction.source,
@@ -165,18 +179,16 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "begun": None if found.initial_runs is None else str(found.initial_runs),
         "primary": "; ".join(dict.fromkeys(table.primary for table in tables.values())),
         "command": command,
-        "claims": [
-            {"statement": one.claim.statement, "verdict": one.verdict, "contrasts": _list_findings(one)}
-            for one in found.judged
-        ],
-        "published": None if published is None else _record_grid(published),
+        "claims": record_claims(found.judged),
+        "published": None if published is None else published.to_record(),
         "comparable": found.is_the_papers,
         "grouped": bool(reproduction.groups),
         "pictures": [
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
         ],
-        "grids": [_record_grid(one) for one in (build_summed_grid(found), measured, *every) if one is not None],
+        "tables": {part: make_record(table) for part, table in tables.items()},
+        "grids": [one.to_record() for one in (build_summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
         "missing": [f"{run} in {part}" if part else run for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
@@ -220,64 +232,50 @@ def _render_section(found: Mapping[str, Any]) -> str:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     if found.get("left_out"):
         lines += [describe_lack(found["left_out"]), ""]
-    rows = tuple((c["statement"], "; ".join(c["contrasts"]), c["verdict"]) for c in found["claims"])
-    if rows:
-        lines += [Grid("The paper's claims", ("claim", "here", "verdict"), rows, "lll").to_markdown(), ""]
+    for grid in build_claims_grids(found["claims"]):
+        lines += [grid.to_markdown(), ""]
     if found.get("published"):
         other = OTHER_GROUPED if found.get("grouped") else OTHER
-        lines += [_read_grid(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
+        lines += [Grid.from_record(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
     for picture in found.get("pictures", ()):
         lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
     for grid in found["grids"]:
-        lines += [_read_grid(grid).to_markdown(), ""]
+        lines += [Grid.from_record(grid).to_markdown(), ""]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     initial = f" Begins with {found['begun']}." if found.get("begun") else ""
     metric = f"Primary metric, named beforehand: {found['primary']}."
-    lines += [NOTE, "", f"{metric} Data {found['data']}.{initial} {versions}.", ""]
+    lines += [
+        NOTE if found.get("format") == FORMAT else EARLIER,
+        "",
+        f"{metric} Data {found['data']}.{initial} {versions}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
-def _list_findings(judged: Judged) -> list[str]:
-    return [*(_write_contrast(found) for found in judged.found), *judged.shown]
-
-
-def _write_contrast(found: Found) -> str:
-    if found.estimate is None:
-        reason = found.reason.removeprefix("was ")
-        return f"{found.contrast}: {reason}"
-    numbers = found.estimate.value, found.estimate.low, found.estimate.high
-    if found.contrast.measure is None:
-        value, low, high = (f"{100 * value:+.2f}" for value in numbers)
-        value += " points"
-    else:
-        value, low, high = (f"{value:+.4g}" for value in numbers)
-    if found.estimate.is_one_number:
-        return f"{found.contrast}: {value} (one run)"
-    p_value = "" if found.adjusted is None else f", p = {found.adjusted:.3f}"
-    return f"{found.contrast}: {value} [{low}, {high}]{p_value}"
-
-
-def _format_range(evidence: Evidence, arm: str, measure: str) -> str:
+def _show_range(evidence: Evidence, arm: str, measure: str) -> Cell:
     values = evidence.of(arm, measure).values()
     if not values:
         return NONE
-    mean = format_number(fmean(values))
-    return mean if len(values) == 1 else f"{mean} ({format_number(min(values))} to {format_number(max(values))})"
+    low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
+    return Number(fmean(values), low, high)
 
 
-def _build_published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[str, ...]:
+def _build_published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[Cell, ...]:
     reproduction = found.reproduction
     there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
     # a row that is quoted alone has no arm, and a baseline has a name as it is
     baseline = row.arm in named_task(reproduction.task).baselines
     arm = (row.arm if baseline else found.canonical(row.part, row.arm)) if there and row.arm else ""
     table = found.tables.get(row.part)
-    cells = [row.name, *([row.part] if several else []), arm or NONE]
+    cells: list[Cell] = [row.name, *([row.part] if several else []), arm or NONE]
     evidence = found.evidence.get(row.part)
     for place, (column, printed) in enumerate(zip(published.columns, row.cells, strict=True)):
-        cells.append(_add_step_time(published, row, place) if column.per_second else printed or NONE)
+        cells.append(show_printed(printed))
+        if column.per_second:
+            cells.append(_compute_step_time(published, row, place))
         if _is_first(published, place):
-            cells.append(NONE if table is None or evidence is None else _format_own(table, evidence, arm, column))
+            cells.append(NONE if table is None or evidence is None else _show_own(table, evidence, arm, column))
     return tuple(cells)
 
 
@@ -287,26 +285,21 @@ def _is_first(published: Published, place: int) -> bool:
     return (own.ours, own.measure) not in [(column.ours, column.measure) for column in published.columns[:place]]
 
 
-def _add_step_time(published: Published, row: PaperRow, place: int) -> str:
-    """Return steps a second as printed, with the step time over plain's that follows."""
+def _compute_step_time(published: Published, row: PaperRow, place: int) -> Number:
+    """Return the step time over plain's that follows from steps a second."""
     plain = next(one for one in published.rows if one.arm == PLAIN and one.part == row.part)
-    return f"{row.cells[place]} (time {float(plain.cells[place]) / float(row.cells[place]):.2f})"
+    return Number(float(plain.cells[place]) / float(row.cells[place]), digits=2)
 
 
-def _format_own(table: Table, evidence: Evidence, arm: str, column: Column) -> str:
+def _show_own(table: Table, evidence: Evidence, arm: str, column: Column) -> Cell:
     if column.ours == "measure":
-        return _format_range(evidence, arm, column.measure)
-    row, plain = table.row(arm), table.row(PLAIN)
+        return _show_range(evidence, arm, column.measure)
+    row = table.row(arm)
     if row is None:
         return NONE
     if column.ours == "score":
-        return format_percent(row.score)
-    if column.ours == "step time":
-        return NONE if row.step_ratio is None else f"{row.step_ratio:.2f}"
-    if row.parameters is None:
-        return NONE
-    more = 0 if plain is None or plain.parameters is None else row.parameters - plain.parameters
-    return f"{row.parameters:,}" + (f" (+{more:,})" if more else "")
+        return show_percent(row.score)
+    return show_number(row.step_ratio, 2) if column.ours == "step time" else show_number(row.parameters, 0)
 
 
 def _choose_title(column: Column) -> str:
@@ -330,11 +323,3 @@ def _add_part(part: str, described: str) -> str:
 
 def _add_title(grid: Grid, part: str) -> Grid:
     return replace(grid, title=f"{part}: {grid.title}") if part else grid
-
-
-def _record_grid(grid: Grid) -> dict[str, Any]:
-    return {"title": grid.title, "header": list(grid.header), "rows": [list(r) for r in grid.rows], "align": grid.align}
-
-
-def _read_grid(found: Mapping[str, Any]) -> Grid:
-    return Grid(found["title"], tuple(found["header"]), tuple(map(tuple, found["rows"])), found["align"])

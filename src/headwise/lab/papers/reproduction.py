@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
-from headwise.lab.papers.claims import Claim, Judged
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims import EFFICACY, Claim, Contrast, Judged
 from headwise.lab.papers.sizes import Sizes, arm_name, arm_names, resize_scale
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.evidence import Evidence
@@ -49,6 +50,10 @@ class Column:
     ours: Literal["score", "step time", "parameters", "measure"] = "score"
     per_second: bool = False
     measure: str = ""
+
+    def shows(self, measure: str | None) -> bool:
+        """Return whether it has the score, for None, or a number of each run."""
+        return self.ours == "score" if measure is None else self.ours == "measure" and self.measure == measure
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,27 @@ class Published:
     on: str
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
+
+    def difference(
+        self, contrast: Contrast, canonical: Callable[[str, str], str], baselines: Sequence[str] = ()
+    ) -> float | None:
+        """Return what the paper found for a contrast of scores, in the units of ours; None without all its numbers.
+
+        Scores are printed times 100, other numbers in units of ours.
+        """
+        if contrast.bins or contrast.beyond or contrast.less or contrast.kind != EFFICACY:
+            return None
+        place = next((place for place, one in enumerate(self.columns) if one.shows(contrast.measure)), None)
+        if place is None:
+            return None
+        rows = [row for row in self.rows if row.arm and row.arm not in baselines and row.part in contrast.parts]
+        cells = {(row.part, canonical(row.part, row.arm)): row.cells[place] for row in rows}
+        sides = [(part, part) for part in contrast.over] or [contrast.parts[:2]]
+        pairs = [(cells.get((one, contrast.arm), ""), cells.get((other, contrast.against), "")) for one, other in sides]
+        if not all(one and other for one, other in pairs):
+            return None
+        factor = 100 if contrast.measure is None else 1
+        return sum(float(one) - float(other) for one, other in pairs) / len(pairs) / factor
 
 
 # Writes further pages of a part from the folder of the page, that of the comparison, the data and the runs.
@@ -217,12 +243,20 @@ class Reproduction:
         claims = []
         for claim in self.claims:
             within = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
-            contrasts = [one.named(canonical) for one in within if known.issuperset(one.parts)]
+            contrasts = [
+                self._add_published(one.named(canonical), canonical) for one in within if known >= {*one.parts}
+            ]
             telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
             shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
             if telling or shown:
                 claims.append(replace(claim, contrasts=tuple(dict.fromkeys(telling)), shown=shown))
         return tuple(claims)
+
+    def _add_published(self, contrast: Contrast, canonical: Callable[[str, str], str]) -> Contrast:
+        if self.published is None:
+            return contrast
+        baselines = named_task(self.task).baselines
+        return replace(contrast, published=self.published.difference(contrast, canonical, baselines))
 
 
 def describe_lack(left_out: Sequence[str]) -> str:

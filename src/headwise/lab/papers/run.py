@@ -23,6 +23,7 @@ from headwise.lab.experiment.job import Failure, Job
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.jobs.pool import do_analyses, do_jobs
+from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
 from headwise.lab.papers.data import (
     InitialRuns,
     find_corpus_name,
@@ -37,10 +38,10 @@ from headwise.lab.papers.figures import draw_curve, draw_head_map
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.records import (
     Reproduced,
-    build_claims_grid,
     build_measures_grid,
     build_published_grid,
     build_summed_grid,
+    tabulate_parts,
     write_records,
 )
 from headwise.lab.papers.reproduction import Part, Reproduction
@@ -49,7 +50,6 @@ from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import STEP_TIME
 from headwise.lab.results.table import Table
-from headwise.lab.results.tabulate import make_table
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
@@ -225,7 +225,7 @@ def report(
             data[part] = find_corpus_name(found.results.data, plan.comparison.data, out / CACHE)
     if not evidence:
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
-    tables = {part: make_table(found.results) for part, found in evidence.items()}
+    tables = tabulate_parts(reproduction, scale, evidence)
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = _draw_pictures(reproduction, places, evidence, tables)
     begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
@@ -239,7 +239,7 @@ def report(
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
     made = build_summed_grid(reproduced), build_measures_grid(reproduced), build_published_grid(reproduced)
-    for grid in filter(None, (*made, build_claims_grid(reproduced.judged))):
+    for grid in filter(None, (*made, *build_claims_grids(record_claims(reproduced.judged)))):
         console.print(grid)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError, SettingError
+from headwise.input_files import is_file
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.probing_files import FORMS, PROBES, find_probing_file
 from headwise.lab.experiment import run_folder
@@ -75,7 +76,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
     names = list(dict.fromkeys(wanted))
     if ALL in names and len(names) > 1:
         raise SettingError(f"--task is {','.join(names)!r}; expected all, or names of files without it.")
-    if data.is_file():
+    if is_file(data):
         name = data.name.partition(".")[0]
         if names not in ([ALL], [name]):
             raise SettingError(
@@ -85,7 +86,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
             raise SettingError(f"--data is {data.name}, and its results cannot be called {name}.json; rename the file.")
         return [(name, data)]
     if names == [ALL]:
-        names = [name for name in PROBES if any((data / f"{name}{form}").is_file() for form in FORMS)]
+        names = [name for name in PROBES if any(is_file(data / f"{name}{form}") for form in FORMS)]
         if not names:
             raise DataError(f"{data} holds no probing file; expected e.g. {next(iter(PROBES))}.txt, plain or .gz.")
     return [(name, find_probing_file(data / name)) for name in names]

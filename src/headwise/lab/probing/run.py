@@ -101,7 +101,7 @@ def probe_model(
     finished = {name: task for name, path in files if (task := _read_finished(out, name, path)) is not None}
     left = [_prepare(name, path, request, cache) for name, path in files if name not in finished]
     if frozen.note:
-        console.print(frozen.note, highlight=False)
+        console.print(frozen.note, highlight=False, markup=False)
     run_folder.claim(out, record)
     for prepared in left:
         task = _probe(frozen, model, prepared, vectors, request, cache, workers, console)
@@ -207,7 +207,7 @@ def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, c
             console.print(grid)
             lines += [grid.to_markdown(), ""]
     for note in (NOTE, *filter(None, map(_count_unconverged, tasks))):
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
         lines += [note, ""]
     for picture in (draw_layers(tasks), draw_heads(tasks)):
         if picture is not None:

@@ -1,8 +1,11 @@
 """Cells of text: how a number looks in a table, and grids of such cells in a terminal and in Markdown."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -11,7 +14,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.lab.results.statistics import Estimate
-from headwise.lab.results.table import Difference
 
 NONE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -22,8 +24,84 @@ LONGEST_WORD = 16
 
 
 @dataclass(frozen=True)
+class Number:
+    """A number as a cell; `str` is how it is shown.
+
+    Attributes:
+        value: The number; None where only a range is shown.
+        low: Lower end of its interval or range; None for none.
+        high: Upper end.
+        digits: Digits behind the point; None for three significant digits.
+        factor: What it is multiplied by where it is shown, as 100 for percent.
+        signed: Whether it has a sign also above zero.
+        form: What stands around it, as in "{} %".
+        median: A median shown behind it; None for none.
+
+    Example:
+        >>> str(Number(0.1234, low=-0.01, high=0.2568, digits=1, factor=100, signed=True))
+        '+12.3 (−1.0 to +25.7)'
+    """
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    digits: int | None = None
+    factor: float = 1.0
+    signed: bool = False
+    form: str = "{}"
+    median: float | None = None
+
+    def __str__(self) -> str:
+        text = "" if self.value is None else self._format(self.value)
+        if self.low is not None and self.high is not None:
+            ends = " to ".join(dict.fromkeys((self._format(self.low), self._format(self.high))))
+            text = f"{text} ({ends})" if text else ends
+        return self.form.format(text if self.median is None else f"{text}, {self._format(self.median)}")
+
+    def _format(self, value: float) -> str:
+        value *= self.factor
+        if self.digits is None:
+            digits = ".2g" if 0 < abs(value) < 0.01 else ".3f" if abs(value) < 10 else ".1f"
+        else:
+            digits = f",.{self.digits}f"
+        text = f"{value:{'+' * self.signed}{digits}}"
+        # what rounds to zero has no sign
+        return (text if float(text.replace(",", "")) else text.lstrip("+-")).replace("-", MINUS)
+
+
+Cell = str | Number
+
+
+@dataclass(frozen=True)
+class Line:
+    """Named values in a line; `str` is how it is shown.
+
+    Example:
+        >>> print(Line("parameters", {"plain": Number(1024, digits=0), "svgd": "not run"}))
+        parameters: plain 1,024, svgd not run
+    """
+
+    label: str
+    values: Mapping[str, Cell]
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label}: {', '.join(f'{name} {cell}' for name, cell in self.values.items())}{self.note}"
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON data, in which numbers are numbers."""
+        return {**vars(self), "values": {name: _record_cell(cell) for name, cell in self.values.items()}}
+
+    @classmethod
+    def from_record(cls, found: Mapping[str, Any]) -> Line:
+        """Return the line that `to_record` wrote."""
+        values = {name: _read_cell(cell) for name, cell in found["values"].items()}
+        return cls(found["label"], values, found["note"])
+
+
+@dataclass(frozen=True)
 class Grid:
-    """Cells of text with a title; printing one to a rich console shows it.
+    """Cells with a title; printing one to a rich console shows it.
 
     Where the terminal is too narrow for all columns, they are shown in blocks below one another, each with the first
     column: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
@@ -31,14 +109,30 @@ class Grid:
     Attributes:
         title: What the grid shows.
         header: One text per column.
-        rows: Rows of one text per column.
+        rows: Rows of one cell per column.
         align: One letter per column: l for text, r for numbers.
     """
 
     title: str
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     align: str
+
+    @property
+    def text(self) -> tuple[tuple[str, ...], ...]:
+        """The rows as they are shown."""
+        return tuple(tuple(map(str, row)) for row in self.rows)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the grid as JSON data, in which numbers are numbers."""
+        rows = [list(map(_record_cell, row)) for row in self.rows]
+        return {"title": self.title, "header": list(self.header), "rows": rows, "align": self.align}
+
+    @classmethod
+    def from_record(cls, found: Mapping[str, Any]) -> Grid:
+        """Return the grid that `to_record` wrote."""
+        rows = tuple(tuple(map(_read_cell, row)) for row in found["rows"])
+        return cls(found["title"], tuple(found["header"]), rows, found["align"])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | RichTable]:
         # above a narrow table its own title would be as narrow
@@ -55,7 +149,7 @@ class Grid:
         header = self.header[column]
         if broken and self.align[column] == "r" and "\n" not in header:
             header = "\n".join(header.split())
-        return [*header.split("\n"), *(row[column] for row in self.rows)]
+        return [*header.split("\n"), *(row[column] for row in self.text)]
 
     def _least_width(self, columns: Sequence[int]) -> int:
         return _edges(columns) + sum(self._least(column) for column in columns)
@@ -77,7 +171,7 @@ class Grid:
             header = Text("\n".join(lines[: len(lines) - len(self.rows)]))
             whole = right or (column == 0 and max(map(cell_len, lines)) <= LONGEST_WORD)
             table.add_column(header, justify="right" if right else "left", overflow="fold", no_wrap=whole)
-        for row in self.rows:
+        for row in self.text:
             # an arm's name is text, not markup
             table.add_row(*(Text(row[column]) for column in columns))
         return table
@@ -85,66 +179,84 @@ class Grid:
     def to_markdown(self) -> str:
         """Return the grid as a Markdown table under its title."""
         rule = ["---" if letter == "l" else "--:" for letter in self.align]
-        lines = [_join(map(_escape, self.header)), _join(rule), *(_join(map(_escape, row)) for row in self.rows)]
+        lines = [
+            _join(map(_escape, self.header)),
+            _join(rule),
+            *(_join(_escape(str(cell)) for cell in row) for row in self.rows),
+        ]
         return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
 
-def format_percent(found: Estimate, *, interval: bool = True) -> str:
-    """Return a score times 100.
+def show_percent(found: Estimate, *, interval: bool = True) -> Number:
+    """Return a score times 100, with its interval.
 
-    >>> format_percent(Estimate(0.9812, 0.976, 0.9864, 0.001, seeds=5, items=100))
-    '98.1 ±0.5'
+    >>> print(show_percent(Estimate((0.978, 0.982, 0.983, 0.982), most=1.0)))
+    98.1 (97.8 to 98.5)
     """
-    value = f"{100 * found.value:.1f}"
-    return f"{value} ±{100 * _half_width(found):.1f}" if interval else value
+    ends = (found.low, found.high) if interval and not found.is_one_number else (None, None)
+    return Number(found.value, *ends, digits=1, factor=100)
 
 
-def format_points(found: Difference | None) -> str:
-    """Return a difference in percentage points with its sign, or a dash.
+def show_points(found: Estimate | None) -> Cell:
+    """Return a difference in percentage points with its sign and interval, or a dash.
 
-    >>> format_points(Difference("plain", Estimate(-0.0123, -0.02, -0.0046, 0.01, seeds=5, items=100)))
-    '−1.2 ±0.8'
+    >>> print(show_points(Estimate((-0.02, -0.01, -0.01, -0.02))))
+    −1.5 (−2.4 to −0.6)
     """
     if found is None:
         return NONE
-    return f"{format_signed(100 * found.estimate.value)} ±{100 * _half_width(found.estimate):.1f}"
+    ends = (None, None) if found.is_one_number else (found.low, found.high)
+    return Number(found.value, *ends, digits=1, factor=100, signed=True)
 
 
-def format_signed(value: float) -> str:
-    """Return a number with one decimal and a sign (typographic minus); what rounds to zero has no sign.
+def show_signed(value: float) -> Number:
+    """Return a number with one decimal and a sign; what rounds to zero has no sign.
 
-    >>> format_signed(1.26), format_signed(-0.5), format_signed(-0.04)
-    ('+1.3', '−0.5', '0.0')
+    >>> [str(show_signed(value)) for value in (1.26, -0.5, -0.04)]
+    ['+1.3', '−0.5', '0.0']
     """
-    text = f"{value:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", MINUS)
+    return Number(value, digits=1, signed=True)
 
 
-def format_p_range(values: Sequence[float]) -> str:
+def show_p_range(values: Sequence[float]) -> Number:
     """Return the range of p-values of different runs.
 
-    >>> format_p_range([0.2104, 0.00012, 0.034]), format_p_range([0.034])
-    ('<0.001 to 0.210', '0.034')
+    >>> print(show_p_range([0.2104, 0.00012, 0.034]))
+    0.00012 to 0.210
     """
-    ends = dict.fromkeys("<0.001" if value < 0.0005 else f"{value:.3f}" for value in (min(values), max(values)))
-    return " to ".join(ends)
+    return Number(None, min(values), max(values))
 
 
-def format_number(value: float | None) -> str:
-    """Return a measure with three significant digits, or a dash.
+def show_number(value: float | None, digits: int | None = None, *, factor: float = 1.0) -> Cell:
+    """Return a number with three significant digits unless told, or a dash.
 
-    >>> [format_number(value) for value in (0.98765, 12.345, 0.000123, -0.25, None)]
+    >>> [str(show_number(value)) for value in (0.98765, 12.345, 0.000123, -0.25, None)]
     ['0.988', '12.3', '0.00012', '−0.250', '–']
     """
-    if value is None:
-        return NONE
-    digits = ".2g" if 0 < abs(value) < 0.01 else ".3f" if abs(value) < 10 else ".1f"
-    return f"{value:{digits}}".replace("-", MINUS)
+    return NONE if value is None else Number(value, digits=digits, factor=factor)
 
 
-def _half_width(found: Estimate) -> float:
-    # an interval cut at 0 or 1 is one-sided there
-    return max(found.high - found.value, found.value - found.low)
+def show_printed(text: str) -> Cell:
+    """Return a number of a paper with its digits, what is no number as it is, and a dash for nothing.
+
+    >>> show_printed("28.20").digits, show_printed("88M"), show_printed("")
+    (2, '88M', '–')
+    """
+    try:
+        return Number(float(text), digits=len(text.partition(".")[2]))
+    except ValueError:
+        return text or NONE
+
+
+def _record_cell(cell: Cell) -> str | dict[str, Any]:
+    if isinstance(cell, str):
+        return cell
+    defaults = {field.name: field.default for field in fields(Number)}
+    return {name: value for name, value in asdict(cell).items() if name == "value" or value != defaults[name]}
+
+
+def _read_cell(cell: str | Mapping[str, Any]) -> Cell:
+    return cell if isinstance(cell, str) else Number(**cell)
 
 
 def _edges(columns: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.figures import HEADS_PREFIX, Picture
 from headwise.lab.results.grids import (
+    NOTE,
     bins_grid,
     cost_grid,
     diversity_grid,
@@ -14,8 +15,8 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
-from headwise.lab.results.statistics import MINIMUM_SEEDS
 from headwise.lab.results.table import Row, Table
+from headwise.lab.results.verdicts import MINIMUM_SEEDS
 from headwise.report.html import Page
 
 # Explanations of the columns.
@@ -55,7 +56,7 @@ def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -
         page.paragraph(f"Not finished, and not included below: {_join_words(table.missing)}.")
     _add_scores(page, table)
     page.heading(f"Score by {table.difficulty}")
-    _add_grids(page, bins_grid(table), caption=f"{table.axis}, with half a 95 % interval over seeds and test items")
+    _add_grids(page, bins_grid(table), caption=f"{table.axis}, with 95 % intervals over seeds and test items")
     page.paragraph(f"Test items: {_describe_items(table)}.", kind="note")
     of_heads = [picture for picture in pictures if picture.name.startswith(HEADS_PREFIX)]
     _add_pictures(page, [picture for picture in pictures if picture not in of_heads])
@@ -118,6 +119,8 @@ def _summarize_verdicts(arms: Sequence[Row]) -> str:
     better = [row.arm for row in arms if row.verdict.startswith("better")]
     worse = [row.arm for row in arms if row.verdict.startswith("worse")]
     open_ = [row for row in arms if row.verdict.startswith("no verdict")]
+    if not any(row.verdict for row in arms):
+        return "No claim is about a difference to a control here, so there are no verdicts."
     if len(open_) == len(arms):
         reasons = ", ".join(dict.fromkeys(row.verdict.removeprefix("no verdict ").strip("()") for row in open_))
         drawn = next((row.to_control.estimate.drawn for row in open_ if row.to_control is not None), "seed")
@@ -154,9 +157,9 @@ def _describe_protocol(table: Table) -> str:
         f"Every arm was trained under the same seeds, with the same data in the same order and the same initial values "
         f"of shared parameters; the metric, {table.primary}, was fixed before the first run. Each arm is compared with "
         "its control, which differs in one thing (repulsion with smoothing alone, routing with uniform weights over "
-        "the same votes), paired by seed and test item, by a hierarchical bootstrap over seeds and test items that is "
-        "never less conservative than Student's t over the seeds. With fewer than "
-        f"{MINIMUM_SEEDS} seeds no verdict is given; p-values are adjusted by Holm's method over the arms of the table."
+        "the same votes), paired by seed and test item. Its interval is the wider one of Student's t over the means "
+        "of seeds and of crossed random effects of seeds and test items. With fewer than "
+        f"{MINIMUM_SEEDS} seeds no verdict is given; p-values are adjusted by Holm's method over one contrast an arm."
         + shared
     )
 
@@ -172,11 +175,10 @@ def _add_scores(page: Page, table: Table) -> None:
     page.heading("Verdicts")
     others = plain_grid(table)
     _add_grids(page, verdict_grid(table), *([others] if others.rows else []))
-    page.paragraph(
-        "± is half a 95 % interval over seeds and test items; differences are in percentage points; p-values are "
-        "Holm-adjusted, each table by itself.",
-        kind="note",
-    )
+    page.paragraph(NOTE, kind="note")
+    for row in table.arms:
+        if row.to_control is not None and row.to_control.judgement.note:
+            page.paragraph(f"{row.arm} against {row.to_control.against}: {row.to_control.judgement.note}.", kind="note")
     _add_grids(page, *paired_grids(table))
     if table.paired:
         page.paragraph(PAIRED, kind="note")
@@ -192,7 +194,7 @@ def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
 def _add_grids(page: Page, *grids: Grid, caption: str = "") -> None:
     for grid in grids:
         header = [name.replace("\n", " ") for name in grid.header]
-        page.table(header, grid.rows, align=grid.align, caption=caption or grid.title)
+        page.table(header, grid.text, align=grid.align, caption=caption or grid.title)
 
 
 def _join_words(words: Sequence[str]) -> str:

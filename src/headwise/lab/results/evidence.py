@@ -74,23 +74,31 @@ def read_numbers(folder: Path) -> dict[str, float]:
     Raises:
         DataError: A file is malformed.
     """
-    records: list[Any] = [read_json(folder / RESULT)]
-    records.append(records[0].get("answers") or {})
-    records += [
-        {f"{name} of {site}": value for name, value in measures.items()}
-        for site, measures in (records[0].get("sites") or {}).items()
-    ]
+    result = folder / RESULT
+    records: list[tuple[Path, Any]] = [(result, read_json(result))]
     for path in sorted(folder.glob(f"{ANALYSIS}*.json")):
         analysis = read_json(path)
-        if not isinstance(analysis, dict) or not isinstance(analysis.get("numbers"), dict):
-            raise DataError(f"{path} is not the record of an analysis; delete it and run the same command again.")
-        records.append(analysis["numbers"])
-    return {
-        str(name): float(value)
-        for record in records
-        for name, value in record.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+        records.append((path, analysis.get("numbers") if isinstance(analysis, dict) else None))
+    found: dict[str, float] = {}
+    for path, record in records:
+        try:
+            parts = [record]
+            if path == result:
+                parts.append(record.get("answers") or {})
+                parts += [_name_numbers(site, values) for site, values in (record.get("sites") or {}).items()]
+            found |= {str(name): float(value) for part in parts for name, value in part.items() if _is_number(value)}
+        except (AttributeError, OverflowError):
+            kind = "result of a run" if path == result else "record of an analysis"
+            raise DataError(f"{path} is not the {kind}; delete it and run the same command again.") from None
+    return found
+
+
+def _name_numbers(site: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name} of {site}": value for name, value in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def index_by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:

@@ -211,7 +211,7 @@ def draw_score_by_similarity(table: Table) -> Picture | None:
 
 
 def draw_score_by_force(table: Table) -> Picture | None:
-    """Draw the score against the force ratio; None with fewer than two strengths of repulsion."""
+    """Draw the score against the force ratio; None where fewer than two arms have one."""
     dots = {
         row.arm: [(point.force_ratio, 100 * point.score) for point in row.points if point.force_ratio]
         for row in table.arms
@@ -222,14 +222,14 @@ def draw_score_by_force(table: Table) -> Picture | None:
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
         use_log_axis(axes)
-        axes.set_xlabel("force ratio: norm of the repulsion over norm of the driving term")
+        axes.set_xlabel("force ratio: norm of what pushes heads apart over norm of the gradient")
         axes.set_ylabel(table.axis)
         plain = table.row(PLAIN)
         draw_means(axes, dots, choose_styles(table), None if plain is None else plain.score)
         png = to_png(figure)
     caption = (
-        f"{_capitalize_metric(table)} against the strength of repulsion: small markers are seeds, large ones the mean "
-        "of an arm; the band is plain with its 95 % interval."
+        f"{_capitalize_metric(table)} against the strength that pushes heads apart: small markers are seeds, large "
+        "ones the mean of an arm; the band is plain with its 95 % interval."
     )
     alt = f"Force ratio and {table.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()

@@ -8,44 +8,78 @@ from rich.text import Text
 
 from headwise.lab.results.cells import (
     NONE,
+    Cell,
     Grid,
-    format_number,
-    format_p_range,
-    format_percent,
-    format_points,
-    format_signed,
+    Number,
+    show_number,
+    show_p_range,
+    show_percent,
+    show_points,
+    show_signed,
 )
 from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
-from headwise.lab.results.runs import MEASURES
-from headwise.lab.results.table import PLAIN, Table
+from headwise.lab.results.table import PLAIN, Difference, Table
 
+# The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
+DIVERSITY = {
+    "effective_heads": "effective\nheads",
+    "effective_heads_weighted": "by vari-\nance",
+    "debiased_cka": "CKA",
+    "position_js": "attn.\nJS",
+    "distance": "Dist",
+    "output_cosine": "output\ncosine",
+    "particle_norm": "norm",
+    "force_ratio": "force\nratio",
+}
+# Those of runs of version 0.1, which measured no effective number of heads.
+EARLIER_DIVERSITY = {
+    "distance": "Dist",
+    "output_cosine": "output\ncosine",
+    "output_cka": "output\nCKA",
+    "position_js": "attn.\nJS",
+    "parameter_cosine": "param.\ncosine",
+    "particle_norm": "norm",
+    "force_ratio": "force\nratio",
+}
 # More bins do not fit a terminal with their intervals.
-BINS_WITH_INTERVAL = 5
+BINS_WITH_INTERVAL = 3
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
-NOTE = "± is half a 95 % interval over seeds and test items; differences are in points, p-values are Holm-adjusted."
+NOTE = (
+    "In parentheses 95 % intervals over seeds and test items; differences are in points, p-values are Holm-adjusted. "
+    "Detectable: the smallest difference that a test at 5 % would find with 80 % power, alone and among its family."
+)
 
 
 def verdict_grid(table: Table) -> Grid:
-    """Return the score of each arm and the verdict against its control."""
+    """Return the score of each arm, its difference to its control, what could have been found, and the verdict."""
     rows = tuple(
         (
             row.arm,
             str(len(row.seeds)),
-            format_percent(row.score),
+            show_percent(row.score),
             "baseline" if row.baseline else row.control or NONE,
-            format_points(row.to_control),
+            show_points(row.to_control and row.to_control.estimate),
+            _show_detectable(row.to_control),
             row.verdict or NONE,
         )
         for row in table.rows
     )
-    header = ("arm", "seeds", table.axis.replace(" ", "\n"), "judged\nagainst", "difference,\npoints", "verdict")
-    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", header, rows, "lrrlrl")
+    header = (
+        "arm",
+        "seeds",
+        table.axis.replace(" ", "\n"),
+        "judged\nagainst",
+        "difference,\npoints",
+        "detect-\nable",
+        "verdict",
+    )
+    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", header, rows, "lrrlrrl")
 
 
 def plain_grid(table: Table) -> Grid:
     """Return the differences to plain of baselines and of arms whose control is another arm."""
     rows = tuple(
-        (row.arm, format_points(row.to_plain), row.to_plain.verdict or NONE)
+        (row.arm, show_points(row.to_plain.estimate), row.to_plain.verdict or NONE)
         for row in table.rows
         if row.to_plain is not None and row.control != PLAIN
     )
@@ -57,9 +91,9 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
 
     Args:
         table: The comparison.
-        intervals: Whether to show half the 95 % interval of each score.
+        intervals: Whether to show the 95 % interval of each score.
     """
-    rows = tuple((row.arm, *(format_percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
+    rows = tuple((row.arm, *(show_percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
     header = ("arm", *map(str, table.bins))
     title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
     return Grid(title, header, rows, "l" + "r" * len(table.bins))
@@ -71,12 +105,9 @@ def cost_grid(table: Table) -> Grid:
     rows = tuple(
         (
             row.arm,
-            *(
-                NONE if (value := row.answered[measure.key]) is None else f"{value:.{measure.digits}f}"
-                for measure in measures
-            ),
-            NONE if row.parameters is None else f"{row.parameters:,}",
-            NONE if row.step_ratio is None else f"{row.step_ratio:.2f}",
+            *(show_number(row.answered[measure.key], measure.digits) for measure in measures),
+            show_number(row.parameters, 0),
+            show_number(row.step_ratio, 2),
         )
         for row in (table.rows if measures else table.arms)
     )
@@ -99,17 +130,17 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
     header = ("arm", "seeds", "heads", "redundant", "raise", "no cost\nshown", "mean\ncost", *columns)
     found = []
     for score in scores:
-        rows = []
+        rows: list[tuple[Cell, ...]] = []
         for row in table.arms:
             if models := row.head_drops.get(score):
                 drops = [drop for model in models for drop in model.drops]
                 summary = summarize_drops(models)
                 shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
-                means = [_format_mean_cost(score, drops)]
+                means = [_show_mean_cost(score, drops)]
                 means += [
-                    _format_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns
+                    _show_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns
                 ]
-                percents = (f"{100 * value:.0f} %" for value in shares)
+                percents = (Number(value, digits=0, factor=100, form="{} %") for value in shares)
                 rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
         cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
         found.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
@@ -129,7 +160,7 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
     found = []
     for metric in dict.fromkeys(tests.metric for tests in table.paired):
         judged = metric == table.metric.name
-        rows = []
+        rows: list[tuple[Cell, ...]] = []
         for tests in table.paired:
             if tests.metric != metric:
                 continue
@@ -137,10 +168,10 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
             cells = (
                 tests.arm,
                 str(len(tests.seeds)),
-                format_signed(tests.difference),
+                show_signed(tests.difference),
                 f"{tests.ahead}, {tests.behind}",
-                format_p_range([test.bootstrap for test in tests.tests]),
-                format_p_range([test.randomisation for test in tests.tests]),
+                show_p_range([test.bootstrap for test in tests.tests]),
+                show_p_range([test.randomisation for test in tests.tests]),
             )
             rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
         header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
@@ -151,9 +182,10 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
 
 def diversity_grid(table: Table) -> Grid:
     """Return how similar the heads of each arm are, one row per arm."""
-    rows = tuple((row.arm, *(format_number(row.measures[name]) for name in MEASURES)) for row in table.arms)
-    header = ("arm", "Dist", "output\ncosine", "output\nCKA", "attn.\nJS", "param.\ncosine", "norm", "force\nratio")
-    return Grid("how alike the heads are: means over seeds", header, rows, "l" + "r" * (len(header) - 1))
+    measured = any(row.measures["effective_heads"] is not None for row in table.arms)
+    columns = DIVERSITY if measured else EARLIER_DIVERSITY
+    rows = tuple((row.arm, *(show_number(row.measures[name]) for name in columns)) for row in table.arms)
+    return Grid("how alike the heads are: means over seeds", ("arm", *columns.values()), rows, "l" + "r" * len(columns))
 
 
 def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
@@ -178,8 +210,13 @@ def render_terminal(table: Table) -> Group:
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
-def _format_mean_cost(score: str, drops: Sequence[Drop]) -> str:
+def _show_detectable(found: Difference | None) -> Cell:
+    if found is None or found.judgement.detectable is None or not found.judgement.family:
+        return NONE
+    return Number(None, found.judgement.detectable, found.judgement.detectable_in_family, digits=1, factor=100)
+
+
+def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:
     if not drops:
         return NONE
-    mean = fmean(drop.value for drop in drops)
-    return format_number(mean) if score == LOSS else format_number(100 * mean)
+    return show_number(fmean(drop.value for drop in drops), factor=1.0 if score == LOSS else 100.0)

@@ -126,7 +126,7 @@ def read_head_drops(folder: Path) -> tuple[HeadDrops, ...]:
             )
             for score, whole in record["scores"].items()
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"{path} is not the record of an analysis; delete it and run the same command again.") from None
 
 

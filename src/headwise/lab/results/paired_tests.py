@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import digest, read_numbered_lines
+from headwise.input_files import read_numbered_lines
+from headwise.lab.data.arrays import digest
 from headwise.lab.experiment.run_folder import read_json, write_json
 
 # sacreBLEU's defaults, fixed here so that no environment variable or later version changes them.
@@ -204,6 +205,8 @@ def _read_tests(kept: Path) -> dict[str, Any]:
     known = read_json(kept)
     try:
         tests = {str(key): [vars(SystemTest(**test)) for test in value] for key, value in known["tests"].items()}
+        for metric in (test["metric"] for several in tests.values() for test in several):
+            METRICS.index(metric)
         return {"signatures": {str(key): str(value) for key, value in known["signatures"].items()}, "tests": tests}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise DataError(f"{kept} does not hold paired tests; delete it and run the same command again.") from None

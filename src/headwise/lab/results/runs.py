@@ -1,8 +1,6 @@
 """Reading and checking the finished runs of a comparison."""
 
-import json
 import math
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +9,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.digests import require_unchanged
 from headwise.errors import DataError, ShapeError
+from headwise.input_files import describe_place, is_file, read_numbered_lines
+from headwise.lab.data.arrays import read_arrays
+from headwise.lab.experiment.finished import require_intact
 from headwise.lab.experiment.metrics import METRICS, Measure, Metric
-from headwise.lab.experiment.run_folder import EPOCHS, PREDICTIONS, RESULT, TEXT, analysis_file, read_json
+from headwise.lab.experiment.run_folder import (
+    EPOCHS,
+    PREDICTIONS,
+    RESULT,
+    SETTINGS,
+    TEXT,
+    VOCABULARY,
+    analysis_file,
+    read_json,
+)
 from headwise.lab.results.head_drops import HeadDrops, read_head_drops
 from headwise.lab.results.paired_tests import Pair, PairedTests, read_paired_tests
+from headwise.strict_json import parse_json
 
 COMPARISON = "comparison.json"
 TEST = "test.npz"
@@ -23,7 +35,10 @@ REFERENCES = "references.txt"
 PAIRED = "paired-tests.json"
 # The analysis that times steps in turn with those of plain, and its result.
 STEP_TIME, STEP_RATIO = "step-time", "step_ratio"
+# Records of version 0.1 lack the first three.
+NEW_MEASURES = ("effective_heads", "effective_heads_weighted", "debiased_cka")
 MEASURES = (
+    *NEW_MEASURES,
     "distance",
     "output_cosine",
     "output_cka",
@@ -142,8 +157,9 @@ def read_results(out: Path) -> Results:
             Measure(**{name: value for name, value in measure.items() if name != "kind"})
             for measure in record.get("shown", [])
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
+    require_unchanged(path, record, remedy="give the command of the comparison again, which writes it anew.")
     test = _read_arrays(out / TEST, ("bins",), f"delete {out / TEST} and run the same command again.")
     places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _parse_seed(place)))
     runs = tuple(_read_run(place, metric, len(test["bins"])) for place in places)
@@ -195,9 +211,12 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
     again = AGAIN.format(path.parent)
     try:
         record = read_json(path)
-    except DataError:
-        raise DataError(f"{path} is not readable as JSON; {again}") from None
+    except DataError as error:
+        raise DataError(f"{str(error).partition(';')[0]}; {again}") from None
+    require_intact(path.parent, SETTINGS, EPOCHS, PREDICTIONS, TEXT, VOCABULARY)
     answers = _read_arrays(path.with_name(PREDICTIONS), ("statistics", "predicted"), again)
+    if not all(np.isfinite(array).all() for array in answers.values()):
+        raise DataError(f"{path.with_name(PREDICTIONS)} holds numbers that are not finite; {again}")
     predicted, statistics = answers["predicted"].astype(np.int64), answers["statistics"]
     if len(predicted) != items:
         raise DataError(
@@ -214,7 +233,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             baseline="baseline" in settings,
             statistics=statistics,
             predicted=predicted,
-            measures={name: _to_float(record[name]) for name in MEASURES},
+            measures={name: _to_float(record.get(name) if name in NEW_MEASURES else record[name]) for name in MEASURES},
             answered={
                 str(name): _to_float(value)
                 for name, value in dict(record.get("answers", {})).items()
@@ -234,7 +253,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
         found = float(metric.values(statistics).mean())
     except KeyError as error:
         raise DataError(f"{path} has no {error}; {again}") from None
-    except (TypeError, ValueError, ShapeError):
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError, ShapeError):
         raise DataError(f"{path} is not the result of a run; {again}") from None
     if abs(score - found) > 1e-6:
         raise DataError(f"{path} has {metric.name} {score:.6f}, its predictions give {found:.6f}; {again}")
@@ -242,13 +261,13 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
 
 
 def _read_dev(path: Path, remedy: str) -> tuple[float, ...]:
-    if not path.exists():
+    if not is_file(path):
         return ()
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in read_numbered_lines(path):
         try:
-            found.append(float(json.loads(line)["dev"]["pooled"]))
-        except (ValueError, KeyError, TypeError):
+            found.append(float(parse_json(line)["dev"]["pooled"]))
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(f"{path}, line {number} is not the record of an epoch; {remedy}") from None
     return tuple(found)
 
@@ -258,19 +277,20 @@ def _read_step_ratio(path: Path, remedy: str) -> float | None:
         return None
     try:
         return float(read_json(path)["numbers"][STEP_RATIO])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise DataError(f"{path} is not the record of step times; {remedy}") from None
 
 
 def _read_arrays(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray]:
+    if not is_file(path):
+        raise DataError(f"{path} {describe_place(path)}; {remedy}")
     try:
-        # numpy leaves a file open that it opened itself and could not read
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in names}
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; {remedy}") from None
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile):
+        found = read_arrays(path)
+        arrays = {name: found[name] for name in names}
+    except (DataError, KeyError):
         raise DataError(f"{path} is damaged; {remedy}") from None
+    if any(array.dtype.kind not in "biuf" for array in arrays.values()):
+        raise DataError(f"{path} holds arrays that are no numbers; {remedy}")
     if len({array.shape[:1] for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim < 1:
         raise DataError(f"{path} holds arrays of different lengths; {remedy}")
     return arrays
@@ -282,4 +302,4 @@ def _to_float(value: Any) -> float | None:
 
 def _parse_seed(place: Path) -> int:
     number = place.parent.name.removeprefix("seed-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1

@@ -1,77 +1,235 @@
-"""Intervals, tests and verdicts for runs that share their test items and seeds: both are resampled."""
+"""Means over seeds and test items with their intervals and tests; docs/statistics.md has the method and its checks."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
-from headwise.errors import SettingError, require_integer, require_range
+from headwise.errors import SettingError, require_range
 
-MINIMUM_SEEDS = 5
-RESAMPLES = 2000
+LEVEL = 0.95
+POWER = 0.80
+# Means that differ by a smaller share of the largest differ by rounding alone.
+ROUNDING = 1e-12
+# In standard deviations of a normal distribution: 1.4826 MAD is one of them.
+APART = 5 * 1.4826
+# Up to this number of seeds every choice of signs is tried, beyond it so many random ones.
+ALL_SIGNS, RANDOM_SIGNS = 12, 9_999
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and test items, with its interval.
+    """A mean over seeds and test items, whose interval is the wider one of two.
+
+    With D the mean of d[s, n] over S seeds and N items, D[s] and D[n] the means of its rows and columns, and
+
+        MSs = N sum_s (D[s] - D)^2 / (S - 1)            MSn = S sum_n (D[n] - D)^2 / (N - 1)
+        MSe = (sum d^2 - S N D^2 - (S - 1) MSs - (N - 1) MSn) / ((S - 1) (N - 1))            X = max(0, MSn - MSe)
+
+    the two standard errors, with their degrees of freedom, are
+
+        se1^2 = MSs / (S N)          df1 = S - 1                            Student's t over the means of seeds
+        se2^2 = (MSs + X) / (S N)    df2 = (MSs + X)^2 / (MSs^2/(S-1) + MSn^2/(N-1) + MSe^2/((S-1)(N-1)))
+
+    the second of crossed random effects (Satterthwaite 1946), df2 at least S - 1, and left out where X = 0. An interval
+    is D -+ max_i t(df_i) se_i, a p-value the larger one of the two. A single seed has an interval over items.
 
     Attributes:
-        value: The mean.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        p: Two-sided p-value of the mean being zero.
-        seeds: Number of independent runs S.
-        items: Number of test items N.
-        drawn: What differs between them, as in "seed".
+        by_seed: D[s], the mean of each seed over items.
+        items: Number of test items N; 1 where items are not at issue.
+        between_items: MSn; 0 for one item.
+        rest: MSe; 0 for one item or one seed.
+        least: The lowest possible value: printed intervals end there.
+        most: The highest possible value.
+        drawn: What differs between the rows, as in "seed".
+        independent: Number of rows that are independent, where not all are.
     """
 
-    value: float
-    low: float
-    high: float
-    p: float
-    seeds: int
-    items: int
+    by_seed: tuple[float, ...]
+    items: int = 1
+    between_items: float = field(default=0.0, repr=False)
+    rest: float = field(default=0.0, repr=False)
+    least: float = -math.inf
+    most: float = math.inf
     drawn: str = "seed"
+    independent: int | None = None
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return math.fsum(self.by_seed) / len(self.by_seed)
+
+    @property
+    def seeds(self) -> int:
+        """Number of independent runs."""
+        return len(self.by_seed) if self.independent is None else self.independent
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval, no lower than the lowest possible value."""
+        return max(self.interval()[0], min(self.least, self.value))
+
+    @property
+    def high(self) -> float:
+        """Upper end, no higher than the highest possible value."""
+        return min(self.interval()[1], max(self.most, self.value))
+
+    @cached_property
+    def p(self) -> float:
+        """Two-sided p-value of the mean being zero; 1 if nothing differs between seeds or items."""
+        if self.value == 0.0 or self.has_equal_seeds:
+            return 1.0
+        return min(1.0, max((2 * _exceed(abs(self.value), *one) for one in self.standard_errors), default=1.0))
 
     @property
     def is_one_number(self) -> bool:
         """Whether there is one run with one item and so no interval."""
-        return self.seeds == self.items == 1 and self.low == self.high
+        return len(self.by_seed) == self.items == 1
+
+    @cached_property
+    def has_equal_seeds(self) -> bool:
+        """Whether several seeds have the same mean, so that nothing tells how much seeds differ."""
+        return len(self.by_seed) > 1 and np.ptp(self.by_seed) <= ROUNDING * max(map(abs, self.by_seed))
+
+    @cached_property
+    def standard_errors(self) -> tuple[tuple[float, float], ...]:
+        """The standard errors with their degrees of freedom; empty for one number."""
+        seeds, items = len(self.by_seed), self.items
+        if seeds == 1:
+            return ((math.sqrt(self.between_items / items), items - 1),) if items > 1 else ()
+        between_seeds = 0.0 if self.has_equal_seeds else items * float(np.var(self.by_seed, ddof=1))
+        over_seeds = math.sqrt(between_seeds / (seeds * items)), seeds - 1
+        excess = max(0.0, self.between_items - self.rest)
+        if excess == 0.0:
+            return (over_seeds,)
+        total = between_seeds + excess
+        freedom = total**2 / (
+            between_seeds**2 / (seeds - 1)
+            + self.between_items**2 / (items - 1)
+            + self.rest**2 / ((seeds - 1) * (items - 1))
+        )
+        return over_seeds, (math.sqrt(total / (seeds * items)), max(freedom, seeds - 1))
+
+    def interval(self, level: float = LEVEL) -> tuple[float, float]:
+        """Return the ends of the interval at a level, wherever they lie."""
+        half = max((_scale(error, (1 + level) / 2, freedom) for error, freedom in self.standard_errors), default=0.0)
+        return self.value - half, self.value + half
+
+    def detectable(self, alpha: float = 1 - LEVEL) -> float:
+        """Return the smallest effect that a test at level alpha finds with 80 % power.
+
+        It is (t(1 - alpha/2, df) + t(0.80, df)) se, of the standard error with the wider interval.
+
+        >>> round(Estimate((0.1, 0.2, 0.3, 0.4, 0.5)).detectable(), 3)
+        0.263
+        """
+        widest = max(self.standard_errors, key=lambda one: _scale(one[0], 1 - alpha / 2, one[1]), default=(0.0, 1.0))
+        return _scale(widest[0], 1 - alpha / 2, widest[1]) + _scale(widest[0], POWER, widest[1])
+
+    def p_above(self, bound: float) -> float:
+        """Return the one-sided p-value of the mean being no higher than `bound`.
+
+        >>> round(Estimate((0.1, 0.2, 0.3, 0.4, 0.5)).p_above(0.15), 3)
+        0.051
+        """
+        if self.has_equal_seeds or not self.standard_errors:
+            return 1.0
+        return max(_exceed(self.value - bound, *one) for one in self.standard_errors)
+
+    def p_within(self, bound: float) -> float:
+        """Return the p-value of two one-sided tests of the mean lying outside -+ `bound` (Schuirmann 1987).
+
+        >>> one = Estimate((0.0, 0.1, -0.1, 0.05, -0.05))
+        >>> one.p_within(0.1) < 0.05 < one.p_within(0.05)
+        True
+        """
+        return max(self.p_above(-bound), replace(self, by_seed=tuple(-one for one in self.by_seed)).p_above(-bound))
+
+    @property
+    def stands_apart(self) -> bool:
+        """Whether the mean of a seed is further than 5 x 1.4826 MAD from their median."""
+        distances = np.abs(np.asarray(self.by_seed) - np.median(self.by_seed))
+        return len(self.by_seed) > 2 and bool(distances.max() > APART * np.median(distances) > 0.0)
+
+    def flip_signs(self) -> float:
+        """Return the p-value of flipping the signs of the means of seeds, which assumes no normal distribution.
+
+        It is the share of choices of signs, that as they are included, whose sum is as far from zero. Items are fixed.
+        Its least value for S seeds is 2 / 2^S.
+
+        >>> Estimate((0.1, 0.2, 0.3, 0.1, 0.2)).flip_signs()
+        0.0625
+        """
+        means = np.asarray(self.by_seed)
+        if len(means) <= ALL_SIGNS:
+            signs = 1.0 - 2.0 * (np.arange(2 ** len(means))[:, None] >> np.arange(len(means)) & 1)
+        else:
+            drawn = np.random.default_rng(0).choice([-1.0, 1.0], (RANDOM_SIGNS, len(means)))
+            signs = np.vstack([np.ones(len(means)), drawn])
+        observed = abs(means.sum())
+        return float(np.mean(np.abs(signs @ means) >= observed * (1 - ROUNDING)))
 
 
-def score(values: NDArray, *, seed: int, resamples: int = RESAMPLES, least: float = 0.0) -> Estimate:
-    """Return the score of an arm with its 95 % interval, within [least, 1]; see `estimate`.
+def estimate(
+    values: NDArray[np.integer | np.floating | np.bool_], *, least: float = -math.inf, most: float = math.inf
+) -> Estimate:
+    """Return the mean of `values` over seeds and test items.
+
+    Args:
+        values: [S, N], one row per seed, one column per test item; one column where items are not at issue.
+        least: The lowest possible mean.
+        most: The highest possible mean.
+
+    Raises:
+        SettingError: `values` are not a non-empty finite [S, N].
+
+    Example:
+        >>> found = estimate(np.array([[1, 1, 0, 1], [1, 0, 0, 1]]))
+        >>> found.value, found.by_seed
+        (0.625, (0.75, 0.5))
+    """
+    rows = np.asarray(values, dtype=np.float64)
+    if rows.ndim != 2 or rows.size == 0 or not np.isfinite(rows).all():
+        raise SettingError(
+            f"scores have shape {rows.shape}; expected finite numbers, one row per seed, one column per item."
+        )
+    seeds, items = rows.shape
+    by_seed, by_item = rows.mean(axis=1), rows.mean(axis=0)
+    between_items = rest = 0.0
+    if items > 1:
+        between_items = seeds * float(np.var(by_item, ddof=1))
+    if items > 1 and seeds > 1:
+        left = rows - by_seed[:, None] - by_item + rows.mean()
+        rest = float(np.vdot(left, left)) / ((seeds - 1) * (items - 1))
+    # of equal columns rounding leaves some 1e-33
+    negligible = (ROUNDING * float(np.abs(rows).max())) ** 2
+    if between_items <= negligible:
+        between_items = 0.0
+    return Estimate(tuple(by_seed.tolist()), items, between_items, rest, least, most)
+
+
+def score(values: NDArray, *, least: float = 0.0) -> Estimate:
+    """Return the score of an arm, within [least, 1].
 
     Args:
         values: [S, N], one row per seed, one column per test item.
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
         least: The lowest possible score: 0, or -1 for a correlation.
     """
-    found = estimate(values, seed=seed, resamples=resamples)
-    return replace(found, low=max(found.low, least), high=min(found.high, 1.0))
+    return estimate(values, least=least, most=1.0)
 
 
-def difference(
-    arm: NDArray,
-    control: NDArray,
-    *,
-    seed: int,
-    resamples: int = RESAMPLES,
-    least: float = 0.0,
-    starts: Sequence[int] | None = None,
-) -> Estimate:
-    """Return the score of an arm minus its control's with its 95 % interval, within -+ (1 - least); see `estimate`.
+def difference(arm: NDArray, control: NDArray, *, least: float = 0.0, starts: Sequence[int] | None = None) -> Estimate:
+    """Return the score of an arm minus its control's, paired by seed and item, within -+ (1 - least).
 
     Args:
         arm: Values of the arm, [S, N], one row per seed, one column per test item.
         control: Values of the control under the same seeds on the same items, [S, N].
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
         least: The lowest possible score, as in `score`.
         starts: Seed of the earlier run that each row started from; see `estimate_over_starts`.
 
@@ -80,7 +238,7 @@ def difference(
 
     Example:
         >>> one, other = np.array([[1.0, 1.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 1.0]])
-        >>> found = difference(one, other, seed=0, starts=(3, 3))
+        >>> found = difference(one, other, starts=(3, 3))
         >>> found.value, found.seeds, found.drawn
         (0.25, 1, 'pre-training')
     """
@@ -89,187 +247,63 @@ def difference(
             f"arm and control have shapes {arm.shape} and {control.shape}; expected the same seeds and items in both."
         )
     leads = arm.astype(np.float64) - control.astype(np.float64)
-    found = estimate_over_starts(leads, starts, seed=seed, resamples=resamples)
-    return replace(found, low=max(found.low, least - 1.0), high=min(found.high, 1.0 - least))
+    return replace(estimate_over_starts(leads, starts), least=least - 1.0, most=1.0 - least)
 
 
-def estimate_over_starts(
-    leads: Array, starts: Sequence[int] | None, *, seed: int, resamples: int = RESAMPLES
-) -> Estimate:
-    """Return the mean of rows, where rows that started from the same earlier run count as one.
+def estimate_over_starts(leads: Array, starts: Sequence[int] | None) -> Estimate:
+    """Return the mean of rows, where rows that started from the same earlier run are averaged first.
 
     Fine-tunings of one pre-training do not show how much pre-training varies; a method that acts in pre-training is
-    judged over pre-trainings. All starts have equal weight. The interval is the wider one of that over starts and
-    that over rows, as with one start the former covers test items only.
+    judged over pre-trainings. All starts have equal weight. Of a single start, for which there is no verdict, the
+    interval is over its rows.
 
     Args:
         leads: [S, N], one row per run.
         starts: Seed of the earlier run that each row started from; None if they started from scratch.
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
 
     Example:
-        >>> found = estimate_over_starts(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1), seed=0)
+        >>> found = estimate_over_starts(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1))
         >>> found.value, found.seeds, found.drawn
         (3.5, 2, 'pre-training')
     """
-    rows = estimate(leads, seed=seed, resamples=resamples)
     if starts is None:
-        return rows
-    places = np.asarray(starts)
-    means = np.stack([leads[places == start].mean(axis=0) for start in dict.fromkeys(starts)])
-    found = estimate(means, seed=seed, resamples=resamples)
-    half = max(found.high - found.value, rows.high - rows.value)
-    return Estimate(
-        found.value,
-        found.value - half,
-        found.value + half,
-        max(found.p, rows.p),
-        found.seeds,
-        found.items,
-        drawn="pre-training",
-    )
+        return estimate(leads)
+    places, different = np.asarray(starts), list(dict.fromkeys(starts))
+    if len(different) == 1:
+        return replace(estimate(leads), drawn="pre-training", independent=1)
+    means = np.stack([leads[places == start].mean(axis=0) for start in different])
+    return replace(estimate(means), drawn="pre-training")
 
 
-def estimate(
-    scores: NDArray[np.integer | np.floating | np.bool_],
-    *,
-    seed: int,
-    resamples: int = RESAMPLES,
-    level: float = 0.95,
-) -> Estimate:
-    """Return the mean of `scores` with an interval from a hierarchical bootstrap, seeds x test items.
-
-    Each resample draws S seeds and, because all seeds answer the same items, one set of N items for all of them
-    (Owen 2007, "The pigeonhole bootstrap"). With s the standard error under both sources of variation, in the data and
-    (*) in a resample, the interval is mean -+ c s, where c is the level's quantile of |mean* - mean| / s*, but no less
-    than Student's t with S - 1 degrees of freedom; resamples without any spread do not count for c.
-    p = (1 + #{|mean* - mean| / s* >= |mean| / s}) / (resamples + 1), but no less than t's.
-
-    Percentiles of mean* would be simpler and wrong: five seeds of two equal arms differ in the same direction once
-    in 16 times, and then no resample crosses zero.
-
-    Args:
-        scores: [S, N], one row per seed, one column per test item. If S = 1 the interval is over items only; for a
-            single number it is empty, and p is 1.
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
-        level: Coverage of the interval, in (0, 1).
-
-    Returns:
-        Mean, interval and p-value.
-
-    Raises:
-        SettingError: `scores` are not a non-empty finite [S, N], or a setting is out of range.
-
-    Example:
-        >>> answers = np.array([[1, 1, 0, 1], [1, 0, 0, 1]])
-        >>> estimate(answers, seed=0).value
-        0.625
-    """
-    require_integer("resamples", resamples, low=1)
-    require_range("level", level, low=0.0, high=1.0, low_open=True)
-    values = np.asarray(scores, dtype=np.float64)
-    if values.ndim != 2 or values.size == 0 or not np.isfinite(values).all():
-        raise SettingError(
-            f"scores have shape {values.shape}; expected finite numbers, one row per seed, one column per item."
-        )
-    seeds, items = values.shape
-    # most items have equal columns: draw how often each distinct column occurs
-    columns, counts = np.unique(values, axis=1, return_counts=True)
-    generator = np.random.default_rng(seed)
-    drawn_items = generator.multinomial(items, counts / items, size=resamples) / items
-    drawn_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=resamples) / seeds
-    (mean,), (error,) = _mean_and_error(columns, (counts / items)[None], np.full((1, seeds), 1 / seeds), items)
-    means, errors = _mean_and_error(columns, drawn_items, drawn_seeds, items)
-    scaled = _ratio(np.abs(means - mean), errors)
-    observed = _ratio(np.abs(mean), error)
-    freedom = seeds - 1 if seeds > 1 else items - 1
-    # a resample of a nearly constant column may have no spread, and so no information about the width
-    spread = scaled[np.isfinite(scaled)]
-    critical = np.quantile(spread, level, method="higher") if 2 * len(spread) > resamples else 0.0
-    p = (1 + np.count_nonzero(scaled >= observed)) / (resamples + 1)
-    if freedom > 0:
-        critical = max(critical, stats.t.ppf((1 + level) / 2, freedom))
-        p = max(p, 2 * stats.t.sf(observed, freedom))
-    else:
-        p = 1.0
-    half = float(critical * error) if error > 0 else 0.0
-    return Estimate(float(mean), float(mean - half), float(mean + half), float(p), seeds, items)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float], planned: int = 0) -> list[float]:
     """Return p-values adjusted so that the chance of any false finding among all of them stays bounded (Holm 1979).
 
     The k-th smallest of m is multiplied by m - k + 1; a larger p never gets a smaller adjusted one.
 
+    Args:
+        p_values: The p-values of a family.
+        planned: Number of tests of the family m, where some could not be done.
+
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
+    >>> holm([0.01], planned=5)
+    [0.05]
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, largest = [0.0] * len(p_values), 0.0
+    adjusted, largest, family = [0.0] * len(p_values), 0.0, max(planned, len(p_values))
     for rank, index in enumerate(order):
         require_range("p", p_values[index], low=0.0, high=1.0)
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        largest = max(largest, min(1.0, (family - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
 
 
-def verdict(found: Estimate, adjusted: float, *, level: float = 0.05) -> str:
-    """Return the verdict on a difference in words.
-
-    Args:
-        found: Arm minus control.
-        adjusted: Its p-value after adjustment for all comparisons of the table.
-        level: Largest adjusted p-value that counts as a finding.
-
-    >>> verdict(Estimate(0.02, 0.01, 0.03, 0.001, seeds=3, items=500), 0.004)
-    'no verdict (3 seeds)'
-    >>> verdict(Estimate(0.02, 0.01, 0.03, 0.001, seeds=5, items=500), 0.004)
-    'better (p = 0.004)'
-    """
-    if found.seeds < MINIMUM_SEEDS:
-        return describe_undecided(found.seeds, found.drawn)
-    words = "no difference shown"
-    if adjusted <= level:
-        words = "better" if found.value > 0 else "worse"
-    if adjusted < 0.001:
-        return f"{words} (p < 0.001)"
-    return f"{words} (p = {adjusted:.{3 if adjusted < 0.1 else 2}f})"
+def _scale(error: float, probability: float, freedom: float) -> float:
+    return float(special.stdtrit(freedom, probability)) * error
 
 
-def describe_undecided(runs: int, drawn: str) -> str:
-    """Return the verdict if there are too few independent runs.
-
-    >>> describe_undecided(1, "pre-training")
-    'no verdict (1 pre-training)'
-    """
-    return f"no verdict ({runs} {drawn}{'s' * (runs != 1)})"
-
-
-def _mean_and_error(columns: Array, item_shares: Array, seed_shares: Array, items: int) -> tuple[Array, Array]:
-    """Return mean and standard error [R] of columns [S, P] under shares of items [R, P] and of seeds [R, S].
-
-    Crossed random effects: A and B are the variances of the mean estimated from seed means and from item means; both
-    contain the residual C, so s^2 = A + B - C, but no less than A or B.
-    """
-    seeds = len(columns)
-    seed_means = item_shares @ columns.T
-    item_means = seed_shares @ columns
-    mean = np.einsum("rs,rs->r", seed_shares, seed_means)
-    square = mean * mean
-    between_seeds = np.clip(np.einsum("rs,rs->r", seed_shares, seed_means**2) - square, 0, None)
-    between_items = np.clip(np.einsum("rp,rp->r", item_shares, item_means**2) - square, 0, None)
-    total = np.einsum("rs,sr->r", seed_shares, columns**2 @ item_shares.T) - square
-    rest = np.clip(total - between_seeds - between_items, 0, None)
-    # one seed, or one item, has no spread
-    a = between_seeds / (seeds - 1) if seeds > 1 else np.zeros_like(mean)
-    b = between_items / (items - 1) if items > 1 else np.zeros_like(mean)
-    c = rest / ((seeds - 1) * (items - 1)) if seeds > 1 and items > 1 else np.zeros_like(mean)
-    return mean, np.sqrt(np.maximum(np.maximum(a, b), a + b - c))
-
-
-def _ratio(distance: Array, error: Array) -> Array:
-    # rounding may leave about 1e-17 of a zero distance
-    distance = np.where(distance < 1e-12, 0.0, distance)
-    return np.divide(distance, error, out=np.where(distance > 0, np.inf, 0.0), where=error > 0)
+def _exceed(distance: float, error: float, freedom: float) -> float:
+    """Return how likely Student's t exceeds a distance over its standard error."""
+    if error == 0.0:
+        return 0.5 if distance == 0.0 else float(distance < 0.0)
+    return float(special.stdtr(freedom, -distance / error))

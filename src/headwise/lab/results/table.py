@@ -1,6 +1,7 @@
 """The table of a comparison as values and as JSON: one row per arm, with intervals, differences and verdicts."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from headwise.lab.experiment.metrics import Measure, Metric
 from headwise.lab.results.head_drops import HeadDrops, summarize_drops
 from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.statistics import Estimate
+from headwise.lab.results.verdicts import Judgement
 
 PLAIN = "plain"
 
@@ -19,15 +21,23 @@ class Difference:
 
     Attributes:
         against: Name of the other arm.
-        estimate: The difference with its interval.
-        adjusted: Its Holm-adjusted p-value; None if it is not tested.
-        verdict: The verdict in words; "" if it is not tested.
+        judgement: The difference and what is said of it.
+        reason: Why it is not tested, in words; "" for no reason.
     """
 
     against: str
-    estimate: Estimate
-    adjusted: float | None = None
-    verdict: str = ""
+    judgement: Judgement
+    reason: str = ""
+
+    @property
+    def estimate(self) -> Estimate:
+        """The difference with its interval."""
+        return self.judgement.estimate
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words; "" if it is not tested."""
+        return self.reason or self.judgement.words
 
 
 @dataclass(frozen=True)
@@ -172,12 +182,12 @@ def _record_row(row: Row, table: Table) -> dict[str, Any]:
         "control": row.control,
         "baseline": row.baseline,
         "seeds": list(row.seeds),
-        "score": _record_estimate(row.score),
-        "bins": {str(name): _record_estimate(found) for name, found in zip(table.bins, row.bins, strict=True)},
+        "score": record_estimate(row.score),
+        "bins": {str(name): _record_interval(found) for name, found in zip(table.bins, row.bins, strict=True)},
         "to_plain": _record_difference(row.to_plain),
         "to_control": _record_difference(row.to_control),
         "bins_to_plain": {
-            str(name): _record_estimate(found) for name, found in zip(table.bins, row.bins_to_plain, strict=False)
+            str(name): _record_interval(found) for name, found in zip(table.bins, row.bins_to_plain, strict=False)
         },
         "verdict": row.verdict,
         "measures": dict(row.measures),
@@ -213,20 +223,42 @@ def _record_paired(tests: PairedTests) -> dict[str, Any]:
     }
 
 
-def _record_estimate(found: Estimate) -> dict[str, float]:
+def record_estimate(found: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON data: all that its interval and p-value follow from, and these."""
+    return {
+        **_record_interval(found),
+        "by_seed": list(found.by_seed),
+        "items": found.items,
+        "between_items": found.between_items,
+        "rest": found.rest,
+        "least": found.least if math.isfinite(found.least) else None,
+        "most": found.most if math.isfinite(found.most) else None,
+        "drawn": found.drawn,
+        "seeds": found.seeds,
+    }
+
+
+def _record_interval(found: Estimate) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def record_judgement(found: Judgement) -> dict[str, Any]:
+    """Return a difference and what is said of it as JSON data."""
+    return {
+        **record_estimate(found.estimate),
+        "p": found.estimate.p,
+        "p_holm": found.adjusted,
+        "family": found.family,
+        "detectable": found.detectable,
+        "detectable_in_family": found.detectable_in_family,
+        "published": found.published,
+        "holds_published": found.holds_gain,
+        "p_equivalence": found.equivalence,
+        "note": found.note,
+    }
 
 
 def _record_difference(found: Difference | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    estimate = found.estimate
-    return {
-        "against": found.against,
-        **_record_estimate(estimate),
-        "seeds": estimate.seeds,
-        "drawn": estimate.drawn,
-        "p": estimate.p,
-        "p_holm": found.adjusted,
-        "verdict": found.verdict,
-    }
+    return {"against": found.against, **record_judgement(found.judgement), "verdict": found.verdict}

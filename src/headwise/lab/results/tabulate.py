@@ -10,17 +10,15 @@ from numpy.typing import NDArray
 
 from headwise.errors import NotFired
 from headwise.lab.experiment.metrics import Metric
-from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.head_drops import HeadDrops
 from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.runs import MEASURES, Results, Run, read_results, read_starts
-from headwise.lab.results.statistics import RESAMPLES, difference, holm, score, verdict
+from headwise.lab.results.statistics import difference, score
 from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
+from headwise.lab.results.verdicts import Judgement, judge_family
 
 # Two runs with equal answers whose measures differ by less than this are the same.
 SAME = 1e-6
-# Intervals of single bins are shown but not tested, so fewer resamples suffice.
-BIN_RESAMPLES = 500
 OWN_TEST = "no verdict (each its own test)"
 
 
@@ -34,11 +32,16 @@ def read_table(out: Path) -> Table:
     return make_table(read_results(out))
 
 
-def make_table(results: Results) -> Table:
+def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | None = None) -> Table:
     """Return the table of a comparison.
 
-    Each arm is judged by its difference to its control; Holm's adjustment covers these differences, one per arm. If
-    the control is not plain, the difference to plain is tested too, as a separate family.
+    Each arm is judged by its difference to its control; Holm's adjustment covers these differences, one per arm that
+    was asked for. Other differences have an interval and no verdict.
+
+    Args:
+        results: The runs.
+        judged: What was said of differences elsewhere, by arm and other arm: no others are tested. None for the
+            above.
 
     Raises:
         NotFired: An arm has plain's answers on all test items under every seed, and plain's measures to 1e-6: its
@@ -54,9 +57,8 @@ def make_table(results: Results) -> Table:
         for runs in arms.values():
             _require_distinct(runs, plain)
     rows = [_make_row(arms[name], arms, results) for name in _order_arms(arms, results.arms)]
-    adjusted = _mark_untested if results.metric.own_test else _adjust
-    judged = adjusted({row.arm: row.to_control for row in rows})
-    others = adjusted({row.arm: row.to_plain for row in rows if row.control not in (None, PLAIN)})
+    if judged is None and not results.metric.own_test:
+        judged = _judge_arms(rows, results.arms)
     bins, items = np.unique(results.bins, return_counts=True)
     return Table(
         task=results.task,
@@ -73,7 +75,7 @@ def make_table(results: Results) -> Table:
         seeds=results.seeds,
         bins=tuple(bins.tolist()),
         items=tuple(items.tolist()),
-        rows=tuple(_judge(row, judged.get(row.arm), others.get(row.arm)) for row in rows),
+        rows=tuple(_judge(row, judged or {}, results.metric) for row in rows),
         paired=_select_paired(results.paired, {row.arm: row.seeds for row in rows}),
         missing=results.missing,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
@@ -109,22 +111,12 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
         control=first.control,
         baseline=first.baseline,
         seeds=tuple(run.seed for run in runs),
-        score=score(_stack_values(runs, metric), seed=derive_key("accuracy", first.arm), least=metric.least),
-        bins=tuple(
-            score(
-                _stack_values(runs, metric, mask),
-                seed=derive_key("accuracy", first.arm),
-                resamples=BIN_RESAMPLES,
-                least=metric.least,
-            )
-            for mask in masks
-        ),
+        score=score(_stack_values(runs, metric), least=metric.least),
+        bins=tuple(score(_stack_values(runs, metric, mask), least=metric.least) for mask in masks),
         to_plain=_compare(runs, other, metric),
         to_control=_compare(runs, control, metric),
         bins_to_plain=tuple(
-            found.estimate
-            for mask in masks
-            if (found := _compare(runs, other, metric, mask, BIN_RESAMPLES)) is not None
+            found.estimate for mask in masks if (found := _compare(runs, other, metric, mask)) is not None
         ),
         verdict="",
         measures={name: _average(run.measures[name] for run in runs) for name in MEASURES},
@@ -157,23 +149,14 @@ def _compare(
     others: Sequence[Run],
     metric: Metric,
     mask: NDArray[np.bool_] | slice = slice(None),
-    resamples: int = RESAMPLES,
 ) -> Difference | None:
     pairs = _pair_runs(runs, others)
     if not pairs:
         return None
     one = _stack_values([run for run, _ in pairs], metric, mask)
     other = _stack_values([run for _, run in pairs], metric, mask)
-    name = others[0].arm
-    found = difference(
-        one,
-        other,
-        seed=derive_key("difference", runs[0].arm, name),
-        resamples=resamples,
-        least=metric.least,
-        starts=read_starts(other for _, other in pairs),
-    )
-    return Difference(name, found)
+    found = difference(one, other, least=metric.least, starts=read_starts(other for _, other in pairs))
+    return Difference(others[0].arm, Judgement(found))
 
 
 def _stack_values(
@@ -191,28 +174,30 @@ def _pair_runs(runs: Sequence[Run], others: Sequence[Run]) -> list[tuple[Run, Ru
     return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
 
 
-def _adjust(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
-    """Return the differences of one family of tests with adjusted p-values and verdicts."""
-    known = {arm: found for arm, found in family.items() if found is not None}
-    p_values = holm([found.estimate.p for found in known.values()])
-    return {
-        arm: replace(found, adjusted=p, verdict=verdict(found.estimate, p))
-        for (arm, found), p in zip(known.items(), p_values, strict=True)
-    }
+def _judge_arms(rows: Sequence[Row], requested: Sequence[str]) -> dict[tuple[str, str], Judgement]:
+    """Return the judgement of each arm's difference to its control."""
+    known = {(row.arm, row.to_control.against): row.to_control.estimate for row in rows if row.to_control is not None}
+    # an arm without its control, or without a run so far, was to be tested too unless its control is not wanted
+    controls = {row.arm: row.control for row in rows}
+    planned = {arm for arm in requested if arm != PLAIN and controls.get(arm, PLAIN) in (PLAIN, *requested)}
+    judged = judge_family(list(known.values()), planned=len(planned | {arm for arm, _ in known}))
+    return dict(zip(known, judged, strict=True))
 
 
-def _mark_untested(family: Mapping[str, Difference | None]) -> dict[str, Difference]:
-    """Return differences without tests, as each model answered a test that it generated itself."""
-    return {arm: replace(found, verdict=OWN_TEST) for arm, found in family.items() if found is not None}
+def _judge(row: Row, judged: Mapping[tuple[str, str], Judgement], metric: Metric) -> Row:
+    def find(found: Difference | None) -> Difference | None:
+        if found is None:
+            return None
+        if metric.own_test:
+            return replace(found, reason=OWN_TEST) if found is row.to_control else found
+        return replace(found, judgement=judged.get((row.arm, found.against), found.judgement))
 
-
-def _judge(row: Row, to_control: Difference | None, to_plain: Difference | None) -> Row:
-    if row.control == PLAIN:
-        to_plain = to_control
+    to_control = find(row.to_control)
+    to_plain = to_control if row.control == PLAIN else find(row.to_plain)
     words = to_control.verdict if to_control is not None else ""
     if to_control is None and row.control is not None:
         words = f"no verdict ({row.control} not run)"
-    return replace(row, to_control=to_control, to_plain=to_plain or row.to_plain, verdict=words)
+    return replace(row, to_control=to_control, to_plain=to_plain, verdict=words)
 
 
 def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:

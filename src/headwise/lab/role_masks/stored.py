@@ -75,7 +75,11 @@ def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
 def _find_pipeline(path: Path, name: Any) -> Path:
     if not isinstance(name, str):
         raise DataError(f"{path} names no pipeline; name the one that parsed the run's texts (--pipeline DIR).")
-    if os.sep in name and not Path(name).exists():
+    try:
+        there = Path(name).exists()
+    except OSError as error:
+        raise DataError(f"{path} names no pipeline ({error.strerror}); name the right one (--pipeline DIR).") from None
+    if os.sep in name and not there:
         raise DataError(
             f"{name}, the pipeline that parsed the run's texts, does not exist any more; name its new path "
             "(--pipeline DIR)."

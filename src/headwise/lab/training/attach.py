@@ -14,18 +14,19 @@ from headwise.disagreement.penalty import Disagreement
 from headwise.errors import SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
+from headwise.heads.mixing import mix_heads
+from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import KINDS, Aggregate, DropHeads, OtherModel, Penalize, Repel
+from headwise.lab.experiment.method import DropHeads, OtherModel, Talk
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
-from headwise.repulsion.repel import Repulsion, repel
+from headwise.repulsion.repel import Repulsion
 from headwise.roles.guide import Guidance, guide
-from headwise.routing.aggregate import aggregate
-from headwise.routing.modules import Residual, Routing
+from headwise.routing.modules import Gate, Residual, Routing, Setting
 
 
 def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
@@ -100,7 +101,7 @@ class Methods:
     ) -> None:
         self.arm, self.seed, self.masks, self.rule_layers = arm, seed, masks, rule_layers
         self.penalty: Disagreement | None = None
-        self.penalty_weight = 0.0
+        self.penalize: Penalize | None = None
         self.drophead: DropHead | None = None
         self.repulsion: Repulsion | None = None
         self.heads: Heads | None = None
@@ -110,10 +111,13 @@ class Methods:
         self.heads = find_heads(part)
         if (routing := arm.find(Aggregate)) is not None:
             setting = _compile(routing.setting) if compile_routing else routing.setting
-            aggregate(_choose(self.heads, routing.layers, routing.kinds), setting)
+            replace(routing, setting=setting).attach(self.heads)
+        if (talk := arm.find(Talk)) is not None:
+            mix_heads(self.heads, logits=talk.logits, weights=talk.weights)
         initialize_parameters(model, seed)
         if (penalize := arm.find(Penalize)) is not None:
-            self.penalty, self.penalty_weight = _build_penalty(self.heads, penalize), penalize.weight
+            self.penalty = penalize.attach(self.heads, across=processes.group())
+            self.penalize = penalize
         drop = arm.find(DropHeads)
         if drop is not None and drop.rate:
             self.drophead = DropHead(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
@@ -124,27 +128,39 @@ class Methods:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
         method = self.arm.find(Repel)
         if method is not None and self.heads is not None:
-            layers = self.rule_layers if method.layers is None else method.layers
-            heads = _choose(self.heads, layers, method.kinds)
-            if method.projections is not None:
-                heads = heads.projection(*method.projections)
-            self.repulsion = repel(optimizer, heads, method.rule, when="manual", seed=derive_key(self.seed, "noise"))
+            if method.layers is None:
+                method = replace(method, layers=self.rule_layers)
+            seed = derive_key(self.seed, "noise")
+            self.repulsion = method.attach(optimizer, self.heads, when="manual", seed=seed)
 
     def add_penalty(self, loss: Tensor) -> Tensor:
         """Return the loss with the arm's penalty added."""
-        return loss if self.penalty is None else loss + self.penalty_weight * self.penalty()
+        if self.penalty is None or self.penalize is None:
+            return loss
+        return self.penalize.add(self.penalty, loss)
 
     def apply_repulsion(self) -> Tensor | None:
-        """Apply the rule to the gradients and return its force ratio; None without a rule.
+        """Apply the rule to the gradients and return its force ratio; without a rule, that of a measured penalty.
 
         The norm of all repulsion over the norm of all driving terms: a group that the loss hardly moves, as queries and
-        keys are at the start, would dominate a mean of the groups' ratios.
+        keys are at the start, would dominate a mean of the groups' ratios. NaN where the loss moves no head, and
+        infinite where a rule without finite forces left a gradient as it was. For a penalty whose strength is measured
+        against the loss, the norm of its gradient over that of the loss's, as last measured; else None.
         """
         if self.repulsion is None:
-            return None
+            return self._find_penalty_share()
         self.repulsion.apply()
         last = self.repulsion.last
-        return last.repulsion_norm.norm() / last.driving_norm.norm()
+        driving = last.driving_norm.norm()
+        ratio = torch.where(driving == 0, torch.nan, last.repulsion_norm.norm() / driving)
+        return torch.where(last.finite.all(), ratio, torch.inf)
+
+    def _find_penalty_share(self) -> Tensor | None:
+        """Return the mean over attentions of |gradient of the penalty| / |gradient of the loss|, as last measured."""
+        if self.penalty is None or self.penalty.relative is None or not self.penalty.relative.shares:
+            return None
+        shares = list(self.penalty.relative.shares.values())
+        return torch.stack([share.to(shares[0].device) for share in shares]).mean()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -152,7 +168,7 @@ class Methods:
         training = model.training
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.penalty is not None:
+            if self.penalty is not None and self.penalty.taps is not None:
                 stack.enter_context(self.penalty.taps.paused())
             model.eval()
             try:
@@ -167,6 +183,8 @@ class Methods:
             state["drophead"] = self.drophead.generator.get_state()
         if self.repulsion is not None:
             state["repulsion"] = self.repulsion.state_dict()
+        if self.penalty is not None and self.penalty.strength is not None:
+            state["penalty"] = self.penalty.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,13 +193,8 @@ class Methods:
             self.drophead.generator.set_state(state["drophead"])
         if self.repulsion is not None:
             self.repulsion.load_state_dict(state["repulsion"])
-
-
-def _build_penalty(heads: Heads, method: Penalize) -> Disagreement:
-    chosen = _choose(heads, method.layers, method.kinds)
-    there = {site.kind for site in chosen}
-    weights = {kind: weight for kind, weight in zip(KINDS, method.kind_weights or (), strict=False) if kind in there}
-    return Disagreement(chosen, method.term, weights=weights, across=processes.group())
+        if self.penalty is not None and self.penalty.strength is not None:
+            self.penalty.load_state_dict(state["penalty"])
 
 
 def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
@@ -201,19 +214,15 @@ def _make_hook(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tup
     return before
 
 
-def _choose(heads: Heads, layers: tuple[int, ...] | None, kinds: tuple[str, ...] | None) -> Heads:
-    if kinds is not None:
-        heads = heads.kind(*kinds)
-    if layers is None:
-        return heads
-    # the layers of each stack and kind are counted from 0
-    every = dict.fromkeys(site.kind for site in heads)
-    return replace(heads, sites=tuple(site for kind in every for site in heads.kind(kind).layers(*layers)))
-
-
-def _compile(setting: Routing | Residual) -> Routing | Residual:
+def _compile(setting: Setting) -> Setting:
+    if isinstance(setting, Gate):
+        return setting
     if isinstance(setting, Residual):
-        return replace(setting, routing=_compile(setting.routing))
+        return replace(setting, routing=_compile_routing(setting.routing))
+    return _compile_routing(setting)
+
+
+def _compile_routing(setting: Routing) -> Routing:
     return replace(setting, chunks=replace(setting.chunks, compile=True))
 
 

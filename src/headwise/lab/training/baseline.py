@@ -8,10 +8,11 @@ from typing import Any
 from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import scores_by_bin
+from headwise.lab.experiment.finished import write_result
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.settings import Whole, read_versions
+from headwise.lab.experiment.settings import Whole, load_data, read_versions
 from headwise.lab.results.runs import MEASURES
 
 
@@ -49,7 +50,7 @@ def run_baseline(settings: BaselineSettings, folder: Path) -> None:
         return
     began = time.monotonic()
     task = named_task(settings.task)
-    data = task.load(settings.data, settings.scale, settings.cache)
+    data = load_data(settings)
     answers = task.baseline(settings.name, data, settings.seed)
     run_folder.write_answers(folder, answers.statistics, answers.predicted, answers.text)
     result = {
@@ -69,4 +70,4 @@ def run_baseline(settings: BaselineSettings, folder: Path) -> None:
         **dict.fromkeys(MEASURES),
         "versions": read_versions("numpy", "scikit-learn"),
     }
-    run_folder.write_json(folder / run_folder.RESULT, result)
+    write_result(folder, result)

@@ -19,6 +19,7 @@ from headwise.lab.experiment.settings import SAVE_SECONDS
 from headwise.lab.experiment.task import Batches
 from headwise.lab.training import processes
 from headwise.lab.training.checkpoints import write_epoch_weights
+from headwise.strict_json import find_not_finite
 
 SHOW_SECONDS = 0.5
 # Enough for a median, few enough for a checkpoint.
@@ -59,17 +60,28 @@ class RunCallback(TrainerCallback):
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self.train_seconds = 0.0
         self.stopped = False
-        self._loss, self._force = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        self._counted, self._forced = 0, 0
+        # digests of the weights of single epochs, by file
+        self.kept_weights: dict[str, str] = {}
+        self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64)
+        self._counted, self._forced = 0, torch.zeros((), dtype=torch.int64)
         self._began = self._saved = self._shown = self._step_began = time.monotonic()
 
     def add(self, loss: Tensor, force_ratio: Tensor | None) -> None:
-        """Count one step's loss and force ratio; tensors, so that no step waits for a value."""
+        """Count one step's loss and force ratio; tensors, so that no step waits for a value.
+
+        A step in which the loss moves no head has no ratio.
+        """
         self._loss = self._loss.to(loss.device) + loss.detach().double()
         self._counted += 1
         if force_ratio is not None:
-            self._force = self._force.to(force_ratio.device) + force_ratio.double()
-            self._forced += 1
+            known = ~force_ratio.isnan()
+            self._force = self._force.to(force_ratio.device) + torch.where(known, force_ratio, 0.0).double()
+            self._forced = self._forced.to(force_ratio.device) + known
+
+    def add_norm(self, norm: Tensor | float) -> None:
+        """Count the norm of one update's gradient; the largest is kept, and one that is not finite stays."""
+        norm = torch.as_tensor(norm).detach().double()
+        self._norm = torch.maximum(self._norm.to(norm.device), norm)
 
     @property
     def force_ratio(self) -> float | None:
@@ -92,7 +104,9 @@ class RunCallback(TrainerCallback):
             "loss": processes.mean(self._loss).cpu(),
             "force": self._force.cpu(),
             "counted": self._counted,
-            "forced": self._forced,
+            "forced": int(self._forced),
+            "norm": self._norm.cpu(),
+            "kept_weights": self.kept_weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +115,10 @@ class RunCallback(TrainerCallback):
         self.step_seconds.extend(state["step_seconds"])
         self.train_seconds = state["train_seconds"]
         self._loss, self._force = state["loss"], state["force"]
-        self._counted, self._forced = state["counted"], state["forced"]
+        self._counted, self._forced = state["counted"], torch.tensor(state["forced"])
+        # a checkpoint of version 0.1 has neither
+        self._norm = state.get("norm", torch.zeros_like(self._norm))
+        self.kept_weights = dict(state.get("kept_weights", {}))
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
 
@@ -157,19 +174,21 @@ class RunCallback(TrainerCallback):
             return
         train_loss = float(processes.mean(self._loss) / max(self._counted, 1))
         epoch = state.global_step // self.steps_per_epoch
-        if train_loss != train_loss or abs(train_loss) == float("inf"):
-            raise HeadwiseError(
-                f"the training loss is {train_loss} in epoch {epoch}; lower the learning rate or the strength."
-            )
         force_ratio = float(self._force / self._forced) if self._forced else None
+        norm = float(self._norm)
+        _require_finite(
+            epoch,
+            {"the training loss": train_loss, "the norm of the gradient": norm, "the force ratio": force_ratio},
+        )
         record = {"epoch": epoch, "train_loss": train_loss, **processes.by_first(self.evaluate)}
+        _require_finite(epoch, record)
         self.records.append(record | {"force_ratio": force_ratio})
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
         if self.averaged > 1 and processes.rank() == 0:
-            write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
-        self._loss, self._force = torch.zeros_like(self._loss), torch.zeros_like(self._force)
-        self._counted = self._forced = 0
+            self.kept_weights |= write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
+        self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=self._loss.device)
+        self._counted, self._forced = 0, torch.zeros_like(self._forced)
         control.should_save = True
         self._saved = time.monotonic()
         self._show(state)
@@ -194,3 +213,10 @@ class RunCallback(TrainerCallback):
             note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"
         progress = {"step": state.global_step, "steps": state.max_steps, "note": note}
         write_json(self.folder / PROGRESS, progress)
+
+
+def _require_finite(epoch: int, record: Mapping[str, Any]) -> None:
+    found = find_not_finite(record)
+    if found is not None:
+        name, value = found
+        raise HeadwiseError(f"{name} is {value} in epoch {epoch}; lower the learning rate or the strength.")

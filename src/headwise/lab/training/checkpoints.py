@@ -1,7 +1,6 @@
 """Checkpoints sealed by digests of their files, and the weights of a run's last epochs, whose mean is tested."""
 
-import hashlib
-import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,67 +8,71 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_file, save_model
 from torch import nn
 
+from headwise.digests import digest_file, require_files_unchanged
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import write_json
+from headwise.lab.experiment.run_folder import read_json, write_json
 
 MANIFEST = "manifest.json"
 
 
 def seal_checkpoint(checkpoint: Path) -> None:
     """Write the digests of all files of a checkpoint into its manifest, before the checkpoint gets its name."""
-    files = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.name != MANIFEST)
-    write_json(checkpoint / MANIFEST, {path.name: _digest(path) for path in files})
+    write_json(checkpoint / MANIFEST, {name: digest_file(checkpoint / name) for name in _list_files(checkpoint)})
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Make sure that a checkpoint holds what was written.
+    """Make sure that a checkpoint holds what was written, and nothing else.
 
     Raises:
-        DataError: A file is missing or has changed; the message names it and what to do.
+        DataError: A file is missing, was added or has changed; the message names it and what to do.
     """
-    manifest = checkpoint / MANIFEST
+    manifest, remedy = checkpoint / MANIFEST, f"delete {checkpoint} to start that run again."
     try:
-        digests = json.loads(manifest.read_text(encoding="utf-8"))
-        expected = {str(name): str(digest) for name, digest in digests.items()}
-    except (OSError, ValueError, AttributeError):
-        raise DataError(_explain_corrupt(manifest, "it is missing or not readable")) from None
-    for name, digest in expected.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise DataError(_explain_corrupt(path, "it is missing"))
-        if _digest(path) != digest:
-            raise DataError(_explain_corrupt(path, "its content is not what was written"))
+        digests = read_json(manifest)
+        if not isinstance(digests, dict):
+            raise DataError(f"{manifest} holds no digests")
+    except DataError as error:
+        raise DataError(f"the checkpoint is corrupt ({str(error).partition(';')[0]}); {remedy}") from None
+    require_files_unchanged(manifest, digests, {*digests, *_list_files(checkpoint)}, remedy=remedy)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
-
-
-def _explain_corrupt(path: Path, reason: str) -> str:
-    return f"the checkpoint file {path} is corrupt ({reason}); delete {path.parent} to start that run again."
+def _list_files(checkpoint: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.iterdir() if path.name != MANIFEST)
 
 
 PREFIX = "epoch-"
 
 
-def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -> None:
-    """Write a model's weights as those of an epoch, whole or not at all, and drop those of `most` epochs before."""
-    temporary = folder / f".{PREFIX}{epoch}.safetensors"
+def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -> dict[str, str]:
+    """Write a model's weights as those of an epoch, whole or not at all, and drop those of `most` epochs before.
+
+    Returns:
+        The digest of their file, by its name.
+    """
+    temporary, place = folder / f".{PREFIX}{epoch}.safetensors", _find_weights(folder, epoch)
     save_model(model, str(temporary))
-    temporary.replace(_find_weights(folder, epoch))
+    temporary.replace(place)
     _find_weights(folder, epoch - most).unlink(missing_ok=True)
+    return {place.name: digest_file(place)}
 
 
-def load_mean_weights(model: nn.Module, folder: Path) -> None:
+def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]) -> None:
     """Give a model the mean of the weights kept in a run's folder.
 
+    Args:
+        model: The model.
+        folder: The run's folder.
+        digests: Digests of their files, by name; those of epochs before the run was resumed may be unknown.
+
     Raises:
-        DataError: No weights were kept.
+        DataError: No weights were kept, or a file was changed.
     """
+    remedy = f"delete {folder} to start that run again."
     files = sorted(folder.glob(f"{PREFIX}*.safetensors"))
     if not files:
-        raise DataError(f"{folder} keeps no weights of single epochs; delete it to start that run again.")
+        raise DataError(f"{folder} keeps no weights of single epochs; {remedy}")
+    known = [path.name for path in files if path.name in digests]
+    require_files_unchanged(folder / PREFIX, digests, known, remedy=remedy)
     mean: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as opened:

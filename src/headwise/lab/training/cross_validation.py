@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headwise.lab.data.arrays import read_arrays
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import scores_by_bin
+from headwise.lab.experiment.finished import require_intact, write_result
 from headwise.lab.experiment.job import Job
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
@@ -65,26 +66,23 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
     if run_folder.is_finished(run) or not all(run_folder.is_finished(part) for part in folders):
         return
     run_folder.claim(run, whole.record())
+    for part in folders:
+        require_intact(part)
     results = [run_folder.read_json(part / run_folder.RESULT) for part in folders]
-    answers = [_read_arrays(part / run_folder.PREDICTIONS) for part in folders]
+    answers = [read_arrays(part / run_folder.PREDICTIONS) for part in folders]
     found, predicted = (np.concatenate([part[name] for part in answers]) for name in ("statistics", "predicted"))
     run_folder.write_answers(run, found, predicted, None)
     metric = METRICS[named_task(settings.task).metric]
     result = {
         **results[0],
         "settings": whole.record(),
-        "score": scores_by_bin(metric, found, _read_arrays(run.parents[1] / TEST)["bins"]),
+        "score": scores_by_bin(metric, found, read_arrays(run.parents[1] / TEST)["bins"]),
         "parts": [part["score"]["pooled"] for part in results],
         "train_seconds": sum(part["train_seconds"] for part in results),
         "answers": {name: _mean([part["answers"].get(name) for part in results]) for name in results[0]["answers"]},
-        **{name: _mean([part[name] for part in results]) for name in ("dev_score", "step_seconds", *MEASURES)},
+        **{name: _mean([part.get(name) for part in results]) for name in ("dev_score", "step_seconds", *MEASURES)},
     }
-    run_folder.write_json(run / run_folder.RESULT, result)
-
-
-def _read_arrays(path: Path) -> dict[str, NDArray]:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+    write_result(run, result)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -12,12 +12,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
+from headwise.foreign_code import refuse_foreign_code
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment.arm import escape_arm_name
+from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.run_folder import RESULT, read_json
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
-from headwise.routing.save import RECORD, load
+from headwise.routing.save import load
+from headwise.routing.saved import RECORD
 
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "
@@ -55,7 +58,9 @@ class Start:
             DataError: It is not there.
         """
         if not self.task:
-            return next(place for place in _list_places(self.place) if (place / CONFIG).is_file())
+            only = next(place for place in _list_places(self.place) if (place / CONFIG).is_file())
+            require_intact_export(only)
+            return only
         # a second fine-tuning starts from the first with the same seed
         number = seed if self.task == "glue" else seed % starts
         run = self.place / escape_arm_name(arm) / f"seed-{number}"
@@ -66,6 +71,7 @@ class Start:
                 f"{run} holds no finished run with a model to begin with; run {self.task} with arm {arm} and seed "
                 f"{number}{remedy} first."
             )
+        require_intact_export(found)
         return found
 
     def pretraining(self, arm: str, seed: int, starts: int) -> int | None:
@@ -79,6 +85,7 @@ class Start:
         run = self.folder(arm, seed, starts).parent
         if self.task == "pretraining":
             return seed % starts
+        require_intact(run, RESULT)
         before = read_json(run / RESULT)
         if not isinstance(before, dict) or "start" not in before:
             raise DataError(f"{run} does not record which pre-training it began with; delete it and run it again.")
@@ -96,6 +103,7 @@ class Start:
         found = next((path.parent for path in sorted(self.place.glob(f"*/seed-*/{name}/{CONFIG}"))), None)
         if found is None:
             raise DataError(f"{self.place} holds no finished run with a model to begin with; finish it first.")
+        require_intact_export(found)
         return found
 
 
@@ -133,14 +141,17 @@ class Classifier(nn.Module):
         folder: Folder of the model.
         classes: Number of classes; 1 for a number.
         layer_decay: See the attribute.
+        trust_remote_code: Whether code that the folder names may run.
 
     Raises:
         DataError: The folder holds no model that transformers, or `headwise.load`, can load.
     """
 
-    def __init__(self, folder: Path, classes: int, layer_decay: float = 1.0) -> None:
+    def __init__(
+        self, folder: Path, classes: int, layer_decay: float = 1.0, *, trust_remote_code: bool = False
+    ) -> None:
         super().__init__()
-        self.network, fresh = _open_classifier(folder, classes)
+        self.network, fresh = _open_classifier(folder, classes, trust_remote_code=trust_remote_code)
         self.classes, self.layer_decay = classes, layer_decay
         deviation = getattr(self.network.config, "initializer_range", DEVIATION)
         backbone = f"network.{self.network.base_model_prefix}."
@@ -191,17 +202,19 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels.long(), reduction="none")
 
 
-def open_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in a model's folder.
+def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer in a model's folder; code that the folder names runs if `trust_remote_code`.
 
     Raises:
         DataError: There is none that transformers can load.
     """
+    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    kind: Any = PreTrainedTokenizerFast if (folder / RECORD).is_file() else AutoTokenizer
     try:
-        if (folder / RECORD).is_file():
-            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        with refuse_foreign_code(folder, trusted=trust_remote_code):
+            tokenizer: Any = kind.from_pretrained(str(folder), **options)
+    except HeadwiseError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({reason}).") from error
@@ -211,16 +224,24 @@ def open_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def require_positions(folder: Path, length: int) -> None:
+def require_positions(folder: Path, length: int, *, trust_remote_code: bool = False) -> None:
     """Refuse texts of more tokens than a model has positions for.
 
     Raises:
         DataError: It has fewer.
     """
     try:
-        own = load(folder).config if (folder / RECORD).is_file() else None
-        config: Any = own or AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        if (folder / RECORD).is_file():
+            config: Any = load(folder, trust_remote_code=trust_remote_code).config
+        else:
+            with refuse_foreign_code(folder, trusted=trust_remote_code):
+                config = AutoConfig.from_pretrained(
+                    str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+                )
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # whatever transformers raises for a file that is missing or not as it expects
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:200]}") from None
     # XLNet has -1 for any number
     known = max(0, int(getattr(config, "max_position_embeddings", None) or 0)) or None
@@ -237,14 +258,15 @@ def _list_places(place: Path) -> tuple[Path, ...]:
     return place / DISCRIMINATOR, place / MODEL, place
 
 
-def _open_classifier(folder: Path, classes: int) -> tuple[Any, set[str]]:
+def _open_classifier(folder: Path, classes: int, *, trust_remote_code: bool) -> tuple[Any, set[str]]:
     """Return a classifier and the modules of its backbone that the folder has no parameters for."""
     try:
-        with quietly():
+        with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
             if (folder / RECORD).is_file():
-                return _load_with_aggregators(folder, classes), set()
+                return _load_with_aggregators(folder, classes, trust_remote_code=trust_remote_code), set()
             network, said = AutoModelForSequenceClassification.from_pretrained(
                 str(folder),
+                trust_remote_code=trust_remote_code,
                 num_labels=classes,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -260,11 +282,11 @@ def _open_classifier(folder: Path, classes: int) -> tuple[Any, set[str]]:
     return network, {name.rpartition(".")[0] for name in said["missing_keys"]}
 
 
-def _load_with_aggregators(folder: Path, classes: int) -> Any:
-    whole: Any = load(folder)
+def _load_with_aggregators(folder: Path, classes: int, *, trust_remote_code: bool) -> Any:
+    whole: Any = load(folder, trust_remote_code=trust_remote_code)
     config = AutoConfig.for_model(**{**whole.config.to_dict(), "num_labels": classes})
     with torch.random.fork_rng(devices=[]):
-        network: Any = AutoModelForSequenceClassification.from_config(config)
+        network: Any = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
     setattr(network, network.base_model_prefix, whole.base_model)
     return network
 

@@ -3,7 +3,8 @@
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
+from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import diversity, scores_by_bin
+from headwise.lab.experiment.finished import write_result
 from headwise.lab.experiment.job import Heartbeat
+from headwise.lab.experiment.method import Orthogonalize
 from headwise.lab.experiment.metrics import METRICS
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.settings import RunSettings, read_versions
+from headwise.lab.experiment.settings import RunSettings, load_data, read_versions
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.training import processes
 from headwise.lab.training.attach import Methods, attach_arm
@@ -55,13 +59,14 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     Raises:
         SettingError: The folder holds a run with other settings.
         DataError: The data or the checkpoint cannot be read.
-        HeadwiseError: The loss is no longer finite.
+        HeadwiseError: The loss, the gradient or a score is no longer finite.
     """
     processes.by_first(lambda: run_folder.claim(folder, settings.record()))
     if processes.agree(run_folder.is_finished(folder)):
+        processes.by_first(lambda: _clean(folder))
         return
     task, scale = named_task(settings.task), settings.scale
-    data = task.load(settings.data, scale, settings.cache)
+    data = load_data(settings)
     model, methods = attach_arm(task, settings.arm, data, scale, seed=settings.seed)
     trainer = _build_trainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = processes.agree(run_folder.latest_checkpoint(folder))
@@ -138,6 +143,14 @@ class HeadTrainer(Trainer):
         return loss
 
     @override
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of an update's gradient before the clip."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None:
+            self.run.add_norm(norm)
+        return norm
+
+    @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         state = {"run": self.run.state_dict(), "methods": self.methods.state_dict()}
@@ -161,10 +174,46 @@ class HeadTrainer(Trainer):
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
-        load_model(self.trained if model is None else model, str(checkpoint / run_folder.WEIGHTS))
+        state = read_state(checkpoint)
+        with _explaining(checkpoint):
+            load_model(self.trained if model is None else model, str(checkpoint / run_folder.WEIGHTS))
+            self.run.load_state_dict(state["run"])
+            self.methods.load_state_dict(state["methods"])
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _explaining(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _explaining(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the state of a run and of its methods in a checkpoint.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    with _explaining(checkpoint):
         state = torch.load(checkpoint / RUN, weights_only=True)
-        self.run.load_state_dict(state["run"])
-        self.methods.load_state_dict(state["methods"])
+        if not isinstance(state, dict) or not {"run", "methods"} <= state.keys():
+            raise DataError(f"{RUN} holds no state of a run")
+        return state
+
+
+@contextmanager
+def _explaining(checkpoint: str | Path | None) -> Iterator[None]:
+    """Turn whatever a file of a checkpoint makes the block raise into a sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(
+            f"the checkpoint {checkpoint} cannot be read ({reason}); delete it to start that run again."
+        ) from None
 
 
 def _build_loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
@@ -208,6 +257,10 @@ def _build_trainer(
         eval_strategy="no",
         save_strategy="no",
     )
+    orthogonalize = settings.arm.find(Orthogonalize)
+    if orthogonalize is not None:
+        # blocks of heads share the memory of the weights, which must not move afterwards
+        model.to(args.device)
     run = RunCallback(
         folder,
         steps,
@@ -227,7 +280,7 @@ def _build_trainer(
         collate=task.collate,
         methods=methods,
         run=run,
-        optimizer=build_optimizer(model, rate, recipe),
+        optimizer=build_optimizer(model, rate, recipe, orthogonalize, methods.heads),
     )
 
 
@@ -249,7 +302,7 @@ def _finish(
     run = trainer.run
     score, answered, signatures = None, {}, {}
     if settings.scale.recipe.averaged > 1:
-        load_mean_weights(model, folder)
+        load_mean_weights(model, folder, run.kept_weights)
     with methods.evaluating(model):
         if settings.test:
             answers = task.on_test(model, data)
@@ -285,8 +338,16 @@ def _finish(
         "force_ratio": run.force_ratio,
         "versions": read_versions("torch", "transformers", "accelerate", "numpy"),
     }
-    run_folder.write_json(folder / run_folder.RESULT, result)
+    write_result(folder, result)
+    _clean(folder)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a finished run needs no more, and what processes that were killed left half written."""
     for path in folder.glob(f"{run_folder.CHECKPOINT}*"):
         shutil.rmtree(path, ignore_errors=True)
     delete_epoch_weights(folder)
     shutil.rmtree(folder / run_folder.UNFINISHED, ignore_errors=True)
+    for path in folder.iterdir():
+        if run_folder.PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.finished import write_result
 from headwise.lab.experiment.scale import Recipe
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.seeding import initialize_parameters
@@ -498,7 +499,7 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
     assert TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3) == 1, "the pre-training before the first set"
     assert TASK.initial_run(plain, TASK.load(glue / "RTE", toy(model), None), toy(model), 3) is None
     path = tmp_path / "rte" / "plain" / "seed-3" / "result.json"
-    run_folder.write_json(path, {name: value for name, value in run_folder.read_json(path).items() if name != "start"})
+    write_result(path.parent, {name: value for name, value in run_folder.read_json(path).items() if name != "start"})
     with pytest.raises(DataError, match="seed-3 does not record which pre-training it began with; delete it"):
         TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3)
 

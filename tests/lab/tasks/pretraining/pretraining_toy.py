@@ -7,7 +7,9 @@ import gzip
 import json
 from pathlib import Path
 
-from headwise.lab.tasks.pretraining.prepare import TextPreparation
+from headwise.lab.packed_text.folder import find_packed, open_packed
+from headwise.lab.packed_text.prepare import TextPreparation
+from headwise.lab.tasks.pretraining.data import PACKING, PretrainingData
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 
 TEXT = "the old clock ticks and a small bird sings on grey stones near cold rivers while rain falls softly"
@@ -51,3 +53,13 @@ def small(**changes) -> TextPreparation:
     """A preparation with rows of 16 tokens and shards of 20 rows."""
     sizes = {"vocabulary_size": 120, "length": 16, "shard_bytes": 20 * 16 * 2, "held_out_rows": 40}
     return TextPreparation(**{**sizes, **changes})
+
+
+def open_text(folder: Path, dev_rows: int | None = None, test_rows: int | None = None) -> PretrainingData:
+    """The data of a prepared folder."""
+    return PretrainingData(folder, *open_packed(PACKING, folder), dev_rows, test_rows, 0.15)
+
+
+def load_text(place: Path, preparation: TextPreparation, cache: Path, dev_rows: int | None = None) -> PretrainingData:
+    """The data of text that is prepared in a cache."""
+    return PretrainingData(*find_packed(PACKING, place, preparation, cache, scale="toy"), dev_rows, None, 0.15)

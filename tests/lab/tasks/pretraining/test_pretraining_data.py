@@ -12,25 +12,22 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.tasks.pretraining import files as pretraining_files
-from headwise.lab.tasks.pretraining import prepare as preparing
-from headwise.lab.tasks.pretraining.data import MaskedRow, StreamBatches, load_text, open_text
-from headwise.lab.tasks.pretraining.files import find_files, read_lines, read_pieces
-from headwise.lab.tasks.pretraining.prepare import prepare_text
+from headwise.lab.data import documents
+from headwise.lab.data.documents import find_files, read_lines, read_pieces
+from headwise.lab.packed_text import prepare as preparing
+from headwise.lab.packed_text.prepare import prepare_text
+from headwise.lab.packed_text.stream import StreamBatches
+from headwise.lab.tasks.pretraining.data import PACKING, MaskedRow
 from headwise.lab.tasks.pretraining.rows import Packer, draw_masked, number_segments
 from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
-from lab.tasks.pretraining.pretraining_toy import document, small, write_jsonl
+from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    prepare_text((write_jsonl(folder / "docs.jsonl.gz", 120),), small(), "f" * 16, folder / "whole")
+    prepare_text(PACKING, (write_jsonl(folder / "docs.jsonl.gz", 120),), small(), "f" * 16, folder / "whole")
     return folder / "whole"
-
-
-def data_of(folder: Path):
-    return open_text(folder, 0.15, None, None)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -38,7 +35,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_documents_of_both_forms_come_in_pieces_that_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretraining_files, "LONGEST", 100)
+    monkeypatch.setattr(documents, "LONGEST", 100)
     texts = [document(n) for n in range(3)]
     (tmp_path / "a.txt").write_text("\n" + "\n\n \n".join(texts) + "\n\n")
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
@@ -54,9 +51,9 @@ def test_documents_of_both_forms_come_in_pieces_that_add_up(tmp_path, monkeypatc
 
 def test_a_document_that_is_not_read_to_its_end_does_not_spill_into_the_next(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
-    documents = pretraining_files._read_paragraphs(tmp_path / "a.txt")
-    assert next(next(documents)) == "one"
-    assert list(next(documents)) == ["three"]
+    found = documents._read_paragraphs(tmp_path / "a.txt")
+    assert next(next(found)) == "one"
+    assert list(next(found)) == ["three"]
 
 
 @pytest.mark.parametrize("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
@@ -70,8 +67,8 @@ def test_a_bad_line_is_named(line, tmp_path):
 def test_half_of_a_surrogate_pair_is_named_before_anything_is_made(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": "bad \\ud83d emoji"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: character 5 of the document is half of a surrogate pair"):
-        prepare_text((path,), small(), "f" * 16, tmp_path / "made")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* is half of a surrogate pair; take it out"):
+        prepare_text(PACKING, (path,), small(), "f" * 16, tmp_path / "made")
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"], "nothing is left of what was refused"
 
 
@@ -125,7 +122,7 @@ def test_shards_that_are_shuffled_together_are_opened_once(prepared, monkeypatch
     opened: list[str] = []
     load = np.load
     monkeypatch.setattr(np, "load", lambda path, **how: (opened.append(Path(path).name), load(path, **how))[1])
-    rows = data_of(prepared).train
+    rows = open_text(prepared).train
     for number in [*range(0, 8 * 20, 7)] * 3:
         rows.ids(number)
     assert len(opened) == len(set(opened)) == 8
@@ -194,9 +191,9 @@ def test_a_preparation_stopped_in_the_middle_of_a_file_goes_on_to_the_same_shard
     monkeypatch.setattr(preparing._Writer, "add", lambda self, batch: (encoded.append(len(batch)), add(self, batch))[1])
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            prepare_text(files, small(), "f" * 16, tmp_path / "again")
+            prepare_text(PACKING, files, small(), "f" * 16, tmp_path / "again")
         assert not (tmp_path / "again").exists()
-    prepare_text(files, small(), "f" * 16, tmp_path / "again")
+    prepare_text(PACKING, files, small(), "f" * 16, tmp_path / "again")
     for left in (tmp_path / "again").glob("*.stop"):
         left.unlink()
     assert content(tmp_path / "again") == content(prepared)
@@ -208,11 +205,11 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
     words = learn_word_pieces(lambda: [document(n) for n in range(20)], 120)
     (tmp_path / "t.json").write_text(words.to_json())
-    for documents in (300, 1500):
-        files = (write_jsonl(tmp_path / f"{documents}.jsonl.gz", documents),)
+    for count in (300, 1500):
+        files = (write_jsonl(tmp_path / f"{count}.jsonl.gz", count),)
         tracemalloc.start()
         sizes = small(tokenizer=tmp_path / "t.json", shard_bytes=400 * 32)
-        prepare_text(files, sizes, "f" * 16, tmp_path / str(documents))
+        prepare_text(PACKING, files, sizes, "f" * 16, tmp_path / str(count))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0]
@@ -248,7 +245,7 @@ def test_the_stream_goes_on_in_the_middle_of_a_shard_to_the_same_batch(round_, b
 
 
 def test_an_example_hides_fifteen_percent_and_knows_what_it_hid(prepared):
-    data = data_of(prepared)
+    data = open_text(prepared)
     assert len(data.train) == sum(data.shards)
     number = 25  # in the second shard
     row = np.load(prepared / "train-00001.npy")[5].astype(np.int64)
@@ -272,7 +269,7 @@ def test_an_example_hides_fifteen_percent_and_knows_what_it_hid(prepared):
 
 
 def test_held_out_documents_are_in_one_split_alone(prepared):
-    data, names = data_of(prepared), {}
+    data, names = open_text(prepared), {}
     unknown = {data.words.tokenizer.token_to_id("[UNK]")}
     for split in ("train", "dev", "test"):
         rows = getattr(data, split)
@@ -287,9 +284,9 @@ def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared,
     mine = prepared / "tokenizer.json"
     files = find_files(prepared.parent / "docs.jsonl.gz")
     folder = tmp_path / "mine"
-    prepare_text(files, small(tokenizer=mine), "a" * 16, folder)
+    prepare_text(PACKING, files, small(tokenizer=mine), "a" * 16, folder)
     assert content(folder)["train-00002.npy"] == content(prepared)["train-00002.npy"]
-    assert data_of(folder).record["tokenizer"] == "given"
+    assert open_text(folder).record["tokenizer"] == "given"
     (tmp_path / "bad.json").write_text(mine.read_text().replace("[MASK]", "[OTHER]"))
     with pytest.raises(DataError, match=r"bad\.json lacks \[MASK\]; expected a tokenizer with"):
         read_word_pieces(tmp_path / "bad.json")
@@ -300,16 +297,24 @@ def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared,
 
 def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared, tmp_path):
     with pytest.raises(DataError, match="of 3 documents the dev split came out empty"):
-        prepare_text((write_jsonl(tmp_path / "few.jsonl.gz", 3),), small(), "f" * 16, tmp_path / "few")
-    data = load_text(prepared.parent / "docs.jsonl.gz", small(), tmp_path / "cache", 0.15, 3, None)
+        prepare_text(PACKING, (write_jsonl(tmp_path / "few.jsonl.gz", 3),), small(), "f" * 16, tmp_path / "few")
+    data = load_text(prepared.parent / "docs.jsonl.gz", small(), tmp_path / "cache", 3)
     assert len(data.dev) == 3
     shard = data.folder / "train-00001.npy"
     shard.write_bytes(shard.read_bytes()[:200])
-    with pytest.raises(DataError, match=r"train-00001\.npy cannot be read .*; prepare the text again"):
+    with pytest.raises(DataError, match=r"train-00001\.npy was changed .*; prepare the text again"):
         data.train[25]
+    # as an earlier version wrote it, without digests
+    kept = json.loads((data.folder / "record.json").read_text())
+    record = {key: value for key, value in kept.items() if "digest" not in key}
+    for name, value in (("shards", [20, "x"]), ("rows", {}), ("documents", -1), ("corpus", None), ("length", 2**70)):
+        (data.folder / "record.json").write_text(json.dumps(record | {name: value}))
+        with pytest.raises(DataError, match=r"record\.json is not the record of prepared text"):
+            open_text(data.folder)
+    (data.folder / "record.json").write_text(json.dumps(kept))
     shard.unlink()
     with pytest.raises(DataError, match=r"lacks train-00001\.npy"):
-        data_of(data.folder)
+        open_text(data.folder)
 
 
 def test_a_text_that_spells_a_special_token_is_text():

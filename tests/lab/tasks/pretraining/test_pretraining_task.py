@@ -23,7 +23,8 @@ from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Task
-from headwise.lab.tasks.pretraining import prepare as preparing
+from headwise.lab.packed_text.prepare import prepare_text
+from headwise.lab.tasks.pretraining.data import PACKING
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise.lab.tasks.pretraining.scores import compute_placements
 from headwise.lab.tasks.pretraining.task import PretrainingTask
@@ -44,7 +45,7 @@ def text(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     preparation = dataclasses.replace(TOY.preparation, shard_bytes=40 * 32)
     files = (write_jsonl(folder / "docs.jsonl.gz", 120),)
-    preparing.prepare_text(files, preparation, "f" * 16, folder / "prepared")
+    prepare_text(PACKING, files, preparation, "f" * 16, folder / "prepared")
     return folder / "prepared"
 
 
@@ -98,7 +99,7 @@ def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped
     assert list((tmp_path / "run").glob("checkpoint-*"))
     train_run(settings(arm, text), tmp_path / "run", never)
     assert same_bits(runs[arm], tmp_path / "run")
-    timed = ("step_seconds", "train_seconds")
+    timed = ("step_seconds", "train_seconds", "record_digest", "file_digests")
     whole, parts = (
         {name: value for name, value in result(folder).items() if name not in timed}
         for folder in (runs[arm], tmp_path / "run")

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
 from headwise.lab.tasks.sentence import words as sentence_words
 from headwise.lab.tasks.sentence.data import load_sentences
 from headwise.lab.tasks.sentence.files import read_set
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.words import tokenize
+from headwise.lab.tasks.sentence.words import locate_words, tokenize
 from lab.tasks.sentence.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
 spacy = pytest.importorskip("spacy")
@@ -69,6 +70,17 @@ def test_lines_that_are_read_one_by_one_share_a_tokenizer(monkeypatch):
     assert made == ["en"]
 
 
+def test_a_word_of_any_length_is_cut_in_time_and_keeps_its_place():
+    """A hundred thousand brackets took minutes."""
+    text = f"It didn't {'(' * 100_000} end, {'x' * 1_000} {'y' * 1_050}."
+    found = []
+    read_in_time(lambda: found.extend(next(locate_words([text]))))
+    assert all(text[start:end].lower() == word for word, (start, end) in found)
+    words = [word for word, _ in found if word != "("]
+    assert words == ["it", "did", "n't", "end", ",", "x" * 1_000, *["y" * 100] * 10, "y" * 50, "."]
+    assert len(found) == len(words) + 100_000
+
+
 def test_a_premise_or_an_author_is_in_one_split_alone(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     lines = [f"{n % 2}\tpremise {n // 3} here\thypothesis {n}" for n in range(90)]
@@ -94,6 +106,9 @@ def test_pans_markup_is_taken_off_and_its_ages_are_the_labels(tmp_path):
     text = "<author><documents><document><![CDATA[<p class='x'>a < b > c <br/>d</p>]]></document></documents></author>"
     (tmp_path / "pan" / "a0.xml").write_text(text, encoding="utf-8")
     assert read_set(tmp_path / "pan").splits["all"][0].texts == ("a < b > c d",)
+    text = f"<author><document>one <b>two</b> &amp;#{'9' * 5000}; <![CDATA[three]]></document></author>"
+    (tmp_path / "pan" / "a0.xml").write_text(text, encoding="utf-8")
+    assert read_set(tmp_path / "pan").splits["all"][0].texts == ("one two \ufffd three",)
 
 
 def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
@@ -115,7 +130,11 @@ def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
         ("truth.txt", "a0:::female:::18-24", "no line for author 'a1'"),
         ("truth.txt", "a0:::f:::18-24\na1:::f:::25-34\na9:::f:::25-34", "names author 'a9'"),
         ("truth.txt", "a0:::f:::18-24\na0:::f:::25-34", "line 2: author 'a0' occurs a second time"),
-        ("a0.xml", "<author>", "a0.xml: no XML"),
+        ("a0.xml", "<author>", "a0.xml, line 1: no XML that can be read"),
+        ("a0.xml", "<author>\n<document>&x;</document></author>", "a0.xml, line 2: no XML .*undefined entity"),
+        ("a0.xml", '<?xml version="1.0" encoding="nothing"?><author/>', "a0.xml, line 1: no XML .*unknown encoding"),
+        ("a0.xml", '<?xml version="1.0" encoding="utf-7"?><author/>', "a0.xml, line 1: .*multi-byte encodings"),
+        ("a0.xml", '<?xml version="1.0" encoding="idna"?><author/>', "a0.xml, line 1: no XML .*: convert the file"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused_by_its_file(name, content, message, tmp_path):
@@ -132,7 +151,18 @@ def test_yelps_own_file_and_its_parts_are_read(tmp_path):
     (reviews / "review.json.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     found = read_set(reviews).splits["all"]
     assert (found[6].label, found[6].texts) == ("2", ("review 6",))
-    for line in ('{"stars": 2.0}', '{"stars": 2, "text": null}', '{"stars": Infinity, "text": "fine"}', "[]"):
+    deep, huge = '{"stars":' * 100_000, "9" * 5000
+    for line in (deep, f'{{"stars": {huge}, "text": ""}}', '{"stars": true, "text": ""}', '{"stars": 2.5, "text": ""}'):
+        (reviews / "review.json.gz").write_bytes(gzip.compress(f"{lines[0]}\n{line}\n".encode()))
+        with pytest.raises(DataError, match=r"line 2: expected a JSON object with stars and text \(.+\); correct or"):
+            read_set(reviews)
+    for line in (
+        '{"stars": 2.0}',
+        '{"stars": 2, "text": "\\ud83d"}',
+        '{"stars": 2, "text": null}',
+        '{"stars": Infinity, "text": "fine"}',
+        "[]",
+    ):
         (reviews / "review.json.gz").write_bytes(gzip.compress(line.encode()))
         with pytest.raises(DataError, match="line 1: expected a JSON object"):
             read_set(reviews)

@@ -24,6 +24,7 @@ from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import read_arm, restore_run
 from headwise.roles import spacy as bridge
 from lab import command
+from lab.sealing import seal_again
 from lab.sentences import parsed
 from lab.streamed import answered
 from lab.tasks.translation.test_translate import lines_of
@@ -164,6 +165,7 @@ def test_a_pipeline_is_no_matter_of_sources_that_were_not_parsed(place, tmp_path
     record = read_json(place / "roles" / "settings.json")
     shutil.copytree(place / "roles", tmp_path / "free")
     (tmp_path / "free" / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "guided": None}}))
+    seal_again(tmp_path / "free")
     for run in (place / "roles", tmp_path / "free"):
         said = command.refused(capsys, "translate", str(run), "--pipeline", str(place / "pipeline"))
         assert said == f"headwise: the sources of {run} were not parsed; leave --pipeline out.\n"

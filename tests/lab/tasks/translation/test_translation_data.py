@@ -240,11 +240,36 @@ def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_p
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("splits", {}),
+        ("splits", []),
+        ("splits", {"../x": {}}),
+        ("fingerprint", 3),
+        ("files", None),
+        ("source_language", []),
+    ],
+)
+def test_a_record_that_does_not_describe_the_data_is_refused(folder, tmp_path, name, value):
+    path = load(folder, tmp_path).folder / "record.json"
+    record = json.loads(path.read_text())
+    # as an earlier version wrote it, without digests
+    path.write_text(json.dumps({key: kept for key, kept in record.items() if "digest" not in key} | {name: value}))
+    with pytest.raises(DataError, match=r"record\.json does not describe the data.*; prepare the data again"):
+        open_prepared(path.parent)
+
+
 def test_arrays_of_another_preparation_are_refused(folder, tmp_path):
     one, other = load(folder, tmp_path), load(folder, tmp_path, vocabulary_size=310)
     for side in SIDES:
         for part in ("ids", "offsets"):
             shutil.copy(other.folder / f"dev.{side}.{part}.npy", one.folder)
+    with pytest.raises(DataError, match=r"dev\.source\.ids\.npy was changed since it was written"):
+        open_prepared(one.folder)
+    # records of version 0.1 have no digests
+    record = {name: value for name, value in one.record.items() if "digest" not in name}
+    (one.folder / "record.json").write_text(json.dumps(record))
     with pytest.raises(DataError, match=r"split dev is not what record\.json says"):
         open_prepared(one.folder)
 

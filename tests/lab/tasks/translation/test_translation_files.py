@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
 from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
 from headwise.lab.tasks.translation.corpora import (
@@ -67,6 +68,31 @@ def test_segments_are_read_with_their_ids_and_characters(tmp_path):
     write(tmp_path / "dev.sgm", ['<seg id="1">whole</seg>', '<seg id="2">in two', "lines</seg>"])
     with pytest.raises(DataError, match=r"dev\.sgm, line 2: expected <seg id"):
         texts(tmp_path / "dev.sgm")
+
+
+@pytest.mark.parametrize("part", ['<seg id="', "<seg ", '<seg id="1">', " id=", '<seg id="1" '])
+def test_a_broken_segment_of_any_length_is_refused_in_time(part, tmp_path):
+    """A line of 200 kB took over a minute."""
+    write(tmp_path / "a.sgm", ['<seg id="1">one</seg>', "<seg" + part * (200_000 // len(part))])
+
+    def refused():
+        with pytest.raises(DataError, match=r'a\.sgm, line 2: expected <seg id="\.\.\."> text </seg> on one line'):
+            texts(tmp_path / "a.sgm")
+
+    read_in_time(refused)
+
+
+def test_each_of_several_segments_in_a_line_is_read(tmp_path):
+    write(tmp_path / "a.xml", ['<p><seg id="1">one</seg> <seg id="2"> 2 < 3 </SEG></p>', "<segment>"])
+    with pytest.raises(DataError, match="line 2"):
+        texts(tmp_path / "a.xml")
+    write(tmp_path / "a.xml", ['<p><seg id="1">one</seg> <seg id="2"> 2 < 3 </SEG></p>', "</doc>"])
+    assert list(read_side(tmp_path / "a.xml")) == [Line(1, "one", "1"), Line(1, "2 < 3", "2")]
+    inside = '<seg id="1">one<seg id="2">two</seg></seg>'
+    for broken in (inside, "</seg>", "<seg>one</seg>", '<seg id="1">one</seg><seg'):
+        write(tmp_path / "a.xml", [broken])
+        with pytest.raises(DataError, match="line 1: expected <seg id"):
+            texts(tmp_path / "a.xml")
 
 
 def test_tagged_talks_keep_title_and_description_and_drop_what_nobody_said(tmp_path):

@@ -12,7 +12,7 @@ from headwise.lab.papers.claims import Claim, Contrast, Judged, claim_control, c
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
-from headwise.lab.results.cells import format_signed
+from headwise.lab.results.cells import show_signed
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import PLAIN
@@ -166,7 +166,7 @@ def draw_role_worth(judged: Sequence[Judged]) -> Picture | None:
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
         png = to_png(figure)
     alt = "; ".join(
-        f"{role} replaced {REPLACED[kind]}: {format_signed(100 * one.value)} points"
+        f"{role} replaced {REPLACED[kind]}: {show_signed(100 * one.value)} points"
         for kind, of in found.items()
         for role, one in of.items()
     )

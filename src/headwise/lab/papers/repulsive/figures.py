@@ -1,6 +1,5 @@
 """Figures of An et al. 2020: attention over a text, reliability, entropy, diversity by strength, training curves."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from headwise.errors import DataError
+from headwise.input_files import read_numbered_lines
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import EPOCHS, analysis_file, read_json
@@ -22,6 +22,7 @@ from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIAB
 from headwise.lab.tasks.sentence.uncertainty import read_reliability
 from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap
 from headwise.plots.style import draw_range, drawing, drawing_panels, to_png, use_integer_ticks, use_log_axis
+from headwise.strict_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -255,13 +256,14 @@ def _read_curve(run: Run, panel: _Panel) -> list[float]:
     """Return a number of each round of a run; nothing where the run has none, as plain has no force."""
     found = []
     path = run.folder / EPOCHS
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        value: Any = json.loads(line)
-        for name in panel.path:
-            if name not in value:
-                raise DataError(f"{path}, line {number} has no {'.'.join(panel.path)}; make the run again.")
-            value = value[name]
-        if value is None:
-            return []
-        found.append(panel.factor * float(value))
+    for number, line in read_numbered_lines(path):
+        try:
+            value: Any = parse_json(line)
+            for name in panel.path:
+                value = value[name]
+            if value is None:
+                return []
+            found.append(panel.factor * float(value))
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+            raise DataError(f"{path}, line {number} has no {'.'.join(panel.path)}; make the run again.") from None
     return found

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise.lab.papers.measures import Numbers, StepTimes
 from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
 from headwise.lab.papers.repulsive.figures import draw_training_curves
 from headwise.lab.papers.sizes import Size, Sizes
-from headwise.lab.results.cells import NONE, Grid
+from headwise.lab.results.cells import NONE, Cell, Grid, Number
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.results.table import Table
@@ -30,16 +29,16 @@ def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table
     ways = average_sets(sets)
     rows = []
     for arm in arms:
-        cells = [_format_cell(tables[name], arm) for name in sets]
+        cells = [_show_cell(tables[name], arm) for name in sets]
         for chosen in ways.values():
             found = _read_scores(evidence, chosen, arm)
             means = np.array([[statistics.fmean(values)] for values in zip(*found, strict=True)]) if found else None
             if means is None:
                 cells.append(NONE)
             else:
-                cells.append(_format_average(estimate(means, seed=derive_key("glue", arm)), means[:, 0].tolist()))
+                cells.append(_show_average(estimate(means, least=-1.0, most=1.0), means[:, 0].tolist()))
         rows.append((arm, *cells))
-    title = "Fine-tuning, times 100: mean [95 % interval], median over seeds"
+    title = "Fine-tuning, times 100: mean (95 % interval), median over seeds"
     return Grid(title, ("arm", *sets, *ways), tuple(rows), "l" + "r" * (len(sets) + len(ways)))
 
 
@@ -61,11 +60,11 @@ def average_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _format_cell(table: Table, arm: str) -> str:
+def _show_cell(table: Table, arm: str) -> Cell:
     row = table.row(arm)
     if row is None:
         return NONE
-    return _format_average(row.score, [point.score for point in row.points])
+    return _show_average(row.score, [point.score for point in row.points])
 
 
 def _read_scores(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) -> list[list[float]]:
@@ -79,11 +78,10 @@ def _read_scores(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: s
     return [[found[seed] for seed in seeds] for found in scores] if seeds else []
 
 
-def _format_average(found: Estimate, values: Sequence[float]) -> str:
-    low, high = max(-1.0, found.low), min(1.0, found.high)
+def _show_average(found: Estimate, values: Sequence[float]) -> Number:
     if found.seeds < 2:
-        return f"{100 * found.value:.1f}"
-    return f"{100 * found.value:.1f} [{100 * low:.1f}, {100 * high:.1f}], {100 * statistics.median(values):.1f}"
+        return Number(found.value, digits=1, factor=100)
+    return Number(found.value, found.low, found.high, digits=1, factor=100, median=statistics.median(values))
 
 
 SCALES = ("demo", "cpu", "gpu")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
+from headwise.input_files import name_in_errors
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.batching import pad
 from headwise.lab.data.splits import TENTHS, complete_splits, order_by_hash, split_by_hash
@@ -156,7 +157,8 @@ def encode_splits(
     texts: Texts, scale: ClassificationScale, place: Path, *, every_label: bool = True
 ) -> ClassificationData:
     """Return texts split and encoded; see `load_data`. Refuse a label without a training text if `every_label`."""
-    splits, dropped = _cut_splits(texts, scale)
+    with name_in_errors(place):
+        splits, dropped = _cut_splits(texts, scale)
     if scale.train_examples is not None:
         splits["train"] = np.sort(order_by_hash(splits["train"], texts.keys, "cap")[: scale.train_examples])
     for name, numbers in splits.items():
@@ -164,7 +166,9 @@ def encode_splits(
             raise DataError(f"{place}: the {name} split holds no text; add data.")
     missing = sorted({*range(len(texts.labels))} - {*texts.classes[splits["train"]].tolist()})
     if missing and every_label:
-        raise DataError(f"{place}: no training text has the label {texts.labels[missing[0]]!r}; add data or drop it.")
+        raise DataError(
+            f"{place}: no training text has the label {texts.labels[missing[0]]!r:.60}; add data or drop it."
+        )
     vocabulary = _make_vocabulary(texts, splits["train"], scale.min_count)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
     type_ids = [ids.get(word, UNKNOWN) for word in texts.lower]

@@ -24,7 +24,7 @@ from headwise.lab.role_masks.stored import RARITY, ROLES, read_roles
 from headwise.lab.tasks.classification.data import END, SPECIAL, START, UNKNOWN
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import word_tables
-from headwise.lab.training.trained import read_scale, restore_run
+from headwise.lab.training.trained import build_run_model, read_scale, restore_run
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.guide import Guidance, guide
 from headwise.roles.idf import IDF
@@ -38,8 +38,10 @@ def open_classifier(
     arm, seed = read_attending_arm(folder, record), int(record["seed"])
     scale = read_scale(folder, record, ClassificationScale)
     vocabulary, labels = read_words(folder, "labels")
-    words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
-    model = kind(words, len(labels), scale)
+    model = build_run_model(
+        folder,
+        lambda: kind(WordVectors(len(vocabulary), scale.width, dropout=scale.dropout), len(labels), scale),
+    )
     restore_run(folder, arm, model, task, seed=seed)
     encoder = model.encoder
     heads, run, files, cut = find_heads(encoder), run_encoder(encoder), list_files(folder), scale

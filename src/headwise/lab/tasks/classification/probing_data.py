@@ -96,16 +96,12 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
     texts = prepare_texts(
         layout, dict.fromkeys(lines, path), lines, scale, cache, form=KEPT, labels=labels, progress=progress
     )
-    try:
-        data = encode_splits(texts, scale, path, every_label=False)
-    except DataError as error:
-        if str(path) in str(error):
-            raise
-        raise DataError(f"{path}: {error}") from None
+    data = encode_splits(texts, scale, path, every_label=False)
     if len(np.unique(data.train.labels)) < 2:
+        label = labels[data.train.labels[0]]
         raise DataError(
-            f"{path}: all {len(data.train)} training sentences have the label {labels[data.train.labels[0]]!r} (they "
-            f"come from {', '.join(kept.lines)}); expected at least two labels among them: add data."
+            f"{path}: all {len(data.train)} training sentences have the label {label!r:.60} (they come from "
+            f"{', '.join(kept.lines)}); expected at least two labels among them: add data."
         )
     return ProbingData(
         **{field.name: getattr(data, field.name) for field in fields(data)},

@@ -1,6 +1,5 @@
 """The classification task: the class of a sentence, from six published sets or a given file."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from headwise.lab.tasks.classification.data import (
 from headwise.lab.tasks.classification.frozen import open_classifier
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.roles.idf import idf
+from headwise.strict_json import encode_json
 
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (5, 10, 20, 40, 90)
@@ -118,7 +118,7 @@ class ClassificationTask(ClassifierTask):
     def extra_files(self, data: ClassificationData) -> dict[str, str]:
         """Return the vocabulary, the labels, and how many texts there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
-        return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+        return {"vocabulary.json": encode_json(kept, indent=1, ascii_only=False) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
         """Return the encoder of a run; heads with roles have them."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
+from headwise.input_files import is_file
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise.lab.data.spacy_pipelines import list_pipeline_files
@@ -92,7 +93,7 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
     """
     layout, paths = find_layout(place)
     read = read_labeled(layout, paths)
-    if place.is_file():
+    if is_file(place):
         empty = next((one.line for one in read["all"] if not one.text), None)
         if empty is not None:
             raise DataError(f"{place}, line {empty}: the text is empty; fill it in or drop the line.")
@@ -181,8 +182,8 @@ def _list_labels(
         strange = next((one for one in lines if one.label not in labels), None)
         if strange is not None:
             raise DataError(
-                f"{paths[name]}, line {strange.line}: label {strange.label!r} does not occur in "
-                f"{paths[layout.train].name}; expected one of {', '.join(labels[:8])}."
+                f"{paths[name]}, line {strange.line}: label {strange.label!r:.60} does not occur in "
+                f"{paths[layout.train].name}; expected one of {', '.join(labels[:8]):.200}."
             )
     return labels
 

@@ -127,8 +127,8 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
     """
     found = require_set(folder)
     start = find_start(scale.pretrained)
-    tokenizer = open_tokenizer(start.any_folder())
-    require_positions(start.any_folder(), scale.length)
+    tokenizer = open_tokenizer(start.any_folder(), trust_remote_code=scale.trust_remote_code)
+    require_positions(start.any_folder(), scale.length, trust_remote_code=scale.trust_remote_code)
     train, left_out = read_split(folder, "train")
     test, more = read_split(folder, "dev")
     for file, _ in list_unlabeled_files(folder):

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import find_plain_or_gz, read_numbered_lines
+from headwise.input_files import describe_place, read_numbered_lines
+from headwise.lab.data.arrays import find_plain_or_gz
 from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
 YES = ("0", "1")
-BOM = "\ufeff"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def find_set(folder: Path) -> GlueSet:
     known = {name.lower(): found for name, found in GLUE.items()}
     found = known.get(folder.resolve().name.lower())
     if found is None or not folder.is_dir():
-        state = "does not exist" if not folder.exists() else "is none of GLUE's sets"
+        state = "is none of GLUE's sets" if folder.is_dir() else describe_place(folder)
         raise DataError(f"{folder} {state}; expected a folder named {', '.join(GLUE)}, with that set's own files.")
     return found
 
@@ -153,13 +153,13 @@ def _read_rows(found: GlueSet, path: Path, *, labeled: bool) -> Iterator[tuple[i
     header: Sequence[str] = found.bare if labeled and found.bare else ()
     if not header:
         number, first = next(lines, (0, ""))
-        header = first.removeprefix(BOM).split("\t")
+        header = first.split("\t")
         wanted = (*found.texts, *((found.label,) if labeled else ()))
         missing = [column for column in wanted if column not in header]
         if missing:
             raise DataError(f"{path}, line {number}: the header lacks {missing[0]!r}; expected GLUE's own file.")
     for number, line in lines:
-        fields = line.removeprefix(BOM).split("\t") if number == 1 else line.split("\t")
+        fields = line.split("\t")
         if len(fields) > len(header):
             if found.gaps:
                 yield number, {}
@@ -179,11 +179,11 @@ def _require_line(
     if not labeled:
         return
     if found.labels and label not in found.labels:
-        raise DataError(f"{path}, line {number}: the label is {label!r}; expected {' or '.join(found.labels)}.")
+        raise DataError(f"{path}, line {number}: the label is {label!r:.60}; expected {' or '.join(found.labels)}.")
     if not found.labels:
         try:
             known = 0.0 <= float(label) <= 5.0
         except ValueError:
             known = False
         if not known:
-            raise DataError(f"{path}, line {number}: the score is {label!r}; expected a number from 0 to 5.")
+            raise DataError(f"{path}, line {number}: the score is {label!r:.60}; expected a number from 0 to 5.")

@@ -26,6 +26,7 @@ class GlueScale(Scale):
         keep_model: Whether a finished run keeps a folder that further fine-tuning can begin with.
         pretrained: What runs begin with: a Hugging Face folder, a pretraining run, or the folder of a pretraining or
             GLUE comparison, where each arm begins with its own run.
+        trust_remote_code: Whether code that a Hugging Face folder names may run.
     """
 
     training: ClassVar[Mapping[str, Any]] = {"warmup_steps": 0, "epsilon": 1e-6, "bfloat16": True}
@@ -45,6 +46,7 @@ class GlueScale(Scale):
     starts: Count = 1
     keep_model: bool = False
     pretrained: Path | None = field(default=None, metadata=UNRECORDED)
+    trust_remote_code: bool = field(default=False, metadata=UNRECORDED)
     compile_routing: bool = False
 
     @property

@@ -14,11 +14,9 @@ from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
-from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.frozen.open import open_export
 from headwise.lab.models.pretrained import quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission
@@ -41,6 +39,7 @@ class GlueTask(Task):
     difficulty = "tokens, up to"
     scales = GLUE_SCALES
     baselines = ("majority",)
+    exported = MODEL
     shown = (
         Measure("accuracy", "accuracy", "%"),
         Measure("F1", "F1", digits=3),
@@ -73,7 +72,8 @@ class GlueTask(Task):
 
     def initial_model(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
         """Return the model that a run begins with."""
-        model = Classifier(data.start.folder(arm.name, seed, scale.starts), data.classes, scale.layer_decay)
+        folder = data.start.folder(arm.name, seed, scale.starts)
+        model = Classifier(folder, data.classes, scale.layer_decay, trust_remote_code=scale.trust_remote_code)
         if model.network.config.pad_token_id is None:
             model.network.config.pad_token_id = data.tokenizer.pad_token_id
         return model
@@ -155,10 +155,6 @@ class GlueTask(Task):
     def _run(self, model: Any, examples: Sequence[EncodedText]) -> dict[str, Tensor]:
         batch = {name: tensor for name, tensor in self.collate(examples).items() if name != "labels"}
         return model(**to_device(batch, model))
-
-    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
-        """Return the model of a run that kept it."""
-        return open_export(folder, MODEL, "; run it with --set keep_model=true")
 
 
 def _decide(data: GlueData, logits: NDArray[np.float32]) -> NDArray[np.float64]:

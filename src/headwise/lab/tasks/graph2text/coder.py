@@ -8,8 +8,6 @@ from typing import TypedDict
 
 from headwise.lab.tasks.graph2text.files import Graph
 
-# Name of its file in the folder of a run.
-VOCABULARY = "vocabulary.json"
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 PADDING, UNKNOWN, START, END = range(len(SPECIAL))
 # Rows of the table of nodes: padding, the root, a relation not seen in training and its inverse; then two a relation.

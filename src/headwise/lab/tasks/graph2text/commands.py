@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.options import Beams, LengthPenalty, standard_console, stoppable
+from headwise.lab.options import Beams, LengthPenalty, standard_console
+from headwise.lab.stopping import stoppable
 from headwise.lab.streams import STANDARD_INPUT, choose_window, standard_streams
 
 # Graphs per window: sorting by size inside it is faster, and the first text does not wait long.
@@ -40,7 +41,7 @@ def rate(
     seed: Annotated[int, typer.Option(help="Seed for the choice, order and sides of texts.")] = 0,
 ) -> None:
     """Write a form on which raters compare the texts of two runs, and a page of all texts."""
-    with stoppable("stopped."):
+    with stoppable("stopped.", [out]):
         from headwise.lab.experiment.run_folder import prepare_folder
         from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
 

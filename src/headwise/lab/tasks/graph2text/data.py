@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
+from headwise.input_files import name_in_errors
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.batching import pad
 from headwise.lab.data.splits import drop_shared, split_by_hash
@@ -104,7 +105,8 @@ def load_graphs(place: Path, scale: GraphScale) -> GraphData:
         DataError: A file is missing or malformed, or a split comes out empty.
     """
     found = read_graphs(place)
-    splits, dropped = _split(found.splits)
+    with name_in_errors(place):
+        splits, dropped = _split(found.splits)
     caps = {"train": scale.train_examples, "dev": scale.dev_examples, "test": scale.test_examples}
     splits = {name: tuple(graphs[: caps[name]]) for name, graphs in splits.items()}
     for name, graphs in splits.items():
@@ -129,7 +131,8 @@ def test_graphs(place: Path) -> list[Graph]:
     Raises:
         DataError: As `load_graphs`.
     """
-    return _split(read_graphs(place).splits)[0]["test"]
+    with name_in_errors(place):
+        return _split(read_graphs(place).splits)[0]["test"]
 
 
 def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:

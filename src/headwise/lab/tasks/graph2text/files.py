@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import is_file, read_numbered_lines
+from headwise.lab.tasks.graph2text.mentions import find_mentions
 
 RELATIONS = "relations.vocab"
 AGENDA: Mapping[str, str] = {
@@ -15,10 +16,14 @@ AGENDA: Mapping[str, str] = {
     "test": "preprocessed.test.tsv",
 }
 BETWEEN = " ; "
+# Python reads no number of thousands of digits.
+DIGITS = re.compile("[0-9]{1,9}")
 MENTION = re.compile(r"<(\w+)_(\d+)>")
 TYPED = re.compile(r"^(.*\S)\s+<(\w+)>$")
 WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*|[^\w\s]")
 UNTYPED = "entity"
+# Bytes of a line: thousands of entities and their text fit.
+LONGEST = 1 << 20
 FORM = "a title, triples (head | relation | tail ; ...) and a text, with tabs between"
 FORM_WITHOUT_TEXT = "a title and triples (head | relation | tail ; ...), with a tab between"
 
@@ -78,7 +83,7 @@ def read_graphs(place: Path) -> GraphSet:
     Raises:
         DataError: There is no such place or no such set in it, or a line does not fit; the message names it.
     """
-    if place.is_file():
+    if is_file(place):
         return GraphSet("graphs and texts", {"all": read_triples(place)}, (place,))
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected AGENDA's folder, or a file of triples: {FORM}.")
@@ -164,16 +169,17 @@ def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True)
     for triple in fields[1].split(";"):
         parts = triple.split("|")
         if len(parts) not in (1, 3) or not all(part.strip() for part in parts):
-            raise DataError(f"{where}: {triple.strip()!r}; expected head | relation | tail, or one entity alone.")
+            raise DataError(f"{where}: {triple.strip()[:60]!r}; expected head | relation | tail, or one entity alone.")
         if len(parts) == 1:
             entity(parts[0])
         else:
             edges.append((entity(parts[0]), parts[1].strip(), entity(parts[2])))
     entities = list(types)
-    text = tuple(_find_mentions(WORD.findall(fields[2].lower()), entities)) if len(fields) > 2 else ()
+    text = tuple(find_mentions(WORD.findall(fields[2].lower()), entities)) if len(fields) > 2 else ()
     if needs_text and not text:
         raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
-    numbered = tuple((entities.index(head), relation, entities.index(tail)) for head, relation, tail in edges)
+    number_of = {words: place for place, words in enumerate(entities)}
+    numbered = tuple((number_of[head], relation, number_of[tail]) for head, relation, tail in edges)
     return Graph(tuple(WORD.findall(fields[0].lower())), tuple(entities), tuple(types.values()), numbered, text, number)
 
 
@@ -198,13 +204,12 @@ def _parse_agenda(line: str, relations: Sequence[str], path: Path, number: int) 
     edges = []
     for triple in triples.split(BETWEEN) if triples.strip() else ():
         parts = triple.split()
-        try:
-            head, relation, tail = (int(part) for part in parts)
-        except ValueError:
-            raise DataError(f"{where}: triple {triple!r}; expected three numbers, head, relation, tail.") from None
-        if not (0 <= head < len(phrases) and 0 <= tail < len(phrases) and 0 <= relation < len(relations)):
+        if len(parts) != 3 or not all(DIGITS.fullmatch(part) for part in parts):
+            raise DataError(f"{where}: triple {triple[:60]!r}; expected three numbers, head, relation, tail.")
+        head, relation, tail = map(int, parts)
+        if not (head < len(phrases) and tail < len(phrases) and relation < len(relations)):
             raise DataError(
-                f"{where}: triple {triple!r}; expected entities below {len(phrases)} and a relation below "
+                f"{where}: triple {triple[:60]!r}; expected entities below {len(phrases)} and a relation below "
                 f"{len(relations)}, those of {RELATIONS}."
             )
         edges.append((head, relations[relation], tail))
@@ -214,28 +219,13 @@ def _parse_agenda(line: str, relations: Sequence[str], path: Path, number: int) 
         if mention is None:
             words.append(word)
             continue
-        place = int(mention[2])
+        place = int(mention[2]) if DIGITS.fullmatch(mention[2]) else len(phrases)
         if place >= len(phrases) or mention[1] != kinds[place]:
-            raise DataError(f"{where}: the text mentions {word}; expected the number and type of an entity.")
+            raise DataError(f"{where}: the text mentions {word[:60]}; expected the number and type of an entity.")
         words.append(place)
     if not words:
         raise DataError(f"{where}: the text is empty; fill it in or drop the line.")
     return Graph(tuple(title.lower().split()), phrases, kinds, tuple(edges), tuple(words), number)
-
-
-def _find_mentions(words: Sequence[str], entities: Sequence[tuple[str, ...]]) -> Iterator[str | int]:
-    """Yield the words of a text, with the number of an entity in place of its words, the longest that fits."""
-    longest_first = sorted(range(len(entities)), key=lambda number: -len(entities[number]))
-    place = 0
-    while place < len(words):
-        for number in longest_first:
-            if tuple(words[place : place + len(entities[number])]) == entities[number]:
-                yield number
-                place += len(entities[number])
-                break
-        else:
-            yield words[place]
-            place += 1
 
 
 def _split_fields(line: str, allowed: Sequence[int], expected: str, name: str, number: int) -> list[str]:
@@ -248,8 +238,7 @@ def _split_fields(line: str, allowed: Sequence[int], expected: str, name: str, n
 def _read_rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line that is not blank."""
     empty = True
-    for number, line in read_numbered_lines(path):
-        text = line.removeprefix("\ufeff") if number == 1 else line
+    for number, text in read_numbered_lines(path, LONGEST):
         if text.strip():
             empty = False
             yield number, text
@@ -258,4 +247,4 @@ def _read_rows(path: Path, expected: str) -> Iterator[tuple[int, str]]:
 
 
 def _find_forms(folder: Path, name: str) -> list[Path]:
-    return [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    return [path for path in (folder / name, folder / f"{name}.gz") if is_file(path)]

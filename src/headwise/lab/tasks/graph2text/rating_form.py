@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError, require_integer
-from headwise.lab.data.arrays import digest, read_numbered_lines
+from headwise.input_files import read_numbered_lines
+from headwise.lab.data.arrays import digest
 from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.finished import require_intact
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.results.runs import REFERENCES
 from headwise.lab.tasks.graph2text.data import test_graphs
@@ -151,6 +153,7 @@ def _make_item(number: int, graph: Graph, one: str, other: str) -> Item:
 def _read_texts(folder: Path) -> list[str]:
     if not run_folder.is_finished(folder) or not (folder / run_folder.TEXT).exists():
         raise DataError(f"{folder} holds no finished run of graph2text; expected OUT/ARM/seed-N of a comparison.")
+    require_intact(folder, run_folder.TEXT)
     return [line for _, line in read_numbered_lines(folder / run_folder.TEXT)]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from headwise.digests import seal
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder as runs
-from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.results.cells import NONE, Grid
+from headwise.lab.results.cells import NONE, Grid, Number
 from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.tasks.graph2text.rating_form import CRITERIA, SIDES
 
@@ -44,7 +44,7 @@ class Ratings:
         return {name: found.count(value) / len(found) for name, value in VALUES.items()}
 
     def lead(self, criterion: str) -> Estimate | None:
-        """Return wins less losses as a share, by the bootstrap; None if no item has all raters."""
+        """Return wins less losses as a share, over raters and items; None if no item has all raters."""
         items = [
             item
             for item in dict.fromkeys(i for _, i in self.values)
@@ -53,7 +53,7 @@ class Ratings:
         if not items:
             return None
         scores = [[self.values[rater, item][criterion] for item in items] for rater in self.raters]
-        return estimate(np.array(scores, dtype=np.float64), seed=derive_key("ratings", criterion))
+        return estimate(np.array(scores, dtype=np.float64), least=-1.0, most=1.0)
 
     def agreement(self, criterion: str) -> float | None:
         """Return how often two raters of an item agree; None if no item has two."""
@@ -77,7 +77,9 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
         names, folders = (tuple(map(str, found[name])) for name in ("names", "runs"))
         named, sides = str(found["set"]), {int(item): str(side) for item, side in found["sides"].items()}
         (one, other), (run, against) = names, map(Path, folders)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        if not set(sides.values()) <= {"AB", "BA"}:
+            raise ValueError("a side is neither AB nor BA")
+    except (LookupError, TypeError, ValueError, AttributeError):
         raise DataError(f"{path} is not the key of a rating form; expected what headwise rate wrote.") from None
     values: dict[tuple[str, int], dict[str, int]] = {}
     for file in files:
@@ -89,7 +91,8 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
             if rating is not None:
                 values[rater, item] = rating
     if not values:
-        raise DataError("no item is rated in all respects in any of the files; expected at least one.")
+        named_files = ", ".join(map(str, files))
+        raise DataError(f"no item is rated in all respects in {named_files}; expected at least one in any of them.")
     return Ratings((one, other), (run, against), values)
 
 
@@ -99,7 +102,7 @@ def draw_ratings(ratings: Ratings) -> Grid:
     for name, _ in CRITERIA:
         shares, lead, agreed = ratings.shares(name), ratings.lead(name), ratings.agreement(name)
         cells = [f"{100 * shares[kind]:.0f}%" for kind in VALUES]
-        cells.append(NONE if lead is None else _format_lead(lead))
+        cells.append(NONE if lead is None else str(_show_lead(lead)))
         found.append((name.capitalize(), *cells, NONE if agreed is None else f"{100 * agreed:.0f}%"))
     items = len({item for _, item in ratings.values})
     raters = len(ratings.raters)
@@ -121,23 +124,24 @@ def record_ratings(ratings: Ratings) -> Path:
     }
     numbers |= {"raters": len(ratings.raters), "rated_texts": len({item for _, item in ratings.values})}
     path = runs.analysis_file(folder, ANALYSIS)
-    runs.write_json(path, {"numbers": numbers, "against": ratings.names[1]})
+    runs.write_json(path, seal({"numbers": numbers, "against": ratings.names[1]}, folder))
     return path
 
 
-def _format_lead(lead: Estimate) -> str:
-    value, low, high = (f"{100 * one:+.0f}" for one in (lead.value, lead.low, lead.high))
-    return f"{value} [{low}, {high}]"
+def _show_lead(lead: Estimate) -> Number:
+    return Number(lead.value, lead.low, lead.high, digits=0, factor=100, signed=True)
 
 
 def _read_answers(file: Path, named: str) -> tuple[str, list[Any]]:
     found = runs.read_json(file)
     try:
         rater, own, answers = str(found["rater"]), str(found["set"]), list(found["answers"])
-    except (KeyError, TypeError):
+    except (LookupError, TypeError):
         raise DataError(f"{file} is no file of ratings; expected what the form's button saved.") from None
     if own != named:
-        raise DataError(f"{file} rates another form ({own}) than the key's ({named}).")
+        raise DataError(
+            f"{file} rates another form ({own:.60}) than the key's ({named:.60}); read it with its own key."
+        )
     return rater, answers
 
 
@@ -147,11 +151,11 @@ def _read_rating(file: Path, answer: Any, sides: Mapping[int, str]) -> tuple[int
         item = int(answer["item"])
         side = sides[item]
         given = {name: answer.get(name) for name, _ in CRITERIA}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"{file}: {str(answer)[:80]} rates no text of the form.") from None
     strange = [value for value in given.values() if value not in (*SIDES, "tie", None)]
     if strange:
-        raise DataError(f"{file}: item {item} is rated {strange[0]!r}; expected A, B or tie.")
+        raise DataError(f"{file}: item {item} is rated {strange[0]!r:.60}; expected A, B or tie.")
     if None in given.values():
         return item, None
     # "AB" means that the rated run is A

@@ -1,7 +1,6 @@
 """The graph-to-text task: GraphWriter writes an abstract from a title and a knowledge graph."""
 
 import dataclasses
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +20,16 @@ from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Bleu, count_ngrams
+from headwise.lab.experiment.run_folder import VOCABULARY
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.tasks.graph2text.coder import VOCABULARY, EncodedGraph
+from headwise.lab.tasks.graph2text.coder import EncodedGraph
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
 from headwise.lab.tasks.graph2text.decoding import generate_texts
 from headwise.lab.tasks.graph2text.files import FORM, Graph, read_graphs, spell_out
 from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
+from headwise.strict_json import encode_json
 
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
@@ -138,7 +139,7 @@ class Graph2TextTask(Task):
 
     def extra_files(self, data: GraphData) -> dict[str, str]:
         """Return the vocabulary, which encodes the model's inputs."""
-        return {VOCABULARY: json.dumps(dataclasses.asdict(data.coder), indent=1, ensure_ascii=False) + "\n"}
+        return {VOCABULARY: encode_json(dataclasses.asdict(data.coder), indent=1, ascii_only=False) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the graph encoder of a run."""

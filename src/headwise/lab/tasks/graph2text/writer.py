@@ -5,18 +5,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from headwise.errors import DataError
+from headwise.errors import DataError, require_integer
 from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.method import OtherModel
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.tasks.graph2text.coder import SPECIAL, VOCABULARY, GraphCoder
+from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
 from headwise.lab.tasks.graph2text.data import Graphs
 from headwise.lab.tasks.graph2text.decoding import generate_texts
 from headwise.lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples
 from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GraphScale
-from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
+from headwise.lab.training.trained import (
+    build_run_model,
+    read_arm,
+    read_finished,
+    read_scale,
+    require_kept_file,
+    restore_run,
+)
 
 TASK = "graph2text"
 # A graph of AGENDA has at most some 100 nodes. Time and memory grow with the square of the one and with the other.
@@ -70,8 +77,9 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
     given = {"beams": beams, "length_penalty": length_penalty}
     scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
     require_kept_file(folder, run_folder.WEIGHTS)
-    coder = _read_coder(require_kept_file(folder, VOCABULARY))
-    model = build_writer(coder, scale, blind=arm.find(OtherModel) == OtherModel(BLIND))
+    coder = _read_coder(require_kept_file(folder, run_folder.VOCABULARY))
+    blind = arm.find(OtherModel) == OtherModel(BLIND)
+    model = build_run_model(folder, lambda: build_writer(coder, scale, blind=blind))
     restore_run(folder, arm, model, named_task(TASK), seed=int(record["seed"]))
     return Writer(model, coder, scale)
 
@@ -142,8 +150,9 @@ def _read_coder(path: Path) -> GraphCoder:
         vocabulary, types, relations = kept["vocabulary"], kept["types"], kept["relations"]
         words = (*vocabulary, *relations)
         sound = all(isinstance(word, str) for word in words) and tuple(vocabulary[: len(SPECIAL)]) == SPECIAL
-        if not sound or not 0 <= int(types) <= len(vocabulary) - len(SPECIAL):
+        if not sound:
             raise ValueError("its special words are missing")
-        return GraphCoder(tuple(vocabulary), int(types), tuple(relations))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} does not hold a vocabulary ({error}); train this run again.") from error
+        require_integer("types", types, high=len(vocabulary) - len(SPECIAL))
+        return GraphCoder(tuple(vocabulary), types, tuple(relations))
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{path} does not hold a vocabulary ({str(error)[:200]}); train this run again.") from None

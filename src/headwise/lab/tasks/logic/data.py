@@ -120,6 +120,7 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
         DataError: A file is missing or malformed, the cache cannot be written, or a split is empty.
     """
     most = max(scale.train_operators, *scale.test_bins)
+    place = "generated pairs" if folder is None else str(folder)
     kept = f"{scale.train_operators} {scale.test_bins} {scale.train_examples} {scale.dev_examples}"
     if folder is None:
         source = f"generated {scale.generated_draws} {GENERATOR_SEED}"
@@ -129,7 +130,11 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
         files = find_files(folder, scale)
         fingerprint = digest(f"{ENCODING} files {kept}", files.values())
         pairs = _read(files, scale, most)
-    stored = cache_arrays(cache, f"logic-{fingerprint}", lambda: _encode(pairs, scale))
+    stored = cache_arrays(
+        cache,
+        f"logic-{fingerprint}",
+        lambda: _encode(pairs, scale, place),
+    )
     return _decode(stored, fingerprint)
 
 
@@ -175,7 +180,7 @@ def _read(files: Mapping[str, Path], scale: LogicScale, most: int) -> Iterator[_
             yield _Assigned("test", number, pair)
 
 
-def _encode(assigned: Iterable[_Assigned], scale: LogicScale) -> dict[str, NDArray]:
+def _encode(assigned: Iterable[_Assigned], scale: LogicScale, source: str) -> dict[str, NDArray]:
     """Return all arrays of the data by name."""
     splits: dict[str, list[_Assigned]] = {"train": [], "dev": [], "test": []}
     for item in assigned:
@@ -194,7 +199,7 @@ def _encode(assigned: Iterable[_Assigned], scale: LogicScale) -> dict[str, NDArr
     arrays: dict[str, NDArray] = {"vocabulary": np.array(vocabulary)}
     for name, items in splits.items():
         if not items:
-            raise DataError(f"the {name} split of scale {scale.name} holds no pair; add data or bins.")
+            raise DataError(f"{source}: the {name} split of scale {scale.name} holds no pair; add data or bins.")
         for side in ("premise", "hypothesis"):
             ids = Ragged.of([[known[token] for token in getattr(item.pair, side).split()] for item in items])
             arrays |= ids.pack(f"{name}.{side}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import read_numbered_lines
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair, bracket_fault
 
 
@@ -27,12 +27,12 @@ def read_pairs(path: Path, operators: int) -> Iterator[Pair]:
             )
         label, *sides = fields
         if label not in RELATIONS:
-            raise DataError(f"{path}, line {number}: relation {label!r}; expected one of {' '.join(RELATIONS)}.")
+            raise DataError(f"{path}, line {number}: relation {label!r:.60}; expected one of {' '.join(RELATIONS)}.")
         texts = []
         for name, side in zip(("premise", "hypothesis"), sides, strict=True):
             tokens = side.split()
             fault = bracket_fault(tokens) if tokens else "it is empty"
             if fault is not None:
-                raise DataError(f"{path}, line {number}: {name} {side!r}: {fault}; correct or drop the line.")
+                raise DataError(f"{path}, line {number}: {name} {side!r:.60}: {fault}; correct or drop the line.")
             texts.append(" ".join(tokens))
         yield Pair(label, texts[0], texts[1], operators)

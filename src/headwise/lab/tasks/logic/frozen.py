@@ -6,7 +6,7 @@ from typing import Any
 
 from headwise.errors import DataError
 from headwise.heads.find import find_heads
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import read_numbered_lines
 from headwise.lab.data.encoded import Row
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.task import Task
@@ -14,7 +14,7 @@ from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm,
 from headwise.lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LogicScale
-from headwise.lab.training.trained import read_scale, restore_run
+from headwise.lab.training.trained import build_run_model, read_scale, restore_run
 
 FORMULA = "one formula per line, such as ( not ( a ( and b ) ) )"
 
@@ -22,7 +22,8 @@ FORMULA = "one formula per line, such as ( not ( a ( and b ) ) )"
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the encoder of a run of logic, which reads formulas."""
     (vocabulary,) = read_words(folder)
-    model = PairClassifier(len(vocabulary), len(RELATIONS), read_scale(folder, record, LogicScale))
+    scale = read_scale(folder, record, LogicScale)
+    model = build_run_model(folder, lambda: PairClassifier(len(vocabulary), len(RELATIONS), scale))
     restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
 
@@ -31,7 +32,7 @@ def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
         for number, line in read_numbered_lines(path):
             tokens = line.split()
             strange = next((token for token in tokens if token not in ids), None)
-            fault = f"{strange!r} is not one of the run's tokens" if strange is not None else bracket_fault(tokens)
+            fault = f"{strange!r:.60} is not one of the run's tokens" if strange is not None else bracket_fault(tokens)
             if tokens and fault:
                 raise DataError(f"{path}, line {number}: {fault}; expected {FORMULA}.")
             found += [" ".join(tokens)] if tokens else []

@@ -1,6 +1,5 @@
 """The logical inference task: which of seven relations holds between two propositional formulas."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from headwise.lab.tasks.logic.data import Example, LogicData, collate, find_file
 from headwise.lab.tasks.logic.frozen import open_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
+from headwise.strict_json import encode_json
 
 
 class LogicTask(ClassifierTask):
@@ -73,7 +73,7 @@ class LogicTask(ClassifierTask):
     def extra_files(self, data: LogicData) -> dict[str, str]:
         """Return the vocabulary and the labels."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels}
-        return {"vocabulary.json": json.dumps(kept, indent=1) + "\n"}
+        return {"vocabulary.json": encode_json(kept, indent=1) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the encoder of a run, which reads formulas."""

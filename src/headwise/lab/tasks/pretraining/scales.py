@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from headwise.errors import SettingError, require_integer
 from headwise.lab.experiment.scale import Count, Natural, NonNegative, Positive, Scale, Share, presets
 from headwise.lab.models.electra import DEVIATION, ElectraSizes
-from headwise.lab.tasks.pretraining.prepare import TextPreparation
+from headwise.lab.packed_text.prepare import TextPreparation
 
 
 @dataclass(frozen=True)

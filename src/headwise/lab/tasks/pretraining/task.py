@@ -1,7 +1,6 @@
 """The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3)."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.errors import DataError
 from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.frozen.open import open_export
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.pretrained import quietly
-from headwise.lab.tasks.pretraining.data import MaskedRow, PretrainingData, StreamBatches, load_text, open_text
-from headwise.lab.tasks.pretraining.files import FORMS, find_files
-from headwise.lab.tasks.pretraining.prepare import RECORD, TOKENIZER, compute_fingerprint, prepare_text
+from headwise.lab.packed_text.folder import find_packed, require_text, write_packed
+from headwise.lab.packed_text.prepare import TOKENIZER
+from headwise.lab.packed_text.stream import StreamBatches
+from headwise.lab.tasks.pretraining.data import PACKING, MaskedRow, PretrainingData
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES, PretrainingScale
 from headwise.lab.tasks.pretraining.scores import SHOWN, compute_losses, compute_placements, score_rows
 from headwise.lab.training.start import DISCRIMINATOR
@@ -40,6 +37,7 @@ class PretrainingTask(Task):
     difficulty = "continuing word pieces, up to"
     scales = PRETRAINING_SCALES
     baselines = ("original",)
+    exported = DISCRIMINATOR
     prepares = True
     shown = SHOWN
 
@@ -51,22 +49,12 @@ class PretrainingTask(Task):
         Raises:
             DataError: No place was named, it holds no text, or the folder was prepared with other sizes.
         """
-        if folder is None:
-            raise DataError(f"pretraining needs --data: {FORMS}.")
-        if (folder / RECORD).exists():
-            return _open_prepared(folder, scale)
-        if cache is None:
-            raise DataError("pretraining prepares its data in a cache folder, and none was given.")
-        return load_text(
-            folder, scale.preparation, cache, scale.masked, scale.dev_rows, scale.test_rows, progress=progress
-        )
+        found = find_packed(PACKING, folder, scale.preparation, cache, scale=scale.name, progress=progress)
+        return PretrainingData(*found, scale.dev_rows, scale.test_rows, scale.masked)
 
     def find(self, folder: Path, scale: PretrainingScale) -> None:
         """Refuse a place without text."""
-        if (folder / RECORD).exists():
-            _open_prepared(folder, scale)
-        else:
-            find_files(folder)
+        require_text(PACKING, folder, scale.preparation, scale=scale.name)
 
     def prepare(
         self, folder: Path, scale: PretrainingScale, place: Path, *, tokenizer: Path | None, progress: bool = False
@@ -76,19 +64,8 @@ class PretrainingTask(Task):
         Raises:
             DataError: As `load`, or `place` holds something else.
         """
-        if (folder / RECORD).exists():
-            raise DataError(f"{folder} is prepared already; give it to headwise compare pretraining --data.")
-        files, preparation = find_files(folder), dataclasses.replace(scale.preparation, tokenizer=tokenizer)
-        fingerprint = compute_fingerprint(files, preparation)
-        if place.exists() and any(place.iterdir()):
-            held = open_text(place, scale.masked, None, None) if (place / RECORD).exists() else None
-            if held is None or held.fingerprint != fingerprint:
-                raise DataError(f"{place} holds something else; name another folder.")
-        else:
-            if place.exists():
-                place.rmdir()
-            prepare_text(files, preparation, fingerprint, place, progress=progress)
-        return open_text(place, scale.masked, scale.dev_rows, scale.test_rows)
+        found = write_packed(PACKING, folder, scale.preparation, place, tokenizer=tokenizer, progress=progress)
+        return PretrainingData(place, *found, scale.dev_rows, scale.test_rows, scale.masked)
 
     def model(self, data: PretrainingData, scale: PretrainingScale) -> ElectraPretraining:
         """Return a generator and a discriminator."""
@@ -160,20 +137,3 @@ class PretrainingTask(Task):
             exported.save_pretrained(temporary)
             for name, text in data.words.files().items():
                 write_text(temporary / name, text)
-
-    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
-        """Return the discriminator of a run."""
-        return open_export(folder, DISCRIMINATOR)
-
-
-def _open_prepared(folder: Path, scale: PretrainingScale) -> PretrainingData:
-    data = open_text(folder, scale.masked, scale.dev_rows, scale.test_rows)
-    record = data.record
-    if record["length"] != scale.length or (
-        record["tokenizer"] == "learned" and record["vocabulary_size"] > scale.vocabulary_size
-    ):
-        raise DataError(
-            f"{folder} was prepared with rows of {record['length']} tokens and {record['vocabulary_size']} word "
-            f"pieces, and scale {scale.name} has {scale.length} and {scale.vocabulary_size}; prepare it for that scale."
-        )
-    return data

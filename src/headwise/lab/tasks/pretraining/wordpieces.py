@@ -1,16 +1,16 @@
 """Word pieces, BERT's tokenization, learned here or given as a `tokenizer.json`."""
 
-import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from headwise.errors import DataError, require_integer
-from headwise.lab.data.subwords import TextEncoder, clear_settings, read_tokenizer
+from headwise.lab.data.subwords import TextEncoder, clear_settings, drop_long_words, read_tokenizer
+from headwise.strict_json import encode_json
 
 PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_OFTEN = 2
@@ -66,7 +66,7 @@ class WordPieces(TextEncoder):
         }
         return {
             "tokenizer.json": self.to_json(),
-            "tokenizer_config.json": json.dumps({**settings, "model_max_length": 512}, indent=1) + "\n",
+            "tokenizer_config.json": encode_json({**settings, "model_max_length": 512}, indent=1) + "\n",
         }
 
     def _id(self, token: str) -> int:
@@ -91,7 +91,13 @@ def learn_word_pieces(
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
     tokenizer = _make_empty(models.WordPiece(unk_token=UNKNOWN))
-    letters, continuing = _find_alphabet(texts(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
+    # one that learns cannot be asked for its words
+    other = _make_empty(models.WordPiece(unk_token=UNKNOWN))
+
+    def short() -> Iterator[str]:
+        return (drop_long_words(text, other) for text in texts())
+
+    letters, continuing = _find_alphabet(short(), tokenizer, min(MOST_LETTERS, (vocabulary_size - len(SPECIAL)) // 2))
     # the trainer numbers what continues a word in the order of a random hash, and breaks ties by these numbers
     fixed = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
     trainer = trainers.WordPieceTrainer(
@@ -103,7 +109,7 @@ def learn_word_pieces(
         continuing_subword_prefix=CONTINUES,
         show_progress=progress and sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(short(), trainer)
     learned = models.WordPiece(tokenizer.get_vocab(with_added_tokens=False), unk_token=UNKNOWN)
     return _finish(_make_empty(learned))
 

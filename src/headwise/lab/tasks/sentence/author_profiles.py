@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import is_file, open_input, read_numbered_lines
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"
@@ -18,6 +18,7 @@ BETWEEN = ":::"
 UNKNOWN = "xx-xx"
 # tags, but not text between "<" and ">" signs
 TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+LONG_REFERENCE = re.compile(r"&#[0-9]{100,};?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Profiles:
 def find_truth(folder: Path) -> Path | None:
     """Return the file of the authors' ages, or None if a folder holds no profiles."""
     found = folder / TRUTH
-    return found if found.is_file() and any(folder.glob("*.xml")) else None
+    return found if is_file(found) and any(folder.glob("*.xml")) else None
 
 
 def read_profiles(folder: Path) -> Profiles:
@@ -63,7 +64,7 @@ def read_profiles(folder: Path) -> Profiles:
     present = {profile.author for profile in found}
     absent = next((author for author in ages if author not in present), None)
     if absent is not None:
-        raise DataError(f"{folder / TRUTH} names author {absent!r}, of whom {folder} holds no tweet; add the file.")
+        raise DataError(f"{folder / TRUTH} names author {absent!r:.60}, of whom {folder} holds no tweet; add the file.")
     tweets = tuple(profile for profile in found if profile.age != UNKNOWN)
     if not tweets:
         raise DataError(f"{folder / TRUTH} knows the age of no author; expected author{BETWEEN}gender{BETWEEN}age.")
@@ -79,15 +80,30 @@ def _read_ages(path: Path) -> dict[str, str]:
         if len(fields) < 3 or not fields[0] or not fields[2]:
             raise DataError(f"{path}, line {number}: {line[:60]!r}; expected author{BETWEEN}gender{BETWEEN}age.")
         if fields[0] in ages:
-            raise DataError(f"{path}, line {number}: author {fields[0]!r} occurs a second time; keep one line.")
+            raise DataError(f"{path}, line {number}: author {fields[0]!r:.60} occurs a second time; keep one line.")
         ages[fields[0]] = fields[2].lower()
     return ages
 
 
 def _read_tweets(path: Path, author: str, age: str) -> list[Profile]:
+    texts = []
     try:
-        root = ET.parse(path).getroot()
-    except (ET.ParseError, OSError) as error:
-        raise DataError(f"{path}: no XML ({error}); fetch the file again.") from None
-    texts = [" ".join(html.unescape(TAG.sub(" ", one.text or "")).split()) for one in root.iter("document")]
+        with open_input(path) as stream:
+            for _, element in ET.iterparse(stream):
+                if element.tag == "document":
+                    texts.append(_clean("".join(element.itertext())))
+                    element.clear()
+    except (ET.ParseError, LookupError, ValueError, OSError) as error:
+        # an encoding that is not known, or of several bytes, is named in the first line
+        line = error.position[0] if isinstance(error, ET.ParseError) else 1
+        raise DataError(
+            f"{path}, line {line}: no XML that can be read ({error}); expected UTF-8 with a document a tweet: convert "
+            "the file, or fetch it again."
+        ) from None
     return [Profile(author, age, text, number, path) for number, text in enumerate(texts, start=1) if text]
+
+
+def _clean(text: str) -> str:
+    # Python reads no number of so many digits
+    whole = LONG_REFERENCE.sub("\N{REPLACEMENT CHARACTER}", TAG.sub(" ", text))
+    return " ".join(html.unescape(whole).split())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
+from headwise.input_files import name_in_errors
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.batching import pad
 from headwise.lab.data.splits import complete_splits, order_by_hash, split_by_hash
@@ -156,7 +157,8 @@ def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, pro
         HeadwiseError: spaCy is not installed.
     """
     words = load_words(place, scale, cache, progress=progress)
-    splits, dropped = _cut_splits(words)
+    with name_in_errors(place):
+        splits, dropped = _cut_splits(words)
     thinned = 0
     if scale.positive is not None:
         before = sum(map(len, splits.values()))
@@ -169,7 +171,9 @@ def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, pro
             raise DataError(f"{place}: the {name} split holds no example; add data.")
     missing = sorted({*range(len(words.labels))} - {*words.classes[splits["train"]].tolist()})
     if missing:
-        raise DataError(f"{place}: no training example has label {words.labels[missing[0]]!r}; add data or drop it.")
+        raise DataError(
+            f"{place}: no training example has label {words.labels[missing[0]]!r:.60}; add data or drop it."
+        )
     vocabulary = _make_vocabulary(words, splits["train"], scale.min_count)
     ids = encode(words.types, vocabulary)
     encoded = {

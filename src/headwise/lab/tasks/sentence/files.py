@@ -1,15 +1,15 @@
 """The readers of the sentence task: Yelp, SNLI, SICK and PAN's author profiles, and a user's own file or folder."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import is_file, read_numbered_lines
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled, read_rows
 from headwise.lab.tasks.sentence.author_profiles import find_truth, read_profiles
+from headwise.strict_json import parse_json
 
 # The released code takes the first lines of Yelp's own file.
 YELP_LINES = 504_000
@@ -64,7 +64,7 @@ def read_set(place: Path) -> SentenceSet:
     Raises:
         DataError: The place does not exist or holds no such set, or a line is malformed; the message names it.
     """
-    if place.is_file():
+    if is_file(place):
         return _read_file(place)
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected a set's folder, or a file of labels and texts.")
@@ -116,7 +116,7 @@ def _read_pair_folder(place: Path) -> SentenceSet | None:
 def _read_sick(place: Path) -> SentenceSet | None:
     for folder, name in ((place, "SICK"), (place / "sick", "SICK, since SNLI's training file is absent")):
         paths = {split: folder / file for split, file in SICK.items()}
-        if all(path.is_file() for path in paths.values()):
+        if all(is_file(path) for path in paths.values()):
             return SentenceSet(name, {split: _read_pairs(path) for split, path in paths.items()}, tuple(paths.values()))
     return None
 
@@ -173,14 +173,24 @@ def _read_reviews(path: Path) -> list[Example]:
     found = []
     for number, line in islice(read_numbered_lines(path), YELP_LINES):
         try:
-            review = json.loads(line)
-            stars, text = int(float(review["stars"])), review["text"].split()
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            raise DataError(f"{path}, line {number}: expected a JSON object with stars and text.") from None
+            review = parse_json(line)
+            stars, text = _read_stars(review["stars"]), review["text"].split()
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected a JSON object with stars and text ({error}); correct or drop the "
+                "line."
+            ) from None
         words = " ".join(text)
         found.append(Example(str(stars), (words,), words.lower(), number))
     return found
 
 
+def _read_stars(value: str | float) -> int:
+    stars = float(value)
+    if isinstance(value, bool) or not stars.is_integer():
+        raise ValueError(f"{str(value)[:60]} stars")
+    return int(stars)
+
+
 def _find_forms(folder: Path, name: str) -> list[Path]:
-    return [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    return [path for path in (folder / name, folder / f"{name}.gz") if is_file(path)]

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from headwise.heads.find import find_heads
 from headwise.lab.data.encoded import Encoded, Row
-from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.frozen import Agreement, Fidelity, Frozen, name_run
 from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words
@@ -18,17 +16,20 @@ from headwise.lab.tasks.sentence.data import UNKNOWN, encode
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SentenceScale
 from headwise.lab.tasks.sentence.words import locate_words
-from headwise.lab.training.trained import read_scale, restore_run
+from headwise.lab.training.trained import build_run_model, list_weights, read_scale, restore_run
 
 
 def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the model of a run of sentence; of one that compares two texts, the part that reads each of them."""
     scale = read_scale(folder, record, SentenceScale)
     vocabulary, labels = read_words(folder, "labels")
-    with safe_open(str(folder / run_folder.WEIGHTS), "pt") as weights:
-        pairs = any(name.startswith("gate.") for name in weights.keys())  # noqa: SIM118  not a mapping
-    words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
-    model = SelfAttentive(words, len(labels), scale, texts=1 + pairs)
+    pairs = any(name.startswith("gate.") for name in list_weights(folder))
+    model = build_run_model(
+        folder,
+        lambda: SelfAttentive(
+            WordVectors(len(vocabulary), scale.width, dropout=scale.dropout), len(labels), scale, texts=1 + pairs
+        ),
+    )
     restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
     read = OneText(model) if pairs else model
 

@@ -1,6 +1,5 @@
 """The sentence task: classes of texts and of pairs, by heads that each summarize a text."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from headwise.lab.tasks.sentence.frozen import open_sentence
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
 from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
+from headwise.strict_json import encode_json
 
 BATCH = 128
 # The last word count of each bin of test items; the last bin takes what is longer.
@@ -112,7 +112,7 @@ class SentenceTask(ClassifierTask):
     def extra_files(self, data: SentenceData) -> dict[str, str]:
         """Return the vocabulary, the labels, and how many examples there were."""
         kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
-        return {"vocabulary.json": json.dumps(kept, indent=1, ensure_ascii=False) + "\n"}
+        return {"vocabulary.json": encode_json(kept, indent=1, ascii_only=False) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the model of a run; of one that compares two texts, the part that reads each of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 ENCODING = "sentence-1"  # changes with anything below that changes the arrays
 TOKENIZER = "en"
+LONG_WORD = re.compile(r"\S{1001,}")
+# Characters of its parts.
+PART = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +116,21 @@ def locate_words(texts: Sequence[str], *, progress: bool = False) -> Iterator[li
 
     tokenizer = _make_tokenizer()
     for text in tqdm(texts, desc="cutting texts into words", unit="text", disable=None if progress else True):
-        yield [(token.lower_, (token.idx, token.idx + len(token))) for token in tokenizer(text) if not token.is_space]
+        found = ((start + token.idx, token) for start, part in _cut_long_words(text) for token in tokenizer(part))
+        yield [(token.lower_, (start, start + len(token))) for start, token in found if not token.is_space]
+
+
+def _cut_long_words(text: str) -> Iterator[tuple[int, str]]:
+    """Yield a text in parts, each with its first character; it is one part if it has no word of over 1,000 characters.
+
+    spaCy's tokenizer takes minutes for 100,000 brackets in a row, and has not a word of so many characters.
+    """
+    place = 0
+    for word in LONG_WORD.finditer(text):
+        yield place, text[place : word.start()]
+        place = word.end()
+        yield from ((start, text[start : min(start + PART, place)]) for start in range(word.start(), place, PART))
+    yield place, text[place:]
 
 
 # takes a tenth of a second, and `locate_words` may be called for every line
@@ -135,16 +153,16 @@ def _find_version() -> str:
 
 
 def _list_labels(splits: Mapping[str, Sequence[Example]], place: Path) -> tuple[str, ...]:
-    train = splits.get("all") or splits["train"]
+    train = splits["all"] if "all" in splits else splits["train"]
     labels = tuple(sorted({one.label for one in train}))
     if len(labels) < 2:
-        raise DataError(f"{place} has one label in {len(train)} training examples; expected at least two.")
+        raise DataError(f"{place} has {len(labels)} labels in {len(train)} training examples; expected at least two.")
     for name, examples in splits.items():
         strange = next((one for one in examples if one.label not in labels), None)
         if strange is not None:
             raise DataError(
-                f"{place}, {name}, line {strange.line}: label {strange.label!r} does not occur in training; expected "
-                f"one of {', '.join(labels[:8])}."
+                f"{place}, {name}, line {strange.line}: label {strange.label!r:.60} does not occur in training; "
+                f"expected one of {', '.join(labels[:8]):.200}."
             )
     return labels
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.options import Beams, LengthPenalty, require_known, stoppable
+from headwise.lab.options import Beams, LengthPenalty, require_known
+from headwise.lab.stopping import stoppable
 from headwise.lab.streams import choose_window, standard_streams
 
 # Batches per window: sorting by length inside it is faster, and the first line does not wait long.
@@ -47,7 +48,7 @@ def download(
     from headwise.lab.tasks.translation.corpora import CORPORA, fetch_corpus
 
     require_known("corpus", corpus, CORPORA)
-    with stoppable("stopped; give the same command again to resume."):
+    with stoppable("stopped; give the same command again to resume.", [out]):
         fetch_corpus(CORPORA[corpus], out, progress=True)
     typer.echo(f"{corpus} is in {out}, for headwise compare translation --data {out}")
 

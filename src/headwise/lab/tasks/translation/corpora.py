@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.errors import DataError
+from headwise.input_files import describe_place, is_file
 from headwise.lab.data.downloads import Download, fetch
 from headwise.lab.tasks.translation.cleaning import Cleaning
 from headwise.lab.tasks.translation.recipes import (
@@ -88,8 +89,9 @@ def find_files(corpus: Corpus, folder: Path) -> tuple[Layout, Files]:
             what is missing.
     """
     if not folder.is_dir():
-        state = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {state}; expected a folder with the files of {corpus.name}.{_advice(corpus)}")
+        raise DataError(
+            f"{folder} {describe_place(folder)}; expected a folder with the files of {corpus.name}.{_advice(corpus)}"
+        )
     faults: list[str] = []
     for layout in corpus.layouts:
         found: Files = {}
@@ -144,7 +146,7 @@ def find_present(folder: Path, name: str) -> Path | None:
     """
     names = (name,) if Path(name).is_absolute() else (name, Path(name).name)
     places = dict.fromkeys(folder / form for form in names)
-    forms = [form for place in places for form in (place, place.with_name(f"{place.name}.gz")) if form.is_file()]
+    forms = [form for place in places for form in (place, place.with_name(f"{place.name}.gz")) if is_file(form)]
     if len(forms) > 1:
         raise DataError(f"{forms[0]} and {forms[1]} are both there; expected one of them: take the other away.")
     return forms[0] if forms else None

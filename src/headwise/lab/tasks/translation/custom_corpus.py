@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headwise.errors import DataError, SettingError
+from headwise.input_files import describe_place, is_file
 from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part, find_files, find_present
 
 DEV_NAMES = "dev", "valid", "val"
@@ -39,7 +40,7 @@ def find_corpus(place: Path) -> tuple[Corpus, Path]:
         return make_folder_corpus(Path(folder), *_sides(Path(folder), direction)), Path(folder)
     if "," in text:
         return _two_files([Path(part.strip()) for part in text.split(",")])
-    raise DataError(f"{folder or place} {_state(Path(folder or place))}; expected {FORMS}.")
+    raise DataError(f"{folder or place} {describe_place(Path(folder or place))}; expected {FORMS}.")
 
 
 def make_custom_corpus(train: Part, source_language: str, target_language: str, **splits: Part) -> Corpus:
@@ -119,7 +120,9 @@ def _two_files(files: list[Path]) -> tuple[Corpus, Path]:
         )
     for path in files:
         if find_present(path.parent, str(path.absolute())) is None:
-            raise DataError(f"{path} {_state(path)}; expected a text file, plain or with .gz, one sentence a line.")
+            raise DataError(
+                f"{path} {describe_place(path)}; expected a text file, plain or with .gz, one sentence a line."
+            )
     names = [path.name.removesuffix(".gz") for path in files]
     endings = [name.rpartition(".")[2] for name in names]
     # a.txt and b.txt differ in what comes before the ending
@@ -141,9 +144,5 @@ def _sides(folder: Path, direction: str) -> tuple[str, str]:
 
 def _languages(folder: Path) -> list[str]:
     """Return the languages there are training files of, in order."""
-    names = {path.name.removesuffix(".gz") for path in folder.glob("train.*") if path.is_file()}
+    names = {path.name.removesuffix(".gz") for path in folder.glob("train.*") if is_file(path)}
     return sorted(name.removeprefix("train.") for name in names if name.count(".") == 1)
-
-
-def _state(path: Path) -> str:
-    return "is a folder" if path.is_dir() else "is a file" if path.exists() else "does not exist"

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from headwise.digests import require_unchanged
 from headwise.errors import DataError, require_choice
-from headwise.lab.data.arrays import Ragged, open_ragged, read_numbered_lines
+from headwise.input_files import read_numbered_lines
+from headwise.lab.data.arrays import Ragged, open_ragged
 from headwise.lab.data.batching import pad
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
@@ -21,6 +23,8 @@ from headwise.lab.tasks.translation.corpora import Corpus, find_files
 from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, compute_fingerprint, prepare
 
 IGNORED = -100
+# Characters of the name of a split, which begins the names of its files.
+LONGEST_NAME = 100
 
 
 class TranslationExample(TypedDict):
@@ -213,14 +217,27 @@ def open_prepared(folder: Path) -> TranslationData:
     record = read_json(folder / RECORD)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError(f"{folder / RECORD} is not of format {FORMAT}; prepare the data again.")
+    require_unchanged(folder / RECORD, record, remedy="prepare the data again.")
     splits: dict[str, TranslationSplit] = {}
-    for name, counts in record["splits"].items():
-        split = TranslationSplit(open_ragged(folder, f"{name}.source"), open_ragged(folder, f"{name}.target"))
-        found = [len(split), len(split.sources.values), len(split.targets.values)]
-        if found != [counts["pairs"], counts["source_tokens"], counts["target_tokens"]]:
-            raise DataError(f"{folder}: split {name} is not what {RECORD} says; prepare the data again.")
-        splits[name] = split
-    return TranslationData(folder, splits, read_subwords(folder / TOKENIZER), record)
+    subwords = read_subwords(folder / TOKENIZER)
+    try:
+        for name, counts in record["splits"].items():
+            if Path(name).name != name or len(name) > LONGEST_NAME:
+                raise ValueError(f"a split is called {name!r:.60}")
+            split = TranslationSplit(open_ragged(folder, f"{name}.source"), open_ragged(folder, f"{name}.target"))
+            found = [len(split), len(split.sources.values), len(split.targets.values)]
+            if found != [counts["pairs"], counts["source_tokens"], counts["target_tokens"]]:
+                raise DataError(f"{folder}: split {name} is not what {RECORD} says; prepare the data again.")
+            splits[name] = split
+        texts = [record[name] for name in ("fingerprint", "corpus", "source_language", "target_language")]
+        if not {"train", "dev", "test"} <= splits.keys() or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{folder / RECORD} does not describe the data; prepare the data again.")
+        data = TranslationData(folder, splits, subwords, record)
+        # formats all numbers of the record
+        data.summary()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder / RECORD} does not describe the data ({error}); prepare the data again.") from None
+    return data
 
 
 def collate(examples: Sequence[TranslationExample]) -> dict[str, Tensor]:

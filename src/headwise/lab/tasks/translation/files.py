@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import read_numbered_lines
 
-SEGMENT = re.compile(r"<seg\b[^>]*\bid=\"([^\"]*)\"[^>]*>(.*)</seg>", re.IGNORECASE)
+# Neither can match from two places over the same text: time grows with the line, whatever is in it.
+SEGMENT_TAG = re.compile(r"<(/?)seg\b([^<>]*)>", re.IGNORECASE)
+SEGMENT_ID = re.compile(r"\bid=\"([^\"]*)\"", re.IGNORECASE)
 # lines of an IWSLT training file that are not part of a talk; title and description are text in both languages
 NOT_SPOKEN = re.compile(r"</?(?:url|talkid|keywords|speaker|reviewer|translator|doc)\b", re.IGNORECASE)
 TITLE = re.compile(r"</?(?:title|description)>", re.IGNORECASE)
@@ -56,8 +58,8 @@ def read_pairs(source: Path, target: Path) -> Iterator[TextPair]:
             )
         if first.segment != second.segment and first.segment and second.segment:
             raise DataError(
-                f"{source}, line {first.number} is segment {first.segment!r} but {target}, line {second.number} is "
-                f"segment {second.segment!r}; expected the same segments in the same order."
+                f"{source}, line {first.number} is segment {first.segment!r:.60} but {target}, line {second.number} is "
+                f"segment {second.segment!r:.60}; expected the same segments in the same order."
             )
         yield TextPair(first, second)
 
@@ -78,8 +80,7 @@ def read_side(path: Path) -> Iterator[Line]:
 
 def _plain(path: Path) -> Iterator[Line]:
     for number, line in read_numbered_lines(path):
-        # some editors begin a UTF-8 file with a mark that is no text
-        yield Line(number, (line.removeprefix("\ufeff") if number == 1 else line).strip())
+        yield Line(number, line.strip())
 
 
 def _talks(path: Path) -> Iterator[Line]:
@@ -92,11 +93,16 @@ def _talks(path: Path) -> Iterator[Line]:
 def _segments(path: Path) -> Iterator[Line]:
     for number, line in read_numbered_lines(path):
         # not an XML parser: official files hold bare ampersands and documents without a root
-        found = SEGMENT.search(line)
-        if found is not None:
-            yield Line(number, ENTITY.sub(_character, found[2]).strip(), found[1])
-        elif "<seg" in line.lower():
-            raise DataError(f'{path}, line {number}: expected <seg id="..."> text </seg> on one line.')
+        tags = list(SEGMENT_TAG.finditer(line))
+        identifiers = [SEGMENT_ID.search(tag[2]) for tag in tags[::2]]
+        paired = [tag[1] for tag in tags] == ["", "/"] * (len(tags) // 2)
+        if not paired or None in identifiers or line.lower().count("<seg") > len(identifiers):
+            raise DataError(
+                f'{path}, line {number}: expected <seg id="..."> text </seg> on one line; join or correct the line.'
+            )
+        for begin, end, identifier in zip(tags[::2], tags[1::2], identifiers, strict=True):
+            text = ENTITY.sub(_character, line[begin.end() : end.start()]).strip()
+            yield Line(number, text, identifier[1] if identifier else "")
 
 
 def _character(entity: re.Match[str]) -> str:

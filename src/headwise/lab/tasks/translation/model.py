@@ -241,7 +241,7 @@ class CachedAttention(MultiheadAttention):
         """
         bias = self.in_proj_bias[: self.embed_dim]
         queries = self._by_head(F.linear(query, self.in_proj_weight[: self.embed_dim], bias))
-        heads = F.scaled_dot_product_attention(queries, keys, values, may_attend)
+        heads = self.attend_heads(queries, keys, values, may_attend)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
     def _by_head(self, tensor: Tensor) -> Tensor:

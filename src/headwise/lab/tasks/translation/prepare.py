@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from headwise.digests import seal
 from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
 from headwise.lab.data.progress import make_bars
@@ -91,7 +92,7 @@ def prepare(
         record |= {"fingerprint": fingerprint, "corpus": corpus.name}
         record |= {"source_language": corpus.source_language, "target_language": corpus.target_language}
         record |= {"layout": layout.name, "files": _names(files)}
-        write_json(partial / RECORD, record)
+        write_json(partial / RECORD, seal(record, partial, sorted(path.name for path in partial.iterdir())))
         partial.chmod(0o755)
         # another process may have written the same
         if not place.exists():

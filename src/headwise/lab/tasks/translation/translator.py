@@ -16,7 +16,14 @@ from headwise.lab.tasks.translation.marian import build_model
 from headwise.lab.tasks.translation.prepare import TOKENIZER
 from headwise.lab.tasks.translation.role_masks import SourceMasks, read_masks
 from headwise.lab.tasks.translation.scales import TranslationScale
-from headwise.lab.training.trained import read_arm, read_finished, read_scale, require_kept_file, restore_run
+from headwise.lab.training.trained import (
+    build_run_model,
+    read_arm,
+    read_finished,
+    read_scale,
+    require_kept_file,
+    restore_run,
+)
 
 TASK = "translation"
 
@@ -106,7 +113,7 @@ def open_translator(
     guided = arm.find(Guided)
     if guided is not None:
         masks = read_masks(folder, guided, subwords, pipeline, num_heads=scale.heads, seed=seed)
-    model = build_model(scale, subwords.vocabulary_size)
+    model = build_run_model(folder, lambda: build_model(scale, subwords.vocabulary_size))
     restore_run(folder, arm, model, named_task(TASK), seed=seed, masks=masks)
     return Translator(model, subwords, scale, batch, masks)
 

@@ -1,30 +1,28 @@
-"""Preparing text of any size for pre-training: word pieces, shards of packed rows and a record, in bounded memory.
+"""Preparing text of any size to train on: a tokenizer, shards of packed rows and a record, in bounded memory.
 
 A preparation that was stopped resumes after its last complete shard.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from headwise.digests import require_unchanged, seal
 from headwise.errors import DataError
-from headwise.lab.data.arrays import digest, stable_key
+from headwise.lab.data.arrays import digest, read_arrays, stable_key
+from headwise.lab.data.documents import Piece, read_pieces
 from headwise.lab.data.progress import make_bars
-from headwise.lab.data.subwords import describe_tokenizer
+from headwise.lab.data.subwords import TextEncoder, describe_tokenizer
 from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.pretraining.files import Piece, read_pieces
-from headwise.lab.tasks.pretraining.rows import Packer
-from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces, read_word_pieces
 
-FORMAT = "pretraining-2"  # changes with anything below that changes what is written
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"
 SPLITS = ("train", "dev", "test")
 # A hash of a document's first piece puts it into dev or test with this chance each.
@@ -33,18 +31,68 @@ DRAWS = 1 << 64
 # Pieces encoded together.
 BATCH = 64
 
+Words = TypeVar("Words", bound=TextEncoder, covariant=True)
+
+
+class Packer(Protocol):
+    """Packs the ids of documents into rows; ids left over wait for more.
+
+    Attributes:
+        held: Ids not yet in a row.
+        rows: Rows made so far.
+    """
+
+    held: list[int]
+    rows: int
+
+    def add(self, ids: list[int], *, ends: bool) -> NDArray[np.int64]:
+        """Add tokens and return the rows that are full now, [R, length].
+
+        Args:
+            ids: The next tokens.
+            ends: Whether their document ends with them.
+        """
+        ...
+
+
+class Learn(Protocol[Words]):
+    """Learns a tokenizer."""
+
+    def __call__(self, texts: Callable[[], Iterable[str]], vocabulary_size: int, *, progress: bool = False) -> Words:
+        """Return a tokenizer learned from texts, which may be read several times."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packing(Generic[Words]):
+    """What a task makes of text.
+
+    Attributes:
+        task: Name of the task.
+        format: "TASK-N", which changes with anything that changes what is written.
+        learn: Learns its tokenizer.
+        read: Reads one from a file or a folder.
+        pack: Returns a new packer for rows of so many tokens.
+    """
+
+    task: str
+    format: str
+    learn: Learn[Words]
+    read: Callable[[Path], Words]
+    pack: Callable[[int, Any], Packer]
+
 
 @dataclass(frozen=True)
 class TextPreparation:
     """How text becomes rows of token ids.
 
     Attributes:
-        vocabulary_size: Number of word pieces to learn.
+        vocabulary_size: Number of ids to learn at most.
         length: Tokens per row.
         tokenizer: A `tokenizer.json` to use instead; None learns one.
         shard_bytes: Maximum size of a shard.
         held_out_rows: Maximum number of rows of dev, and of test; the rest of what is held out is not used.
-        learned_from: Maximum number of pieces to learn word pieces from, evenly spaced: memory and time grow with the
+        learned_from: Maximum number of pieces to learn a tokenizer from, evenly spaced: memory and time grow with the
             number of different words.
     """
 
@@ -56,7 +104,7 @@ class TextPreparation:
     learned_from: int = 50_000
 
 
-def compute_fingerprint(files: Sequence[Path], preparation: TextPreparation) -> str:
+def compute_fingerprint(packing: Packing, files: Sequence[Path], preparation: TextPreparation) -> str:
     """Return 16 hexadecimal digits of everything a prepared folder depends on.
 
     Raises:
@@ -66,7 +114,7 @@ def compute_fingerprint(files: Sequence[Path], preparation: TextPreparation) -> 
     sizes = preparation.length, preparation.shard_bytes, preparation.held_out_rows
     # the endings choose the reader
     endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in files]
-    return digest(f"{FORMAT} {endings} {how} {sizes} {HELD_OUT}", files)
+    return digest(f"{packing.format} {endings} {how} {sizes} {HELD_OUT}", files)
 
 
 def name_shard(number: int) -> str:
@@ -75,7 +123,13 @@ def name_shard(number: int) -> str:
 
 
 def prepare_text(
-    files: Sequence[Path], preparation: TextPreparation, fingerprint: str, place: Path, *, progress: bool = False
+    packing: Packing[TextEncoder],
+    files: Sequence[Path],
+    preparation: TextPreparation,
+    fingerprint: str,
+    place: Path,
+    *,
+    progress: bool = False,
 ) -> None:
     """Write the prepared folder `place`, which appears when it is complete.
 
@@ -94,7 +148,7 @@ def prepare_text(
             if not place.exists():
                 try:
                     with make_bars(shown=progress) as bars:
-                        record = _write(files, preparation, partial, bars, progress=progress)
+                        record = _write(packing, files, preparation, partial, bars, progress=progress)
                 except DataError:
                     # text refused before the first shard leaves nothing to resume
                     if not (partial / STATE).exists():
@@ -102,7 +156,8 @@ def prepare_text(
                         Path(lock.lock_file).unlink(missing_ok=True)
                     raise
                 record |= {"fingerprint": fingerprint, "corpus": files[0].name.split(".")[0]}
-                run_folder.write_json(partial / RECORD, record)
+                names = [TOKENIZER, *sorted(path.name for path in partial.glob("*.npy"))]
+                run_folder.write_json(partial / RECORD, seal(record, partial, names))
                 for path in (partial / STATE, *partial.glob(HELD.format("*"))):
                     path.unlink(missing_ok=True)
                 partial.rename(place)
@@ -112,13 +167,19 @@ def prepare_text(
 
 
 def _write(
-    files: Sequence[Path], preparation: TextPreparation, folder: Path, bars: Progress, *, progress: bool
+    packing: Packing[TextEncoder],
+    files: Sequence[Path],
+    preparation: TextPreparation,
+    folder: Path,
+    bars: Progress,
+    *,
+    progress: bool,
 ) -> dict[str, Any]:
-    state = run_folder.read_json(folder / STATE) if (folder / STATE).exists() else {}
+    state = _read_state(folder) if (folder / STATE).exists() else {}
     # read everything once before writing: bad text is refused before an hour of work
     total = state.get("total") or sum(1 for _ in _read_all(files, bars, "reading", None))
-    words = _make_word_pieces(files, preparation, folder, bars, total, progress=progress)
-    writer = _Writer(folder, preparation, words)
+    words = _make_tokenizer(packing, files, preparation, folder, bars, total, progress=progress)
+    writer = _Writer(packing, folder, preparation, words)
     if "pieces" in state:
         writer.restore(state)
     stream = islice(_read_all(files, bars, "packing", total), writer.pieces, None)
@@ -135,7 +196,7 @@ def _write(
                 f"{preparation.length} tokens a row; give more text, or mark where documents end."
             )
     return {
-        "format": FORMAT,
+        "format": packing.format,
         "vocabulary_size": words.vocabulary_size,
         "length": preparation.length,
         "tokenizer": "given" if preparation.tokenizer else "learned",
@@ -146,13 +207,22 @@ def _write(
     }
 
 
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
+    state = run_folder.read_json(path)
+    if not isinstance(state, dict):
+        raise DataError(f"{path} is not the state of a preparation; delete {folder} to prepare the text again.")
+    require_unchanged(path, state, remedy=f"delete {folder} to prepare the text again.")
+    return state
+
+
 class _Writer:
     """The rows of each split not yet written, and the position in the text."""
 
-    def __init__(self, folder: Path, preparation: TextPreparation, words: WordPieces) -> None:
+    def __init__(self, packing: Packing, folder: Path, preparation: TextPreparation, words: TextEncoder) -> None:
         self.folder, self.words, self.most = folder, words, preparation.held_out_rows
         self.rows_per_shard = max(1, preparation.shard_bytes // (preparation.length * words.dtype.itemsize))
-        self.packers = {split: Packer(preparation.length, words.start, words.end) for split in SPLITS}
+        self.packers = {split: packing.pack(preparation.length, words) for split in SPLITS}
         empty = np.zeros((0, preparation.length), dtype=words.dtype)
         self.waiting: dict[str, list[NDArray]] = {split: [empty] for split in SPLITS}
         self.shards: list[int] = []
@@ -199,14 +269,15 @@ class _Writer:
         run_folder.write_arrays(path, **{split: np.concatenate(rows) for split, rows in self.waiting.items()})
         packers = {split: {"held": packer.held, "rows": packer.rows} for split, packer in self.packers.items()}
         state = {"pieces": self.pieces, "documents": self.documents, "split": self.split, "shards": self.shards}
-        run_folder.write_json(self.folder / STATE, {**more, **state, "packers": packers})
+        sealed = seal({**more, **state, "packers": packers}, self.folder, [path.name])
+        run_folder.write_json(self.folder / STATE, sealed)
         for old in set(self.folder.glob(HELD.format("*"))) - {path}:
             old.unlink()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `save` wrote."""
-        with np.load(self.folder / HELD.format(state["pieces"]), allow_pickle=False) as kept:
-            self.waiting = {split: [kept[split]] for split in SPLITS}
+        kept = read_arrays(self.folder / HELD.format(state["pieces"]))
+        self.waiting = {split: [kept[split]] for split in SPLITS}
         self.pieces, self.documents, self.split = state["pieces"], state["documents"], state["split"]
         self.shards = list(state["shards"])
         for split, packer in self.packers.items():
@@ -216,22 +287,29 @@ class _Writer:
         return sum(map(len, self.waiting[split]))
 
 
-def _make_word_pieces(
-    files: Sequence[Path], preparation: TextPreparation, folder: Path, bars: Progress, total: int, *, progress: bool
-) -> WordPieces:
+def _make_tokenizer(
+    packing: Packing[TextEncoder],
+    files: Sequence[Path],
+    preparation: TextPreparation,
+    folder: Path,
+    bars: Progress,
+    total: int,
+    *,
+    progress: bool,
+) -> TextEncoder:
     path = folder / TOKENIZER
     if path.exists():
-        return read_word_pieces(path)
+        return packing.read(path)
     if preparation.tokenizer is None:
         every = max(1, -(-total // preparation.learned_from))
 
         def texts() -> Iterator[str]:
-            kept = islice(_read_all(files, bars, "reading for word pieces", total), 0, None, every)
+            kept = islice(_read_all(files, bars, "reading for a tokenizer", total), 0, None, every)
             return (piece.text for piece in kept)
 
-        words = learn_word_pieces(texts, preparation.vocabulary_size, progress=progress)
+        words = packing.learn(texts, preparation.vocabulary_size, progress=progress)
     else:
-        words = read_word_pieces(preparation.tokenizer)
+        words = packing.read(preparation.tokenizer)
     run_folder.write_text(path, words.to_json())
     return words
 

@@ -1,16 +1,14 @@
 """Documents to pre-train on, read in pieces from text files of any size that are never loaded whole."""
 
 import codecs
-import gzip
-import json
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import read_numbered_lines
+from headwise.input_files import is_file, open_input, read_numbered_lines
+from headwise.strict_json import parse_json
 
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "
@@ -19,9 +17,9 @@ FORMS = (
 TEXT, LINES = (".txt", ".txt.gz"), (".jsonl", ".jsonl.gz")
 # Characters of a piece of a document and bytes of a piece of a line, so that memory does not grow with either.
 LONGEST, LONGEST_LINE = 100_000, 1 << 20
+# Bytes of a line of .jsonl, which is read whole: any book fits.
+LONGEST_OBJECT = 1 << 26
 BOM = "\ufeff"
-# JSON may name halves of a surrogate pair, which are no text.
-HALF = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
@@ -49,14 +47,15 @@ def find_files(place: Path) -> tuple[Path, ...]:
     Raises:
         DataError: There is none.
     """
-    if place.is_file() and place.name.endswith((*TEXT, *LINES)):
+    if is_file(place) and place.name.endswith((*TEXT, *LINES)):
         return (place,)
     if place.is_dir():
-        found = [path for path in sorted(place.rglob("*")) if path.is_file() and path.name.endswith((*TEXT, *LINES))]
-        found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(place).parts)]
+        named = [path for path in sorted(place.rglob("*")) if path.name.endswith((*TEXT, *LINES))]
+        shown = [path for path in named if not any(part.startswith(".") for part in path.relative_to(place).parts)]
+        found = [path for path in shown if is_file(path)]
         if found:
             return tuple(found)
-    state = "does not exist" if not place.exists() else "holds no text" if place.is_dir() else "is of another form"
+    state = "holds no text" if place.is_dir() else "is of another form" if place.exists() else "does not exist"
     raise DataError(f"{place} {state}; expected {FORMS}.")
 
 
@@ -72,21 +71,16 @@ def read_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _read_objects(path: Path) -> Iterator[Iterator[str]]:
-    for number, line in read_numbered_lines(path):
+    for number, line in read_numbered_lines(path, LONGEST_OBJECT):
         if not line.strip():
             continue
+        fault = 'expected a JSON object with a document under "text"'
         try:
-            text = json.loads(line.removeprefix(BOM))["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
+            text = parse_json(line.removeprefix(BOM))["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: {fault} ({error}); correct or drop the line.") from None
         if not isinstance(text, str):
-            raise DataError(f'{path}, line {number}: expected a JSON object with a document under "text".')
-        broken = HALF.search(text)
-        if broken is not None:
-            raise DataError(
-                f"{path}, line {number}: character {broken.start() + 1} of the document is half of a surrogate pair; "
-                "take it out, as where a text was cut inside an emoji."
-            )
+            raise DataError(f"{path}, line {number}: {fault} ({str(text)[:60]} is no text); correct or drop the line.")
         yield iter((text,))
 
 
@@ -140,7 +134,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
     """
     number, begins, decoder = 1, True, codecs.getincrementaldecoder("utf-8-sig")()
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        with open_input(path) as stream:
             while raw := stream.readline(longest):
                 ends = raw.endswith(b"\n")
                 text = decoder.decode(raw)

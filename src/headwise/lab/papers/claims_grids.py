@@ -1,0 +1,96 @@
+"""Claims as JSON data, and the grids of claims and of what each contrast could have shown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headwise.lab.papers.claims import Found, Judged
+from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, show_number
+from headwise.lab.results.table import record_judgement
+
+POWER = "What each contrast could have shown"
+POWER_HEADER = (
+    "contrast",
+    "family",
+    "detectable",
+    "published",
+    "in our interval",
+    "p of lying outside half of it",
+    "verdict",
+)
+
+
+def build_claims_grids(claims: Sequence[Mapping[str, Any]]) -> tuple[Grid, ...]:
+    """Return claims with findings and verdicts, and what each contrast could have shown, from their records."""
+    rows = []
+    for claim in claims:
+        lines = (str(Line.from_record(one)) for one in claim.get("shown", ()))
+        rows.append(
+            (claim["statement"], "; ".join([*map(_write_contrast, claim["contrasts"]), *lines]), claim["verdict"])
+        )
+    # each contrast once; records of the first format hold text alone
+    tested = {
+        one["contrast"]: _list_power(one)
+        for claim in claims
+        for one in claim["contrasts"]
+        if not isinstance(one, str) and one.get("family")
+    }
+    grids = (
+        Grid("The paper's claims", ("claim", "here", "verdict"), tuple(rows), "lll"),
+        Grid(POWER, POWER_HEADER, tuple(tested.values()), "llrrlrl"),
+    )
+    return tuple(grid for grid in grids if grid.rows)
+
+
+def record_claims(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return claims with their findings and verdicts as JSON data."""
+    return [
+        {
+            "statement": one.claim.statement,
+            "verdict": one.verdict,
+            "contrasts": [_record_contrast(found) for found in one.found],
+            "shown": [line.to_record() for line in one.shown],
+        }
+        for one in judged
+    ]
+
+
+def _record_contrast(found: Found) -> dict[str, Any]:
+    contrast = found.contrast
+    said = {"contrast": str(contrast), "arm": contrast.arm, "against": contrast.against, "parts": list(contrast.parts)}
+    said |= {"measure": contrast.measure, "kind": contrast.kind, "verdict": found.verdict, "reason": found.reason}
+    return said if found.judgement is None else said | record_judgement(found.judgement)
+
+
+def _write_contrast(found: Mapping[str, Any] | str) -> str:
+    if isinstance(found, str):
+        return found
+    if "value" not in found:
+        return f"{found['contrast']}: {found['reason'].removeprefix('was ')}"
+    alone = found["items"] == len(found["by_seed"]) == 1
+    shown = _show_difference(found, found["value"], *((None, None) if alone else (found["low"], found["high"])))
+    p_value = "" if found["p_holm"] is None else f", p = {found['p_holm']:.3f}"
+    note = f" ({found['note']})" if found["note"] else " (one run)" if alone else ""
+    return f"{found['contrast']}: {shown}{p_value}{note}"
+
+
+def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float | None, signed: bool = True) -> Cell:
+    """Return a difference in points, or in the units of a number of each run."""
+    if value is None and None in ends:
+        return NONE
+    low, high = ends or (None, None)
+    if found["measure"] is None:
+        return Number(value, low, high, digits=2, factor=100, signed=signed, form="{} points" if signed else "{}")
+    return Number(value, low, high, signed=signed)
+
+
+def _list_power(found: Mapping[str, Any]) -> tuple[Cell, ...]:
+    inside = {None: NONE, True: "yes", False: "no"}[found["holds_published"]]
+    return (
+        found["contrast"],
+        found["kind"],
+        _show_difference(found, None, found["detectable"], found["detectable_in_family"], signed=False),
+        _show_difference(found, found["published"]),
+        inside,
+        show_number(found["p_equivalence"], 3),
+        found["verdict"],
+    )

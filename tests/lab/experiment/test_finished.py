@@ -1,0 +1,149 @@
+"""Files of finished runs are compared with digests, and odd names in run folders are no runs or checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import DataError
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.finished import require_intact, require_intact_export, write_result
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.results.runs import read_results
+from headwise.lab.training.checkpoints import verify_checkpoint
+from lab.sealing import seal_again
+
+SAVED = Path(__file__).parents[2] / "compatibility" / "saved"
+RUN = "logic/svgd+em@capsules=4/seed-0"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return shutil.copytree(SAVED, tmp_path / "saved")
+
+
+def test_one_flipped_bit_is_noticed_in_every_file_of_a_finished_run(saved: Path):
+    run, draw = saved / RUN, random.Random(0)
+    open_frozen(run)
+    seal_again(run)
+    open_frozen(run)
+    names = json.loads((run / "result.json").read_text())["file_digests"]
+    assert {"model.safetensors", "vocabulary.json", "settings.json", "predictions.npz", "epochs.jsonl"} <= set(names)
+    assert "log.txt" not in names
+    for name in (*names, "result.json"):
+        content = (run / name).read_bytes()
+        for _ in range(50):
+            changed = bytearray(content)
+            place = draw.randrange(8 * len(content))
+            changed[place // 8] ^= 1 << place % 8
+            if name == "result.json" and changed[place // 8] in b" \n\t\r":
+                continue
+            (run / name).write_bytes(changed)
+            with pytest.raises(DataError, match=name):
+                open_frozen(run)
+        (run / name).write_bytes(content)
+    open_frozen(run)
+
+
+def test_a_table_names_the_changed_file(saved: Path):
+    seal_again(saved / RUN)
+    read_results(saved / "logic")
+    with (saved / RUN / "vocabulary.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(DataError, match=r"vocabulary\.json was changed .* redoes only this run"):
+        read_results(saved / "logic")
+
+
+def test_a_model_inside_a_run_is_compared_too(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(b"1234")
+    require_intact_export(tmp_path / "model")
+    write_result(tmp_path, {"score": 1})
+    require_intact_export(tmp_path / "model")
+    (tmp_path / "model" / "weights").write_bytes(b"1235")
+    with pytest.raises(DataError, match=r"model/weights was changed"):
+        require_intact_export(tmp_path / "model")
+    (tmp_path / "model" / "weights").unlink()
+    with pytest.raises(DataError, match=r"model/weights is missing"):
+        require_intact_export(tmp_path / "model")
+    # what a run no longer needs may be deleted
+    require_intact(tmp_path)
+
+
+def test_a_checkpoint_is_only_what_its_manifest_lists(saved: Path):
+    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    verify_checkpoint(checkpoint)
+    content = (checkpoint / "manifest.json").read_text()
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match=r"has no digest in manifest\.json, .* to start that run again"):
+        verify_checkpoint(checkpoint)
+    (checkpoint / "manifest.json").write_text(content)
+    (checkpoint / "more.pt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"more\.pt has no digest"):
+        verify_checkpoint(checkpoint)
+
+
+def test_only_folders_with_a_decimal_step_are_checkpoints(tmp_path: Path):
+    for name in ("checkpoint-²", "checkpoint-", "checkpoint-1x", "checkpoint-7", "checkpoint-12"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-99").touch()
+    assert run_folder.latest_checkpoint(tmp_path) == tmp_path / "checkpoint-12"
+
+
+def test_a_run_of_an_odd_seed_is_read(saved: Path):
+    shutil.copytree(saved / RUN, saved / "logic" / "svgd" / "seed-²")
+    with pytest.raises(DataError, match="holds two runs of"):
+        read_results(saved / "logic")
+
+
+@pytest.mark.parametrize("name", ["settings.json", "result.json", "vocabulary.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "garbage", "deep", "digits", "list", "folder", "pipe", "device"])
+def test_a_hostile_file_of_a_run_is_refused_in_a_sentence(name: str, kind: str, saved: Path):
+    path = saved / RUN / name
+    path.unlink()
+    contents = {"empty": b"", "garbage": bytes(range(256)), "deep": b"[" * 10**5, "list": b"[1]"}
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "digits":
+        path.write_bytes(b'{"task": ' + b"9" * 5000 + b"}")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    if (name, kind) == ("result.json", "list"):
+        # what it holds is read for tables only
+        with pytest.raises(DataError, match=r"result\.json"):
+            read_results(saved / "logic")
+        return
+    with pytest.raises(DataError) as refused:
+        open_frozen(saved / RUN)
+    assert RUN in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("width", 2**40),
+        ("width", -8),
+        ("heads", 2**30),
+        ("heads", 3),
+        ("layers", 2**31),
+        ("layers", "two"),
+        ("classifier_width", 10**15),
+    ],
+)
+def test_hostile_sizes_of_a_run_are_refused_in_a_sentence(key: str, value: object, saved: Path):
+    path = saved / RUN / "settings.json"
+    record = json.loads(path.read_text())
+    record["scale"][key] = value
+    path.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"settings\.json"):
+        open_frozen(saved / RUN)
