@@ -9,9 +9,12 @@
 #   make bench-minilm  time taps, penalties and biases in a pretrained model
 #   make bench-roles   time role masks: making them, and a guided step
 #   make bench-measure  time measure, which removes every head, against separate evaluations
+#   make bench-importance DATA=FILE  compare first-order importance with removing heads; FILE is dev.tsv of STS-B
+#   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
+#   make docs        build the documentation as a site in build/site, running its tutorials
 #   make picture     draw docs/heads.png by running the first example of the README
 #   make clean       remove .venv and the tools' caches
 
@@ -26,7 +29,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-memory bench-graphs api picture clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-graphs api docs picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +63,7 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/penalties.py $(ARGS)
 
 bench-minilm: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/minilm.py $(ARGS)
@@ -72,6 +76,13 @@ bench-measure: KEPT := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=
 bench-measure: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(KEPT) $(BIN)/python benchmarks/measure.py $(ARGS)
 
+bench-importance: $(VENV)/.dev
+	@test -n "$(DATA)" || { echo "DATA is not set; give dev.tsv of STS-B: make bench-importance DATA=FILE" >&2; exit 1; }
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/importance.py --data "$(DATA)" $(ARGS)
+
+bench-calibration: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python benchmarks/calibration.py $(ARGS)
+
 bench-memory: $(VENV)/.dev
 	$(BIN)/python benchmarks/translation_memory.py $(ARGS)
 
@@ -82,6 +93,11 @@ bench-graphs: $(VENV)/.dev
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/python docs/generate_any_model.py
+	$(BIN)/python docs/generate_diversity.py
+	$(BIN)/python docs/generate_statistics.py
+
+docs: $(VENV)/.docs
+	$(ONE_THREAD) $(BIN)/python docs/build_site.py
 
 picture: $(VENV)/.dev
 	$(BIN)/python docs/draw_heads.py
@@ -102,6 +118,10 @@ $(VENV)/.made:
 $(VENV)/.lab: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing headwise and its laboratory into $(VENV) (torch is large, so the first time takes minutes)"
 	$(INSTALL) -e '.[lab]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # The tests fine-tune MiniLM. Its requirements are for a loader that is not used here, so --no-deps.

@@ -17,11 +17,13 @@ MODULES = (
     "headwise.repulsion",
     "headwise.disagreement",
     "headwise.routing",
+    "headwise.gating",
     "headwise.roles",
     "headwise.masks",
     "headwise.metrics",
     "headwise.report",
     "headwise.plots",
+    "headwise.integrations",
     "headwise.nn",
 )
 # What has no docstring of its own.
@@ -29,6 +31,7 @@ CONSTANTS = {
     "LAYOUTS": "The rows that `find_heads` tries, in order.",
     "PROJECTIONS": "The projections of a site, in order: query, key, value.",
     "BiasFunction": "A function that returns the bias of a call of an attention.",
+    "GateSetting": "Any setting of `gate_heads`: `SigmoidGate` or `MixtureOfHeads`.",
     "Setting": "Any setting of `aggregate`: a routing, `Residual` of one, or `Gate`.",
     "Routing": "Any routing setting: `SimpleRouting`, `EMRouting` or `Trunk`.",
 }

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from headwise.repulsion import replaced_optimizers
+
 os.environ.setdefault("MPLBACKEND", "Agg")
 torch.set_num_threads(1)
 
@@ -18,6 +20,13 @@ torch.set_num_threads(1)
 settings.register_profile("development", deadline=None)
 settings.register_profile("integration", deadline=None, derandomize=True)
 settings.load_profile("integration" if os.environ.get("CI") else "development")
+
+
+# An optimizer that a test discards before its first step is not one that the next test replaces.
+@pytest.fixture(autouse=True)
+def no_watched_optimizers() -> None:
+    for watch in list(replaced_optimizers._watches):
+        watch.remove()
 
 
 # Each training collects garbage, and takes longer over all that is imported by now than over a toy.

@@ -1,7 +1,17 @@
 """headwise: diverse multi-head attention for PyTorch, in your own model and training loop."""
 
-from headwise import moved, nn, plots
-from headwise.disagreement.penalty import Disagreement, Frobenius, Output, Position, PositionSquaredDifference, Subspace
+from headwise import integrations, moved, nn, plots
+from headwise.disagreement.invariant import (
+    CKA,
+    HSIC,
+    CrossCorrelation,
+    LogDeterminant,
+    MapCosine,
+    SpanOverlap,
+    SquaredCosine,
+)
+from headwise.disagreement.penalty import Disagreement
+from headwise.disagreement.similarities import Frobenius, Output, Position, PositionSquaredDifference, Subspace
 from headwise.errors import (
     DataError,
     HeadwiseError,
@@ -11,12 +21,20 @@ from headwise.errors import (
     SettingError,
     ShapeError,
 )
-from headwise.heads.ablation import Ablation, Importance, ablate, importance
+from headwise.gating.attach import Gating, gate_heads
+from headwise.gating.settings import MixtureOfHeads, SigmoidGate
+from headwise.heads.ablation import Ablation, ablate
 from headwise.heads.bias import HeadBias, bias_heads
+from headwise.heads.blocks import HeadBlocks, head_blocks
 from headwise.heads.capture import Capture
 from headwise.heads.find import LAYOUTS, find_heads
+from headwise.heads.head_list import HeadList
 from headwise.heads.heads import Heads, Site
+from headwise.heads.importance import Importance, importance
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
+from headwise.heads.layouts_latent import LatentLinears
+from headwise.heads.mixing import HeadMixing, mix_heads
+from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
 from headwise.heads.taps import Taps
 from headwise.heads.verify import Verification, verify
 from headwise.masks.head_mask import HeadMask
@@ -25,11 +43,11 @@ from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
 from headwise.report.report import Comparison, Report, load_report
 from headwise.repulsion.function_space import FunctionSVGD
-from headwise.repulsion.groups import jitter
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Relative
+from headwise.repulsion.noise import jitter
 from headwise.repulsion.repel import Repulsion, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
+from headwise.repulsion.spans import SpanSVGD
 from headwise.roles.align import Alignment, align
 from headwise.roles.build import Roles
 from headwise.roles.collator import RoleCollator
@@ -43,8 +61,12 @@ from headwise.routing.modules import Gate, Residual
 from headwise.routing.save import load, save
 from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
+from headwise.shrinking.prune import Pruning, prune
+from headwise.strength import Relative, Target
 
 __all__ = [
+    "CKA",
+    "HSIC",
     "IDF",
     "IMQ",
     "LAYOUTS",
@@ -62,6 +84,7 @@ __all__ = [
     "Cosine",
     "CosinePenalty",
     "CosineRepulsion",
+    "CrossCorrelation",
     "DataError",
     "Dependency",
     "Disagreement",
@@ -71,25 +94,35 @@ __all__ = [
     "Frobenius",
     "FunctionSVGD",
     "FusedLinear",
+    "FusedParameter",
     "Gate",
+    "Gating",
     "Guidance",
     "HeadBias",
+    "HeadBlocks",
+    "HeadList",
     "HeadMask",
+    "HeadMixing",
     "Heads",
     "HeadwiseError",
     "Importance",
+    "LatentLinears",
     "LayerReport",
     "Layout",
     "LayoutError",
+    "LogDeterminant",
     "Major",
+    "MapCosine",
     "MaskError",
     "Median",
+    "MixtureOfHeads",
     "NormalizedRBF",
     "NotFired",
     "Output",
     "PerHead",
     "Position",
     "PositionSquaredDifference",
+    "Pruning",
     "Rare",
     "Relative",
     "ReleasedMedian",
@@ -101,14 +134,20 @@ __all__ = [
     "Roles",
     "ScoreCall",
     "SeparateLinears",
+    "SeparateParameters",
     "Separator",
     "SettingError",
     "ShapeError",
     "SharedTrunk",
+    "SigmoidGate",
     "SimpleRouting",
     "Site",
+    "SpanOverlap",
+    "SpanSVGD",
+    "SquaredCosine",
     "Subspace",
     "Taps",
+    "Target",
     "TorchMultihead",
     "Trunk",
     "Verification",
@@ -119,15 +158,20 @@ __all__ = [
     "align",
     "bias_heads",
     "find_heads",
+    "gate_heads",
     "guide",
+    "head_blocks",
     "idf",
     "importance",
+    "integrations",
     "jitter",
     "load",
     "load_report",
     "measure",
+    "mix_heads",
     "nn",
     "plots",
+    "prune",
     "read_conllu",
     "repel",
     "save",

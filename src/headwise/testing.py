@@ -104,14 +104,14 @@ def check_layout(
         1 sites verified: (model)
     """
     heads = find_heads(model, layouts)
-    for head_slice in heads.slices():
+    for head_slice in (part for whole in heads.slices() for part in whole.parts):
         marked = torch.full_like(head_slice.parameter, -1.0)
         view = head_slice.view(marked)
         for head in range(head_slice.heads):
             view[head] = float(head)
         for head in range(head_slice.heads):
             own = int((marked == head).sum())
-            expected = marked.numel() // marked.shape[head_slice.axis] * head_slice.head_size
+            expected = view[head].numel()
             _require(
                 own == expected,
                 f"{head_slice.name}: head {head} of its {head_slice.projection} holds {own} entries; "

@@ -11,22 +11,24 @@ from architecture.source import FILES, SOURCE, module_name
 # another. Every task is a folder on the line "lab/tasks/*".
 LAYERS = """
     errors moved
-    atomic
-    parallel
-    nn masks reference
+    atomic strength input_files strict_json
+    digests foreign_code
+    nn masks reference similarity
     heads
-    repulsion disagreement routing roles
+    repulsion disagreement routing gating roles
+    shrinking
     metrics
     report
+    integrations
     plots testing
     __init__
     lab/__init__
     lab/models lab/data
     lab/experiment
-    lab/role_masks lab/results
+    lab/role_masks lab/results lab/packed_text
     lab/training
     lab/analyses lab/frozen
-    lab/options lab/streams
+    lab/options lab/streams lab/stopping
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare
