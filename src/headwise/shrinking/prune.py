@@ -1,23 +1,22 @@
 """Heads removed from the weights of a model, which is then smaller and faster."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from headwise.errors import LayoutError, SettingError, require_integer
+from headwise.errors import SettingError, require_integer
 from headwise.heads.arrangement import KNOWN
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
-from headwise.nn.resized import resize
-from headwise.shrinking.prune_counts import find_configured_count, list_counts
-from headwise.shrinking.prune_cuts import Cut, collect_cuts, list_gone
-from headwise.shrinking.prune_optimizer import cut_states, require_optimizer
-from headwise.shrinking.prune_proof import require_equal, run_ablated
+from headwise.shrinking.cut_model import cut_model
+from headwise.shrinking.prune_cuts import collect_cuts, list_gone
+from headwise.shrinking.prune_optimizer import require_optimizer
+from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
 from headwise.shrinking.prune_refusals import require_prunable
-from headwise.shrinking.reload_stock import ConfigChange, Counts, list_stock_models, plan_config, set_saving
+from headwise.shrinking.reload_stock import Counts
 
 Removed = Mapping[int | str, Iterable[int]]
 
@@ -117,23 +116,15 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
     for site in removed:
         if site.output_projection is not None:
             site.expose()
-    cuts = collect_cuts(heads, removed, proved=inputs is not None)
+    lost = {site: list_gone(site, gone) for site, gone in removed.items()}
+    cuts = collect_cuts(heads, lost, proved=inputs is not None)
     expected = None if inputs is None else run_ablated(heads, removed, inputs)
-    undo: list[Callable[[], None]] = []
-    try:
-        _apply(cuts, removed, counts, undo)
-        plans = _configure(heads, removed, counts, undo)
+
+    def prove() -> None:
         if expected is not None and inputs is not None:
-            require_equal(heads.model, expected, inputs)
-    except BaseException:
-        for one in reversed(undo):
-            one()
-        raise
-    for plan in plans:
-        set_saving(plan)
-    if optimizer is not None:
-        cut_states(optimizer, cuts)
-    stock = next((plan.obstacle for plan in plans if plan.obstacle is not None), None)
+            require_equal(heads.model, expected, inputs, PRUNED)
+
+    stock = cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
     return Pruning(
         {site.name: gone for site, gone in removed.items()},
         {site.name: counts[site][0] for site in removed},
@@ -180,37 +171,6 @@ def _count(site: Site, gone: Sequence[int]) -> Counts:
     """Return how many query and key/value heads a site has without some, and their size."""
     groups = len(list_gone(site, gone)["key"]) if gone else 0
     return site.num_heads - len(gone), site.key_value_heads - groups, site.slices[0].head_size
-
-
-def _apply(
-    cuts: Sequence[Cut], removed: Mapping[Site, object], counts: Mapping[Site, Counts], undo: list[Callable[[], None]]
-) -> None:
-    """Cut the parameters and set the counts of their modules, and note what undoes each."""
-    for site in removed:
-        for module, changed in list_counts(site, *counts[site][:2]):
-            undo.append(resize(module, changed))
-    undo.extend(cut.apply() for cut in cuts)
-
-
-def _configure(
-    heads: Heads, removed: Mapping[Site, object], counts: Mapping[Site, Counts], undo: list[Callable[[], None]]
-) -> list[ConfigChange]:
-    """Write the counts into the configurations that can say them, and note what undoes it.
-
-    Raises:
-        LayoutError: None can, and an attention reads its number of heads there.
-    """
-    plans = [plan_config(model, counts) for model in list_stock_models(heads.model)]
-    undo.extend(plan.apply() for plan in plans)
-    obstacles = [plan.obstacle for plan in plans if plan.obstacle is not None]
-    for site in removed if obstacles else ():
-        name = find_configured_count(site)
-        if name is not None:
-            raise LayoutError(
-                f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, and "
-                f"{obstacles[0]}; remove equally many heads from every layer."
-            )
-    return plans
 
 
 def _require_known(site: Site, *, proved: bool) -> None:

@@ -61,8 +61,12 @@ class Cut:
         return undo
 
 
-def list_gone(site: Site, gone: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the query heads and the key/value heads that are removed with query heads `gone` of a site.
+# The heads that each projection of a site loses; "query" and "key" are also what tables and norms lose.
+Lost = Mapping[str, Sequence[int]]
+
+
+def list_gone(site: Site, gone: Sequence[int]) -> Lost:
+    """Return what each projection of a site loses with its query heads `gone`.
 
     Raises:
         LayoutError: The groups that stay would not be of one size.
@@ -81,23 +85,23 @@ def list_gone(site: Site, gone: Sequence[int]) -> dict[str, tuple[int, ...]]:
             f"{', '.join(map(str, gone))} would leave {told}; remove whole groups, or equally many heads of each "
             f"group that stays (group g has heads g * {group} to g * {group} + {group - 1})."
         )
-    return {"query": tuple(gone), "key": groups, "value": groups}
+    return {"query": tuple(gone), "key": groups, "value": groups, "output": tuple(gone)}
 
 
-def collect_cuts(heads: Heads, removed: Mapping[Site, Sequence[int]], *, proved: bool) -> list[Cut]:
+def collect_cuts(heads: Heads, lost: Mapping[Site, Lost], *, proved: bool) -> list[Cut]:
     """Return what stays of each parameter when heads are removed from sites; one cut for a tied or fused one.
 
     Args:
         heads: All sites of the model that were found.
-        removed: The query heads that each site loses.
-        proved: Whether the result is compared with ablation, so that unknown parameters may stay as they are.
+        lost: What each site loses.
+        proved: Whether the result is compared with what it should be, so that unknown parameters may stay as they are.
 
     Raises:
         LayoutError: A parameter is shared by sites that keep different heads, or cannot be cut.
     """
     found: dict[int, _Slab] = {}
     for site in heads.found:
-        for slab in _find_slabs(site, removed.get(site, ()), proved=proved):
+        for slab in _find_slabs(site, lost.get(site), proved=proved):
             other = found.setdefault(id(slab.parameter), slab)
             if (other.axis, other.gone) != (slab.axis, slab.gone):
                 raise LayoutError(
@@ -128,26 +132,25 @@ class _Slab:
         return Cut(self.name, tuple(owners), self.parameter, self.axis, size, keep)
 
 
-def _find_slabs(site: Site, gone: Sequence[int], *, proved: bool) -> Iterable[_Slab]:
+def _find_slabs(site: Site, lost: Lost | None, *, proved: bool) -> Iterable[_Slab]:
     """Return what a site loses of each of its parameters."""
-    if not gone:
+    if lost is None:
         held = [part.owner._parameters.get(part.attribute) for part in site.parts]
         return [_Slab(site.label, parameter) for parameter in held if parameter is not None]
     masks: dict[int, tuple[str, nn.Parameter, Tensor]] = {}
-    for name, parameter, mask in _mask_parameters(site, gone, proved=proved):
+    for name, parameter, mask in _mask_parameters(site, lost, proved=proved):
         known = masks.get(id(parameter))
         masks[id(parameter)] = (name, parameter, mask) if known is None else (*known[:2], known[2] | mask)
     return [_Slab(name, parameter, *_read_slab(name, mask)) for name, parameter, mask in masks.values()]
 
 
-def _mask_parameters(site: Site, gone: Sequence[int], *, proved: bool) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
+def _mask_parameters(site: Site, lost: Lost, *, proved: bool) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
     """Yield the parameters of a site, and True at what belongs to the heads that are removed."""
-    lost = list_gone(site, gone)
     slices = (*site.slices, *(() if site.output is None else (site.output,)))
     for head_slice in slices:
         # the gate of a head follows its query
         gated = head_slice.projection == "query" and site.layout.endswith("gated")
-        own = lost.get(head_slice.projection, tuple(gone))
+        own = lost[head_slice.projection]
         first = 0
         for part in head_slice.parts:
             whole = replace(part, head_size=part.stride) if gated else part

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,34 @@ from headwise.heads.heads import Heads, Site
 
 # Largest difference, relative to the largest output: matrix products of another width round apart.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass(frozen=True)
+class Change:
+    """How messages name what was done to a model.
+
+    Attributes:
+        done: "these heads removed".
+        like: What the result should compute.
+        left: What was forgotten where it does not.
+        remedy: What to do.
+    """
+
+    done: str
+    like: str
+    left: str
+    remedy: str
+
+
+PRUNED = Change(
+    "these heads removed", "{} with them ablated", "something holds heads that was not cut", "use hw.ablate"
+)
+MERGED = Change(
+    "these heads merged",
+    "{} with each of them in the place of several",
+    "its code reads key and value heads in a way that is not known",
+    "leave its heads as they are",
+)
 
 
 def run_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping) -> list[Tensor]:
@@ -33,8 +62,8 @@ def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
         return list(_list_tensors(model(*args, **named)))
 
 
-def require_equal(model: nn.Module, expected: Sequence[Tensor], inputs: Sequence | Mapping) -> None:
-    """Raise `LayoutError` unless the model computes what was computed with its heads ablated.
+def require_equal(model: nn.Module, expected: Sequence[Tensor], inputs: Sequence | Mapping, change: Change) -> None:
+    """Raise `LayoutError` unless the model computes what was computed before its weights were cut.
 
     Attention weights and cached keys, which have fewer heads now, are not compared.
     """
@@ -46,20 +75,20 @@ def require_equal(model: nn.Module, expected: Sequence[Tensor], inputs: Sequence
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise LayoutError(
-            f"{name} cannot run with these heads removed ({type(error).__name__}: {reason}): its code counts on the "
-            "heads it was built with. The model is as it was; use hw.ablate."
+            f"{name} cannot run with {change.done} ({type(error).__name__}: {reason}): its code counts on the "
+            f"heads it was built with. The model is as it was; {change.remedy}."
         ) from error
     same = [(a, b) for a, b in zip(expected, found, strict=False) if a.shape == b.shape]
     if not same or len(expected) != len(found):
-        raise LayoutError(f"{name} returns other tensors with these heads removed; the model is as it was.")
+        raise LayoutError(f"{name} returns other tensors with {change.done}; the model is as it was.")
     for before, after in same:
         largest = float(before.abs().max()) if before.numel() else 0.0
         apart = float((before - after).abs().max()) if before.numel() else 0.0
         # written so that NaN is refused too
         if not apart <= TOLERANCE[before.dtype] * max(largest, 1e-6):
             raise LayoutError(
-                f"{name} without these heads is not {name} with them ablated: outputs of up to {largest:.3g} are "
-                f"{apart:.3g} apart, so something holds heads that was not cut. The model is as it was; use hw.ablate."
+                f"{name} with {change.done} is not {change.like.format(name)}: outputs of up to {largest:.3g} are "
+                f"{apart:.3g} apart, so {change.left}. The model is as it was; {change.remedy}."
             )
 
 

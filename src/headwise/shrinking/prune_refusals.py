@@ -31,10 +31,14 @@ def require_prunable(heads: Heads, site: Site, removed: Removed) -> None:
     gone = removed[site]
     if len(gone) == site.num_heads:
         raise SettingError(f"{site.label} would lose all its {site.num_heads} heads; expected at least one that stays.")
-    reason = _find_wrapping(heads, site) or _find_form(site) or _find_given(heads, site) or _find_parts(site, gone)
-    reason = reason or _find_shared_table(heads, site, removed)
+    reason = find_obstacle(heads, site) or _find_parts(site, gone) or _find_shared_table(heads, site, removed)
     if reason is not None:
         raise LayoutError(f"{site.label} ({type(site.module).__name__}) {reason}")
+
+
+def find_obstacle(heads: Heads, site: Site) -> str | None:
+    """Return why the heads of a site cannot be taken apart; None where they can."""
+    return _find_wrapping(heads, site) or _find_form(site) or _find_given(heads, site)
 
 
 def _find_wrapping(heads: Heads, site: Site) -> str | None:
