@@ -1,7 +1,7 @@
 """Repeated calls of one attention module with chosen queries, keys and values."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headwise.errors import LayoutError, NotFired
+from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
@@ -190,6 +190,54 @@ class Replay:
             f"misreads {type(self.site.module).__name__}: {finding}. Pass a layout row that describes it to "
             "find_heads, or leave it out if it is no softmax attention."
         )
+
+
+def record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[RecordedCall]:
+    """Run the model once and return, for each site, the smallest call that runs it and its output projection."""
+    names = {id(module): name for name, module in twin.named_modules()}
+    seen: dict[str, RecordedCall] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in seen:
+                seen[name] = RecordedCall(module, args, kwargs)
+
+        return called
+
+    wanted: dict[str, list[str]] = {}
+    for site in sites:
+        projection = site.output_projection
+        wanted[site.name] = (
+            [site.name] if projection is None else _list_common_parents(site.name, names[id(projection.owner)])
+        )
+    around = {*(place for places in wanted.values() for place in places), *wanted}
+    handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
+    try:
+        forward()
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{type(twin).__name__} could not be run on the given inputs ({type(error).__name__}: {error}); "
+            "give what the model itself takes: a mapping of names, or a sequence of positional arguments."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [site.label for site in sites if site.name not in seen]
+    if silent:
+        raise NotFired(f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs.")
+    return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
+
+
+def _list_common_parents(first: str, second: str) -> list[str]:
+    """Return the names of the modules that hold both modules, innermost first; the model, "", is last."""
+    both = []
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        both.append(a)
+    return [".".join(both[:depth]) for depth in range(len(both), -1, -1)]
 
 
 def draw_noise(like: Tensor, seed: int = 50) -> Tensor:

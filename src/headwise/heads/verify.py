@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
+from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.replay import RecordedCall, Replay, draw_noise
+from headwise.heads.replay import RecordedCall, Replay, draw_noise, record_calls
 from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
 from headwise.heads.verify_weights import WeightExperiments, WeightReplay
@@ -105,7 +105,7 @@ def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verificatio
         if site.output_projection is not None:
             site.expose()
     with torch.no_grad():
-        calls = _record_calls(twin, sites, lambda: twin(*positional, **given))
+        calls = record_calls(twin, sites, lambda: twin(*positional, **given))
         for site, call in zip(sites, calls, strict=True):
             _verify_site(site, call)
     return Verification(tuple(site.name for site in sites), skipped)
@@ -179,54 +179,6 @@ def _disable_flash(twin: nn.Module) -> None:
         if "flash" in str(getattr(config, "_attn_implementation", "")):
             # flash kernels do not take float64
             config._attn_implementation = "sdpa"
-
-
-def _record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[RecordedCall]:
-    """Run the model once and return, for each site, the smallest call that runs it and its output projection."""
-    names = {id(module): name for name, module in twin.named_modules()}
-    seen: dict[str, RecordedCall] = {}
-
-    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in seen:
-                seen[name] = RecordedCall(module, args, kwargs)
-
-        return called
-
-    wanted: dict[str, list[str]] = {}
-    for site in sites:
-        projection = site.output_projection
-        wanted[site.name] = (
-            [site.name] if projection is None else _list_common_parents(site.name, names[id(projection.owner)])
-        )
-    around = {*(place for places in wanted.values() for place in places), *wanted}
-    handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
-    try:
-        forward()
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        raise HeadwiseError(
-            f"{type(twin).__name__} could not be run on the given inputs ({type(error).__name__}: {error}); "
-            "give what the model itself takes: a mapping of names, or a sequence of positional arguments."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    silent = [site.label for site in sites if site.name not in seen]
-    if silent:
-        raise NotFired(f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs.")
-    return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
-
-
-def _list_common_parents(first: str, second: str) -> list[str]:
-    """Return the names of the modules that hold both modules, innermost first; the model, "", is last."""
-    both = []
-    for a, b in zip(first.split("."), second.split("."), strict=False):
-        if a != b:
-            break
-        both.append(a)
-    return [".".join(both[:depth]) for depth in range(len(both), -1, -1)]
 
 
 def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
