@@ -3,10 +3,14 @@
 A message says what was given, what was expected and what to do, with names and numbers.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HeadwiseError(Exception):
@@ -98,6 +102,9 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> N
     >>> import torch
     >>> require_shape("weights", torch.zeros(2, 3), (None, 3))
     """
+    # here, so that the exceptions can be imported without torch
+    from torch import Tensor
+
     if not isinstance(tensor, Tensor):
         raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor.")
     fits = tensor.dim() == len(shape) and all(

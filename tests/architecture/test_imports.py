@@ -54,5 +54,5 @@ def test_a_module_of_version_0_1_still_imports_from_its_old_path(old: str):
 @pytest.mark.parametrize("module", DOCUMENTED)
 @pytest.mark.filterwarnings("ignore:headwise.* is now:DeprecationWarning")
 def test_every_name_that_version_0_1_documented_is_still_there(module: str):
-    present = vars(importlib.import_module(module))
+    present = dir(importlib.import_module(module))
     assert not [name for name in DOCUMENTED[module].split() if name not in present]

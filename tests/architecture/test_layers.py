@@ -21,6 +21,7 @@ LAYERS = """
     report
     integrations
     plots testing
+    api
     __init__
     lab/__init__
     lab/models lab/data
