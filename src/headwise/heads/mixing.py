@@ -13,6 +13,7 @@ from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.new_parameters import RequireTrained, require_unwrapped
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.compiled import guard_hooks
+from headwise.nn.difference import find_difference
 from headwise.nn.hooks import Handle, require_original
 from headwise.nn.mixing import CHILD, HeadMixer, find_mixer
 from headwise.nn.multihead import MultiheadAttention
@@ -185,6 +186,8 @@ def _require_mixable(site: Site, *, logits: bool, weights: bool) -> None:
             f"{given}: its heads or weights are divided over processes, and the matrices are not; call hw.mix_heads "
             "first, or leave this attention out of the plan of parallelize_module."
         )
+    if find_difference(module) is not None:
+        raise LayoutError(f"{given} is differential attention, whose maps are subtracted in pairs; mix another one.")
     if site.num_heads < 2:
         raise LayoutError(f"{given} has one head; expected two or more to mix.")
     if hasattr(module, CHILD) and kept is None:

@@ -1,10 +1,13 @@
 """Talking heads: matrices that mix the heads of an attention before and after its softmax."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import SettingError, require_integer
+from headwise.nn.scores import normalize_scores
 
 # The name under which an attention holds its mixer.
 CHILD = "head_mixer"
@@ -75,6 +78,33 @@ def mix_heads(maps: Tensor, matrix: Tensor) -> Tensor:
     tensor([ 1., 12.])
     """
     return (matrix.mT.to(maps.dtype) @ maps.flatten(2)).unflatten(2, maps.shape[2:])
+
+
+def compute_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool = False, mixer: nn.Module | None = None
+) -> Tensor:
+    """Return softmax(Q K^T / sqrt(e) + mask), [B, H, Q, K], of scores that are mixed first where there is a mixer.
+
+    Args:
+        q: Queries, [B, H, Q, e].
+        k: Keys, [B, H, K, e].
+        mask: Additive, broadcastable to [B, H, Q, K]; a row of -inf alone has weights 0.
+        causal: Whether query i sees keys 0 to i only, instead of a mask.
+        mixer: Talking heads.
+
+    >>> compute_weights(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), None, causal=True)
+    tensor([[[[1.0000, 0.0000],
+              [0.5000, 0.5000]]]])
+    """
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    scores = scores if mixer is None else mixer(scores, "logits")
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(future, -math.inf)
+    elif mask is not None:
+        # in place: at long lengths a second tensor of this size costs more than the sum
+        return normalize_scores(scores.add_(mask))
+    return torch.softmax(scores, dim=-1)
 
 
 def drop_weights(weights: Tensor, dropout: float, mixer: nn.Module | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import resolve_request
-from headwise.nn.mixing import drop_weights, find_mixer
-from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, normalize_scores, sum_masks
+from headwise.nn.checkpointing import Request, resolve_request
+from headwise.nn.difference import CHILD, HeadDifference, find_difference
+from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
+from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
 # Padding is written as -inf, the smallest number of the dtype, -1e9 or -1e4, all far below the scores of tokens.
 VERY_NEGATIVE = -5e3
@@ -92,27 +94,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
-        extra, empty = resolve_request(self, self.observers, self.biases, call), None
-        mixer = find_mixer(self)
-        total = mask
+        extra = resolve_request(self, self.observers, self.biases, call)
         if extra.biases:
             biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
-            total = sum_masks(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
-            mask, empty = clear_empty_rows(total)
+            mask = sum_masks(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
             causal_hint = False
-
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights or extra.weights or mixer is not None:
-            weights = _compute_weights(q, k, total, causal_hint, mixer)
-        if weights is not None and (need_weights or mixer is not None or not extra.beside):
-            dropped = drop_weights(weights, dropout, mixer)
-            heads = dropped @ v
-        else:
-            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal_hint)
-            heads = heads if empty is None else heads.masked_fill(empty, 0.0)
-            dropped = None
-        mean = _average_weights(q, k, total, causal_hint, weights) if extra.mean_weights else None
+        heads, weights, dropped, mean = self._attend(q, k, v, mask, causal_hint, need_weights, extra)
         for observer in self.observers:
             observer.notify(observed_values, weights, valid_keys(key_padding_mask), mean)
 
@@ -133,11 +120,40 @@ class MultiheadAttention(nn.MultiheadAttention):
             v: Values, [B, H, K, e].
             may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
         """
-        mixer = find_mixer(self)
-        if mixer is None:
+        mixer, difference = find_mixer(self), find_difference(self)
+        if mixer is None and difference is None:
             return F.scaled_dot_product_attention(q, k, v, may_attend)
         mask = None if may_attend is None else q.new_zeros(()).masked_fill(~may_attend, -math.inf)
-        return drop_weights(_compute_weights(q, k, mask, False, mixer), 0.0, mixer) @ v
+        if difference is not None:
+            return difference(q, k, v, mask)[0]
+        return drop_weights(compute_weights(q, k, mask, False, mixer), 0.0, mixer) @ v
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool, extra: Request
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the outputs of the heads [B, H, Q, e], and where wanted weights, those after dropout and their mean.
+
+        In differential attention weights and mean are those of the first maps.
+        """
+        mixer, difference = find_mixer(self), find_difference(self)
+        dropout = self.dropout if self.training else 0.0
+        explicit = need_weights or mixer is not None or (extra.weights and not extra.beside)
+        heads = weights = dropped = mean = None
+        if difference is not None:
+            heads, weights, dropped = difference(q, k, v, mask, causal, dropout, explicit)
+            q, k = (difference.take_first(difference.split(tensor)) for tensor in (q, k))
+        if weights is None and (explicit or extra.weights):
+            weights = compute_weights(q, k, mask, causal, mixer)
+        if heads is None and weights is not None and explicit:
+            dropped = drop_weights(weights, dropout, mixer)
+            heads = dropped @ v
+        if heads is None:
+            finite, empty = clear_empty_rows(mask) if mask is not None and extra.biases else (mask, None)
+            heads = F.scaled_dot_product_attention(q, k, v, finite, dropout, causal)
+            heads = heads if empty is None else heads.masked_fill(empty, 0.0)
+        if extra.mean_weights:
+            mean = mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
+        return heads, weights, dropped, mean
 
     def __prepare_scriptable__(self) -> nn.Module:
         # torch.jit.script asks every module for this first
@@ -178,6 +194,38 @@ class MultiheadAttention(nn.MultiheadAttention):
             zero = k.new_zeros(k.shape[0], k.shape[1], 1, k.shape[3])
             k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
         return k, v
+
+
+class DifferentialAttention(MultiheadAttention):
+    """Differential attention (Ye et al. 2024) as a module like `torch.nn.MultiheadAttention`.
+
+    Each of G heads has d / G numbers, half of them for each of its two maps, and values of d / G: the projections are
+    those of an attention with 2 G heads. The equations are those of `HeadDifference`, which it holds as
+    `head_difference`. A head is another thing than in plain attention, and no start computes what plain attention
+    does: train it from the beginning. `find_heads` finds G heads; `Taps` read the first map of each, whose rows sum to
+    1, while `need_weights=True` returns the difference.
+
+    Args:
+        embed_dim: Width d of queries and output.
+        num_heads: Number G of heads, half as many as those of a plain attention in its place; d / G must be even.
+        layer: Number of the layer, from 1, which lambda starts from.
+        second: As in `HeadDifference`.
+        options: Those of `torch.nn.MultiheadAttention`.
+
+    Raises:
+        SettingError: As `HeadDifference`.
+
+    Example:
+        >>> attention = DifferentialAttention(8, 2, layer=1, batch_first=True)
+        >>> x = torch.randn(3, 5, 8)
+        >>> attention(x, x, x)[0].shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, layer: int = 1, second: bool = True, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        difference = HeadDifference(self.head_dim, layer, second=second)
+        self.add_module(CHILD, difference.to(self.out_proj.weight))
 
 
 def adopt(model: nn.Module, attention: nn.Module) -> bool:
@@ -296,19 +344,3 @@ def _merge_masks(
         mask = padding if mask is None else mask + padding
     appended = int(module.bias_k is not None) + int(module.add_zero_attn)
     return mask if mask is None or appended == 0 else F.pad(mask, (0, appended))
-
-
-def _average_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, weights: Tensor | None) -> Tensor:
-    return mean_weights(q, k, mask, causal=causal) if weights is None else mean_of(weights)
-
-
-def _compute_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, mixer: nn.Module | None) -> Tensor:
-    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    scores = scores if mixer is None else mixer(scores, "logits")
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(future, -math.inf)
-    elif mask is not None:
-        # in place: at long lengths a second tensor of this size costs more than the sum
-        return normalize_scores(scores.add_(mask))
-    return torch.softmax(scores, dim=-1)
