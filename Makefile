@@ -95,6 +95,8 @@ api: $(VENV)/.dev
 	$(BIN)/python docs/generate_any_model.py
 	$(BIN)/python docs/generate_diversity.py
 	$(BIN)/python docs/generate_statistics.py
+	$(BIN)/python docs/generate_claims.py
+	$(BIN)/python docs/generate_readme.py
 
 docs: $(VENV)/.docs
 	$(ONE_THREAD) $(BIN)/python docs/build_site.py

@@ -17,7 +17,8 @@ from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.data import read_initial_runs, with_data
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.listing import show_plans
-from headwise.lab.papers.records import Reproduced, render
+from headwise.lab.papers.pages import render
+from headwise.lab.papers.records import Reproduced
 from headwise.lab.papers.repulsive.glue import SVGD, average_sets
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.papers.sizes import resize_scale
@@ -105,7 +106,7 @@ def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(place)
     plain = next(row for row in grid["rows"] if row[0] == "plain")
     assert plain[4]["value"] == pytest.approx((scores["MNLI"] + scores["RTE"]) / 2)
     assert plain[5]["value"] == pytest.approx((scores["MNLI"] + scores["RTE after MNLI"]) / 2)
-    page = render(place / "paper")
+    page = "\n".join(render(place / "paper").values())
     assert "\n* RTE: " in page
     assert "(test is GLUE's dev file, dev is cut from training)" in page
     assert str(place) not in page

@@ -14,7 +14,8 @@ import pytest
 
 from headwise.lab.papers.claims import Claim, Contrast, compare_arms, judge
 from headwise.lab.papers.claims_grids import POWER, build_claims_grids, record_claims
-from headwise.lab.papers.records import EARLIER, Reproduced, render, tabulate_parts, write_records
+from headwise.lab.papers.pages import EARLIER, render
+from headwise.lab.papers.records import Reproduced, tabulate_parts, write_records
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import small
 from headwise.lab.results.cells import Grid
@@ -111,7 +112,8 @@ def test_a_record_holds_the_scores_of_each_run_as_numbers(paper, evidence):
         (point,) = [one for one in rows[run.arm]["runs"] if one["seed"] == run.seed]
         assert point["score"] == pytest.approx(results.metric.values(run.statistics).mean())
     grids = [Grid.from_record(found) for found in read(paper)["grids"]]
-    page = (paper / "RESULTS.md").read_text()
+    (details,) = (paper / "results").glob("*.md")
+    page = details.read_text()
     assert grids
     assert all(grid.to_markdown() in page for grid in grids)
     assert NOTE in page
@@ -203,7 +205,9 @@ def test_a_record_of_version_0_1_keeps_its_text_and_says_so(paper):
         "versions": {"headwise": "0.1.0"},
     }
     (paper / "results" / "old-demo.json").write_text(json.dumps(record))
-    page = render(paper)
+    pages = render(paper)
+    assert "**Judged by version 0.1**" in pages[paper / "RESULTS.md"]
+    page = "\n".join(pages.values())
     assert "| It helps. | a over b: +1 \\[0, 2\\], p = 1 | not shown |" in page
     assert "| plain | 90.1 ±0.3 |" in page
     assert EARLIER in page

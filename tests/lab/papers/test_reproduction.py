@@ -17,7 +17,8 @@ from headwise.lab.papers.data import find_corpus_name, name_data
 from headwise.lab.papers.figures import draw_curve
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.listing import show_list, show_plans
-from headwise.lab.papers.records import Reproduced, build_published_grid, render
+from headwise.lab.papers.pages import render
+from headwise.lab.papers.records import Reproduced, build_published_grid
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.run import Plan, do_plans, make_plans, report
 from headwise.lab.papers.sizes import Size
@@ -55,10 +56,9 @@ def test_a_reproduction_writes_its_record_and_the_page_of_the_paper(tmp_path):
     write_comparison(plans[0].comparison.out, PAPER, bins=range(1, 13), items=60)
     screen = console()
     written("diversify/figure-4", tmp_path, plans, tmp_path / "paper", screen)
-    page = (tmp_path / "paper" / "RESULTS.md").read_text()
+    page = read_pages(tmp_path / "paper")
     record = json.loads((tmp_path / "paper" / "results" / "figure-4-demo.json").read_text())
     assert "Aggregation performs better on long" in screen.export_text()
-    assert page == render(tmp_path / "paper")
     for claim in record["claims"]:
         assert claim["statement"] in page
         assert claim["verdict"] in page
@@ -79,8 +79,7 @@ def test_every_reproduction_of_translation_runs_from_data_to_results(name, corpu
     screen = console()
     assert do_plans(reproduction, plans, screen) == []
     found = written(name, tmp_path, plans, tmp_path / "paper", screen)
-    page = (tmp_path / "paper" / "RESULTS.md").read_text()
-    assert page == render(tmp_path / "paper")
+    page = read_pages(tmp_path / "paper")
     (kept,) = (tmp_path / "paper" / "results").glob("*-demo-multi30k.json")
     for claim in reproduction.claims_at("demo", found_scales(reproduction)):
         assert claim.statement in page
@@ -113,7 +112,7 @@ def test_a_reproduction_runs_on_multi30k(tmp_path, monkeypatch):
     assert do_plans(REPRODUCTIONS[name], plans, screen) == []
     found = written(name, tmp_path, plans, tmp_path / "paper", screen)
     assert found.data == {"": "multi30k"}
-    assert "IWSLT14 De-En, Transformer-small) beside ours (multi30k, scale demo)" in render(tmp_path / "paper")
+    assert "IWSLT14 De-En, Transformer-small) beside ours (multi30k, scale demo)" in read_pages(tmp_path / "paper")
     losses = [found.evidence[""].mean(arm, "NLL") for arm in ("plain", "svgd", "sgld")]
     # a model that knows nothing gives each of 300 subwords the same chance; smaller steps have barely begun
     assert all(3.0 < loss < 7.0 for loss in losses)
@@ -321,5 +320,14 @@ def test_a_damaged_record_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("paper", sorted({path.parent.parent for path in PAPERS.glob("*/results/*.json")}), ids=str)
-def test_the_results_page_of_each_paper_is_what_its_records_say(paper):
-    assert (paper / "RESULTS.md").read_text() == render(paper)
+def test_the_pages_of_each_paper_are_what_its_records_say(paper):
+    assert {path: path.read_text() for path in [paper / "RESULTS.md", *(paper / "results").glob("*.md")]} == render(
+        paper
+    )
+
+
+def read_pages(paper: Path) -> str:
+    """All pages of a paper, which are what its records say."""
+    pages = render(paper)
+    assert all(path.read_text() == text for path, text in pages.items())
+    return "\n".join(pages.values())

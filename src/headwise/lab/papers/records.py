@@ -1,4 +1,4 @@
-"""The JSON record of a reproduction, and RESULTS.md, rendered from all records of a paper."""
+"""The JSON record of a reproduction."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,42 +8,20 @@ from statistics import fmean
 from typing import Any
 
 from headwise.atomic import write_whole
-from headwise.errors import DataError
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.run_folder import prepare_folder, read_json, write_json, write_text
+from headwise.lab.experiment.run_folder import prepare_folder, write_json, write_text
 from headwise.lab.papers.claims import Judged, judge, map_judgements
-from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
+from headwise.lab.papers.claims_grids import record_claims
 from headwise.lab.papers.data import InitialRuns
 from headwise.lab.papers.grouped_table import build_grouped_grid
-from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction, describe_lack
+from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, render
+from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction
 from headwise.lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.grids import NOTE, diversity_grid, list_grids, verdict_grid
+from headwise.lab.results.grids import diversity_grid, list_grids, verdict_grid
 from headwise.lab.results.table import PLAIN, Table, make_record
 from headwise.lab.results.tabulate import make_table
-
-FOLDER = "results"
-PAGE = "RESULTS.md"
-INTRODUCTION = """# Results
-
-Written by `headwise reproduce` from the records in `results/`, not by hand. How each comparison is judged stands in the
-[page on statistics](../../docs/statistics.md); what differs from the paper, in `DEVIATIONS.md` beside this.
-"""
-OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
-# Where arms are columns.
-OTHER_GROUPED = (
-    "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number "
-    "with one of the paper's."
-)
-# Records of the first format hold text, judged by another method.
-FORMAT = 2
-EARLIER = (
-    "**Judged by version 0.1**, before the tests were calibrated: by a bootstrap over seeds and test items that finds "
-    "less than its level allows, with one family of Holm's adjustment for all contrasts. Brackets are 95 % intervals "
-    "over seeds and test items, ± is half of one; differences are in points."
-)
-SAME = "Ours are on the data and the size that the paper names."
 
 
 @dataclass(frozen=True)
@@ -196,61 +174,14 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
 
 
 def write_records(found: Reproduced, paper: Path, command: str) -> Path:
-    """Write the record under `paper`/results and render `paper`/RESULTS.md anew; return the page's path."""
+    """Write the record under `paper`/results and render the pages of `paper` anew; return the path of RESULTS.md."""
     prepare_folder(paper / FOLDER)
     for picture in found.pictures:
         write_whole(paper / FOLDER / found.picture_file(picture), picture.for_record.png)
     write_json(paper / FOLDER / found.file, record(found, command))
-    write_text(paper / PAGE, render(paper))
+    for path, text in render(paper).items():
+        write_text(path, text)
     return paper / PAGE
-
-
-def render(paper: Path) -> str:
-    """Return RESULTS.md of a paper from its records, in the order of their names.
-
-    Raises:
-        DataError: There is no record, or one is damaged; the message names it.
-    """
-    paths = sorted((paper / FOLDER).glob("*.json"))
-    if not paths:
-        raise DataError(f"{paper / FOLDER} holds no record; `headwise reproduce` writes them.")
-    parts = [INTRODUCTION]
-    for path in paths:
-        try:
-            parts.append(_render_section(read_json(path)))
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
-    return "\n".join(parts)
-
-
-def _render_section(found: Mapping[str, Any]) -> str:
-    lines = [f"## {found['id']} at scale {found['scale']}: {found['title']}", "", f"Source: {found['source']}."]
-    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
-    if found.get("described"):
-        lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
-    if found["missing"]:
-        lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
-    if found.get("left_out"):
-        lines += [describe_lack(found["left_out"]), ""]
-    for grid in build_claims_grids(found["claims"]):
-        lines += [grid.to_markdown(), ""]
-    if found.get("published"):
-        other = OTHER_GROUPED if found.get("grouped") else OTHER
-        lines += [Grid.from_record(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
-    for picture in found.get("pictures", ()):
-        lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
-    for grid in found["grids"]:
-        lines += [Grid.from_record(grid).to_markdown(), ""]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    initial = f" Begins with {found['begun']}." if found.get("begun") else ""
-    metric = f"Primary metric, named beforehand: {found['primary']}."
-    lines += [
-        NOTE if found.get("format") == FORMAT else EARLIER,
-        "",
-        f"{metric} Data {found['data']}.{initial} {versions}.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def _show_range(evidence: Evidence, arm: str, measure: str) -> Cell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from rich import box
 from rich.cells import cell_len
@@ -70,6 +70,24 @@ class Number:
 
 
 Cell = str | Number
+
+
+class Link(str):
+    """A text that leads somewhere; a Markdown table has it as a link.
+
+    Example:
+        >>> print(Grid("t", ("a",), ((Link("table 5", to="RESULTS.md#table-5"),),), "l").to_markdown().split()[-2])
+        5](RESULTS.md#table-5)
+    """
+
+    __slots__ = ("to",)
+    to: str
+
+    def __new__(cls, text: str, *, to: str) -> Self:
+        """Return the text with where it leads."""
+        made = super().__new__(cls, text)
+        made.to = to
+        return made
 
 
 @dataclass(frozen=True)
@@ -182,7 +200,7 @@ class Grid:
         lines = [
             _join(map(_escape, self.header)),
             _join(rule),
-            *(_join(_escape(str(cell)) for cell in row) for row in self.rows),
+            *(_join(map(_to_markdown, row)) for row in self.rows),
         ]
         return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
@@ -269,6 +287,11 @@ def _padding(columns: Sequence[int]) -> int:
 
 def _join(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _to_markdown(cell: Cell) -> str:
+    text = _escape(str(cell))
+    return f"[{text}]({cell.to})" if isinstance(cell, Link) else text
 
 
 def _escape(text: str) -> str:

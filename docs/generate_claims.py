@@ -1,0 +1,19 @@
+"""Writes papers/README.md, the claims of all papers and what was found, from their records: `make api`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwise.lab.papers.overview import build_overview
+
+PAPERS = Path(__file__).parents[1] / "papers"
+PAGE = PAPERS / "README.md"
+
+
+def render() -> str:
+    """Return the page."""
+    return build_overview(PAPERS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

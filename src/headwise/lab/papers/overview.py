@@ -1,0 +1,219 @@
+"""One page of all claims of all papers: what each found, what we found, and how much our runs could have shown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
+from headwise.lab.papers.run import choose_seeds
+from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number, show_number
+from headwise.lab.results.verdicts import ORDER
+
+# What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
+_TEXT = re.compile(
+    r"(?P<contrast>.+): (?P<value>[+-][\d.]+)(?P<points> points)? \[(?P<low>[^,\]]+), (?P<high>[^\]]+)\]"
+    r"(, p = (?P<p>[\d.]+))?( \(.*\))?"
+)
+_HEADER = ("claim", "contrast that decides it", "published", "ours", "detectable", "verdict", "table")
+_CONTRADICTED = ORDER[0]
+_READING = (
+    "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
+    "others. A claim of several contrasts shows the one that decides it. Detectable is the smallest difference that "
+    "our test finds with 80 % power. Claims marked version 0.1 were judged before the tests were calibrated, by a "
+    "bootstrap that finds less than its level allows. See [how arms are compared](../docs/statistics.md)."
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A contrast as a record has it: numbers in points for scores, in the units of the number for others.
+
+    Attributes:
+        contrast: Its name.
+        value: What was found.
+        low: Lower end of the 95 % interval.
+        high: Upper end.
+        points: Whether it is about scores.
+        p: Its adjusted p-value; None where it is not tested.
+        detectable: The smallest effect found with 80 % power; None in records of version 0.1.
+        published: What the paper found; None where it prints no such number.
+        verdict: Its own verdict; "" in records of version 0.1.
+    """
+
+    contrast: str
+    value: float
+    low: float
+    high: float
+    points: bool
+    p: float | None
+    detectable: float | None = None
+    published: float | None = None
+    verdict: str = ""
+
+
+def build_overview(papers: Path) -> str:
+    """Return the page of the claims of every paper below a folder, in Markdown.
+
+    Raises:
+        DataError: A record is damaged.
+    """
+    found = _read_papers(papers)
+    records = [record for paper in found.values() for record in paper.values()]
+    parts = ["# Claims", "", *_introduce(records), ""]
+    for folder, paper in found.items():
+        rows = [row for record in paper.values() for row in _list_rows(record, folder.name)]
+        links = f"[Results]({folder.name}/{PAGE}), [deviations]({folder.name}/DEVIATIONS.md)."
+        parts += [f"## {folder.name}", "", links, "", Grid("Claims", _HEADER, tuple(rows), "llrrrll").to_markdown(), ""]
+    parts += ["## Not run", "", _list_absent({record["id"] for record in records}).to_markdown(), ""]
+    return "\n".join(parts)
+
+
+def summarize_claims(papers: Path, most: int = 4) -> str:
+    """Return how claims ended, and the scores that moved furthest among those with a verdict either way, in Markdown.
+
+    Args:
+        papers: Folder with a folder for each paper.
+        most: How many contrasts of each verdict to list at the most.
+
+    Raises:
+        DataError: A record is damaged.
+    """
+    records = _read_papers(papers)
+    lines = [_count([record for paper in records.values() for record in paper.values()])]
+    for verdict in (ORDER[-1], _CONTRADICTED):
+        found = [
+            (one, f"{folder.name}/{PAGE}#{_make_anchor(record)}")
+            for folder, paper in records.items()
+            for record in paper.values()
+            for claim in record["claims"]
+            if claim["verdict"] == verdict
+            and (one := choose_deciding(_read_contrasts(record, claim), verdict)) is not None
+            and one.points
+        ]
+        largest = sorted({one.contrast: (one, to) for one, to in found}.values(), key=lambda pair: -abs(pair[0].value))
+        shown = [f"[{one.contrast}]({papers.name}/{to}) {_show(one)}" for one, to in largest[:most]]
+        if shown:
+            lines.append(f"{verdict[0].upper()}{verdict[1:]}, in points: {'; '.join(shown)}.")
+    return "\n\n".join(lines)
+
+
+def read_contrast(found: Mapping[str, Any] | str, published: Mapping[str, float | None]) -> Measured | None:
+    """Return a contrast of a record, or None where it has no interval.
+
+    Args:
+        found: The contrast in the record: numbers, or text in records of version 0.1.
+        published: What the paper found for each contrast, as a share for scores.
+
+    Example:
+        >>> read_contrast("em over plain: -0.30 points [-0.71, +0.12], p = 0.362", {"em over plain": 0.0095}).published
+        0.95
+    """
+    if isinstance(found, str):
+        match = _TEXT.fullmatch(found)
+        if match is None:
+            return None
+        points, gain = match["points"] is not None, published.get(match["contrast"])
+        value, low, high = (float(match[name]) for name in ("value", "low", "high"))
+        p_value = None if match["p"] is None else float(match["p"])
+        return Measured(match["contrast"], value, low, high, points, p_value, published=_scale(gain, points))
+    if found.get("value") is None or found.get("low") is None:
+        return None
+    points = found["measure"] is None
+    value, low, high, detectable, gain = (
+        _scale(found[name], points) for name in ("value", "low", "high", "detectable", "published")
+    )
+    if value is None or low is None or high is None:
+        return None
+    return Measured(
+        found["contrast"], value, low, high, points, found["p_holm"], detectable, gain, verdict=found["verdict"]
+    )
+
+
+def choose_deciding(contrasts: Sequence[Measured], verdict: str) -> Measured | None:
+    """Return the contrast that decides a claim: one with its verdict, and of several the furthest from holding.
+
+    A claim is contradicted by the contrast with the smallest p-value below zero, and otherwise held up by the one with
+    the largest p-value.
+    """
+    own = [one for one in contrasts if one.verdict == verdict] or list(contrasts)
+    if verdict == _CONTRADICTED:
+        own = [one for one in own if one.value < 0] or own
+        return min(own, key=_order, default=None)
+    return max(own, key=_order, default=None)
+
+
+def _order(found: Measured) -> tuple[float, float]:
+    return 1.0 if found.p is None else found.p, -found.value
+
+
+def _scale(value: float | None, points: bool) -> float | None:
+    return None if value is None else value * 100 if points else value
+
+
+def _read_papers(papers: Path) -> dict[Path, dict[Path, Mapping[str, Any]]]:
+    return {folder: read_records(folder) for folder in sorted(path.parent for path in papers.glob(f"*/{FOLDER}"))}
+
+
+def _make_anchor(record: Mapping[str, Any]) -> str:
+    """Return the anchor of a record's section, as GitHub makes it from the heading."""
+    return re.sub(r"[^\w\- ]", "", name_section(record).lower()).replace(" ", "-")
+
+
+def _read_contrasts(record: Mapping[str, Any], claim: Mapping[str, Any]) -> list[Measured]:
+    published = _find_published(record)
+    return [one for found in claim["contrasts"] if (one := read_contrast(found, published)) is not None]
+
+
+def _show(found: Measured) -> Number:
+    return Number(found.value, found.low, found.high, digits=2 if found.points else None, signed=True)
+
+
+def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:
+    link = Link(record["id"].partition("/")[2], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
+    for claim in record["claims"]:
+        one = choose_deciding(_read_contrasts(record, claim), claim["verdict"])
+        verdict = claim["verdict"] if record.get("format") == FORMAT else f"{claim['verdict']} (version 0.1)"
+        if one is None:
+            yield claim["statement"], NONE, NONE, NONE, NONE, verdict, link
+            continue
+        digits = 2 if one.points else None
+        gain = NONE if one.published is None else Number(one.published, digits=digits, signed=True)
+        yield claim["statement"], one.contrast, gain, _show(one), show_number(one.detectable, digits), verdict, link
+
+
+def _find_published(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return what the paper found for each contrast of a reproduction; nothing where it is not ours any more."""
+    reproduction, scale = REPRODUCTIONS.get(record["id"]), record["scale"]
+    if reproduction is None or scale not in reproduction.scales:
+        return {}
+    claims = reproduction.claims_at(scale, named_task(reproduction.task).scales)
+    return {str(one): one.published for claim in claims for one in claim.contrasts}
+
+
+def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return ["Written by `make api` from the records in `*/results/`, not by hand.", "", _count(records), "", _READING]
+
+
+def _count(records: Sequence[Mapping[str, Any]]) -> str:
+    verdicts = Counter(claim["verdict"].partition(" (")[0] for record in records for claim in record["claims"])
+    listed = "; ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items(), key=lambda one: -one[1]))
+    return f"{sum(verdicts.values())} claims of {len(records)} tables and figures: {listed}."
+
+
+def _list_absent(known: set[str]) -> Grid:
+    rows = []
+    for name, reproduction in REPRODUCTIONS.items():
+        if name in known:
+            continue
+        scale = "cpu" if "cpu" in reproduction.scales else reproduction.scales[0]
+        arms = reproduction.arms_at(scale, named_task(reproduction.task).scales)
+        runs = f"{sum(map(len, arms.values()))} arms x {choose_seeds(scale)} seeds of {reproduction.task} at {scale}"
+        rows.append((name, reproduction.title, runs))
+    return Grid("Tables and figures without a record", ("id", "what it shows", "its runs"), tuple(rows), "lll")

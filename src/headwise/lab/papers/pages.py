@@ -1,0 +1,107 @@
+"""The pages of a paper, rendered from its records: RESULTS.md, and one page of details for each record."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import DataError
+from headwise.lab.experiment.run_folder import read_json
+from headwise.lab.papers.claims_grids import build_claims_grids
+from headwise.lab.papers.reproduction import describe_lack
+from headwise.lab.results.cells import Grid
+from headwise.lab.results.grids import NOTE
+
+FOLDER = "results"
+PAGE = "RESULTS.md"
+# Records of the first format hold text, judged by another method.
+FORMAT = 2
+INTRODUCTION = """# Results
+
+Written by `headwise reproduce` from the records in `results/`, not by hand. Each section has the claims, the paper's
+numbers and the figures; the details have every table, the data and the versions. How comparisons are judged is on the
+[page on statistics](../../docs/statistics.md); what differs from the paper is in [DEVIATIONS](DEVIATIONS.md).
+"""
+OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
+# Where arms are columns.
+OTHER_GROUPED = (
+    "Ours are on other data or another size: compare the order of the arms within a task or a mean, and no number "
+    "with one of the paper's."
+)
+EARLIER = (
+    "**Judged by version 0.1**, before the tests were calibrated: by a bootstrap over seeds and test items that finds "
+    "less than its level allows, with one family of Holm's adjustment for all contrasts. Brackets are 95 % intervals "
+    "over seeds and test items, ± is half of one; differences are in points."
+)
+SAME = "Ours are on the data and the size that the paper names."
+
+
+def read_records(paper: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return the records of a paper by path, in the order of their names.
+
+    Raises:
+        DataError: There is no record, or one is damaged; the message names it.
+    """
+    paths = sorted((paper / FOLDER).glob("*.json"))
+    if not paths:
+        raise DataError(f"{paper / FOLDER} holds no record; `headwise reproduce` writes them.")
+    return {path: read_json(path) for path in paths}
+
+
+def render(paper: Path) -> dict[Path, str]:
+    """Return the text of every page of a paper by its path, RESULTS.md first.
+
+    Raises:
+        DataError: There is no record, or one is damaged; the message names it.
+    """
+    sections, details = [INTRODUCTION], {}
+    for path, found in read_records(paper).items():
+        try:
+            sections.append(_render_section(found, path.with_suffix(".md").name))
+            details[path.with_suffix(".md")] = _render_details(found)
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
+    return {paper / PAGE: "\n".join(sections), **details}
+
+
+def name_section(found: Mapping[str, Any]) -> str:
+    """Return the heading of a record in RESULTS.md."""
+    return f"{found['id']} at scale {found['scale']}: {found['title']}"
+
+
+def _render_section(found: Mapping[str, Any], details: str) -> str:
+    lines = [f"## {name_section(found)}", "", f"Source: {found['source']}. [Details]({FOLDER}/{details}).", ""]
+    if found.get("format") != FORMAT:
+        lines += ["**Judged by version 0.1**, before the tests were calibrated.", ""]
+    if found["missing"]:
+        lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
+    if found.get("left_out"):
+        lines += [describe_lack(found["left_out"]), ""]
+    for grid in build_claims_grids(found["claims"])[:1]:
+        lines += [grid.to_markdown(), ""]
+    if found.get("published"):
+        other = OTHER_GROUPED if found.get("grouped") else OTHER
+        lines += [Grid.from_record(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
+    for picture in found.get("pictures", ()):
+        lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
+    return "\n".join(lines)
+
+
+def _render_details(found: Mapping[str, Any]) -> str:
+    lines = [f"# {name_section(found)}", "", f"Source: {found['source']}. [All results](../{PAGE})."]
+    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
+    if found.get("described"):
+        lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
+    for grid in build_claims_grids(found["claims"])[1:]:
+        lines += [grid.to_markdown(), ""]
+    for grid in found["grids"]:
+        lines += [Grid.from_record(grid).to_markdown(), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    initial = f" Begins with {found['begun']}." if found.get("begun") else ""
+    metric = f"Primary metric, named beforehand: {found['primary']}."
+    lines += [
+        NOTE if found.get("format") == FORMAT else EARLIER,
+        "",
+        f"{metric} Data {found['data']}.{initial} {versions}.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The page of all claims: which contrast decides one, what the paper found for it, and what was never run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headwise.lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise.lab.results.cells import MINUS, NONE, Grid, Link
+
+NUMBERS = {
+    "contrast": "em over plain", "measure": None, "value": -0.0025, "low": -0.0071, "high": 0.0021, "p_holm": 0.36,
+    "detectable": 0.0065, "published": 0.0095, "verdict": "published gain not found",
+}  # fmt: skip
+
+
+def measured(value: float, p: float | None, verdict: str = "") -> Measured:
+    return Measured("a over b", value, value - 1, value + 1, points=True, p=p, verdict=verdict)
+
+
+def test_a_score_is_read_in_points_from_numbers_and_from_text_of_version_0_1():
+    found = read_contrast(NUMBERS, {})
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((-0.25, -0.71, 0.21))
+    assert (found.detectable, found.published) == pytest.approx((0.65, 0.95))
+    text = read_contrast("em over plain: -0.25 points [-0.71, +0.21], p = 0.362", {"em over plain": 0.0095})
+    assert text is not None
+    assert (text.value, text.low, text.high, text.p) == pytest.approx((-0.25, -0.71, 0.21, 0.362))
+    assert text.published == pytest.approx(0.95)
+    assert text.detectable is None
+
+
+def test_a_number_of_each_run_keeps_its_units():
+    found = read_contrast({**NUMBERS, "measure": "NLL"}, {})
+    assert found is not None
+    assert (found.value, found.published, found.points) == (-0.0025, 0.0095, False)
+    text = read_contrast("NLL of em over plain: +0.31 [+0.02, +0.60]", {"NLL of em over plain": 0.5})
+    assert text is not None
+    assert (text.published, text.p) == (0.5, None)
+
+
+@pytest.mark.parametrize("found", ["em over plain: not run", {**NUMBERS, "low": None}, {"verdict": "no verdict"}])
+def test_what_has_no_interval_is_left_out(found):
+    assert read_contrast(found, {}) is None
+
+
+def test_a_claim_is_decided_by_its_furthest_contrast():
+    weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.01), measured(-3.0, 0.002)
+    assert choose_deciding([strong, weak], "borne out") is weak
+    assert choose_deciding([weak, strong, below], "contradicted") is below
+    # a contrast with the claim's own verdict comes before others
+    own = measured(0.5, 0.2, "not shown")
+    assert choose_deciding([measured(0.1, 0.9, "borne out"), own], "not shown") is own
+    # of contrasts with one p-value the lowest
+    low, high = measured(-1.0, 1.0), measured(3.0, 1.0)
+    assert choose_deciding([high, low], "not shown") is low
+    assert choose_deciding([], "not shown") is None
+
+
+def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path):
+    folder = tmp_path / "diversify" / "results"
+    folder.mkdir(parents=True)
+    claims = [
+        {"statement": "EM helps.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
+        {"statement": "It is cheap.", "verdict": "measured, not tested", "contrasts": []},
+    ]
+    record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results", "claims": claims}
+    (folder / "table-5-cpu.json").write_text(json.dumps(record))
+    page = build_overview(tmp_path)
+    link = "[table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
+    assert "2 claims of 1 tables and figures: 1 no verdict; 1 measured, not tested." in page
+    ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
+    assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 | no verdict (3 seeds) | {link} |" in page
+    assert f"| It is cheap. | {' | '.join([NONE] * 4)} | measured, not tested | {link} |" in page
+    absent = page.partition("without a record")[2]
+    assert "| diversify/table-1 |" in absent
+    assert "| diversify/table-5 |" not in absent
+
+
+def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else(tmp_path: Path):
+    folder = tmp_path / "guided" / "results"
+    folder.mkdir(parents=True)
+    values = {"a": (-0.02, "contradicted"), "b": (-0.03, "contradicted"), "c": (0.01, "borne out")}
+    values["d"] = (0.5, "not shown")
+    claims = [
+        {
+            "statement": name,
+            "verdict": verdict,
+            "contrasts": [{**NUMBERS, "contrast": name, "value": value, "verdict": verdict}],
+        }
+        for name, (value, verdict) in values.items()
+    ]
+    # a number of each run is no score
+    claims.append({**claims[2], "contrasts": [{**claims[2]["contrasts"][0], "contrast": "e", "measure": "NLL"}]})
+    (folder / "x-cpu.json").write_text(
+        json.dumps({"format": 2, "id": "guided/x", "scale": "cpu", "title": "t", "claims": claims})
+    )
+    counts, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
+    assert counts == "5 claims of 1 tables and figures: 2 contradicted; 2 borne out; 1 not shown."
+    assert gains.startswith("Borne out, in points: [c](")
+    assert ";" not in gains
+    assert losses.startswith("Contradicted, in points: [b](")
+
+
+def test_a_link_is_text_everywhere_but_in_markdown():
+    grid = Grid("t", ("place",), ((Link("a_b", to="x.md#y"),),), "l")
+    assert grid.text == (("a_b",),)
+    assert "| [a\\_b](x.md#y) |" in grid.to_markdown()
