@@ -160,6 +160,31 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Likelihood:
+    """The geometric mean of the probability of a prediction: e^-m, with m the mean of `Loss`, one over the perplexity.
+
+    The statistics of an item are the sum of its losses and their number. With t_i the sums and n_i the counts over N
+    items, the value of an item is e^-m (1 - N (t_i - m n_i) / sum n): the mean of the values is e^-m, their spread that
+    of e^-m under resampling, to first order.
+    """
+
+    name: str = "likelihood"
+    unit: str = "%"
+    least: float = 0.0
+    own_test: bool = False
+
+    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+        """Return the share of each item, [N], from statistics [N, 2].
+
+        >>> Likelihood().values(np.log(2.0) * np.array([[1.0, 1 / np.log(2.0)]])).tolist()
+        [0.5]
+        """
+        losses = Loss().values(statistics)
+        mean = losses.mean()
+        return np.exp(-mean) * (1.0 - (losses - mean))
+
+
+@dataclass(frozen=True)
 class Auc:
     """Area under the ROC curve of replaced tokens: the probability that one scores above one that was not replaced.
 
@@ -226,7 +251,9 @@ class GlueScore:
         return _share_matthews(answers, truth) if kind == MATTHEWS else _share_spearman(answers, truth)
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore())}
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric for metric in (Accuracy(), Bleu(), Auc(), GlueScore(), Likelihood())
+}
 
 
 def count_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:

@@ -20,6 +20,7 @@ TASKS: Mapping[str, str] = {
     "classification": "headwise.lab.tasks.classification.task:ClassificationTask",
     "sentence": "headwise.lab.tasks.sentence.task:SentenceTask",
     "pretraining": "headwise.lab.tasks.pretraining.task:PretrainingTask",
+    "lm": "headwise.lab.tasks.lm.task:LmTask",
     "glue": "headwise.lab.tasks.glue.task:GlueTask",
     "graph2text": "headwise.lab.tasks.graph2text.task:Graph2TextTask",
     "probing": "headwise.lab.tasks.classification.probing:ProbingTask",

@@ -37,7 +37,8 @@ class Recipe:
         epochs: Number of passes over the training split.
         warmup_steps: Number of steps of linear warmup.
         warmup_share: Share of all steps that warm up where `warmup_steps` is 0, in [0, 1].
-        schedule: How the rate falls after the warmup: linearly to zero, or with the inverse square root of the step.
+        schedule: How the rate falls after the warmup: linearly to zero, along half a cosine to zero, or with the
+            inverse square root of the step.
         clip_norm: Maximum norm of the gradient, repulsion included; 0 disables clipping.
         betas: Adam's decay rates.
         epsilon: Adam's epsilon.
@@ -54,7 +55,7 @@ class Recipe:
     learning_rate: Positive
     epochs: Count
     warmup_steps: Natural
-    schedule: Literal["linear", "inverse_sqrt"] = "linear"
+    schedule: Literal["linear", "inverse_sqrt", "cosine"] = "linear"
     clip_norm: NonNegative = 5.0
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: Positive = 1e-8

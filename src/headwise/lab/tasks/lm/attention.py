@@ -1,0 +1,92 @@
+"""What the heads of a language model do: copying what came after the same token before, and resting on the first."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.heads.find import find_heads
+from headwise.heads.taps import Taps
+from headwise.lab.data.batching import to_device
+from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.seeding import derive_key
+from headwise.lab.tasks.lm.data import Rows, TextRow
+from headwise.lab.tasks.lm.tokens import TextTokens
+
+REPEATED, LONGEST = 16, 64
+ROWS = 32
+# Queries read at least so many tokens before; a share of heads whose mean weight is above rests there (Gu et al. 2025).
+READ, RESTING = 8, 0.3
+# Weights of one head that are computed together.
+WEIGHTS = 1 << 17
+
+
+def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, float]:
+    """Return how well a model repeats random tokens, and which head looks where it must, in percent.
+
+    Sequences are [start] r_1 .. r_L r_1 .. r_L of tokens drawn uniformly (Olsson et al. 2022). The induction score of a
+    head is the mean weight from the second r_j to the first r_{j+1}, j < L: "induction" is that of the best head, and
+    "induction_mean" the mean. "copied" is how often the likeliest token after the second r_j is r_{j+1}.
+    """
+    half = min(LONGEST, (length - 1) // 2)
+    ordinary = np.setdiff1d(np.arange(words.vocabulary_size), words.special)
+    drawn = np.random.default_rng(derive_key("repeated tokens")).choice(ordinary, (REPEATED, half))
+    ids = torch.from_numpy(np.concatenate([np.full((REPEATED, 1), words.start), drawn, drawn], axis=1))
+    # [start] is at 0, the second r_j at half + j
+    queries = torch.arange(half + 1, 2 * half)
+    scores, right = [], []
+    with Taps(find_heads(model), weights=True) as taps:
+        for part in ids.split(_count_together(ids.shape[1])):
+            batch = to_device({"input_ids": part}, model)
+            logits = model(**batch)["logits"]
+            said = logits[:, queries.to(logits.device)].argmax(dim=-1).cpu()
+            right.append((said == part[:, queries + 1]).double())
+            scores.append(torch.stack([_pick(one.weights, queries, queries - half + 1) for one in taps.read()]))
+    heads = torch.cat(scores, dim=1).mean(dim=(1, 3))
+    return {
+        "induction": 100 * float(heads.max()),
+        "induction_mean": 100 * float(heads.mean()),
+        "copied": 100 * float(torch.cat(right).mean()),
+    }
+
+
+def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
+    """Return how much attention goes to the first token that a query can see, in percent.
+
+    "sink_attention" is the mean weight over heads and queries with at least 8 tokens before them, and "sink_heads" the
+    share of heads whose mean weight is above 0.3.
+    """
+    chosen = spread_evenly(len(rows), ROWS).tolist()
+    size = _count_together(rows.length)
+    totals: Tensor | None = None
+    count = 0
+    with Taps(find_heads(model), weights=True) as taps:
+        for first in range(0, len(chosen), size):
+            batch = TextRow.batch([rows[number] for number in chosen[first : first + size]])
+            positions = batch["position_ids"]
+            model(**to_device({"input_ids": batch["input_ids"], "position_ids": positions}, model))
+            places = torch.arange(positions.shape[1])
+            firsts, read = places - positions, (positions >= READ).double()
+            sums = []
+            for capture in taps.read():
+                assert capture.weights is not None
+                index = firsts[:, None, :, None].expand(-1, capture.weights.shape[1], -1, -1)
+                weight = capture.weights.double().cpu().gather(3, index).squeeze(3)
+                sums.append((weight * read[:, None]).sum(dim=(0, 2)))
+            totals = torch.stack(sums) if totals is None else totals + torch.stack(sums)
+            count += int(read.sum())
+    if totals is None or not count:
+        return {}
+    mean = totals / count
+    return {"sink_attention": 100 * float(mean.mean()), "sink_heads": 100 * float((mean > RESTING).double().mean())}
+
+
+def _pick(weights: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the weight from each query to its key, [B, H, number]."""
+    assert weights is not None
+    return weights.double().cpu()[:, :, queries, keys]
+
+
+def _count_together(length: int) -> int:
+    return max(1, WEIGHTS // length**2)

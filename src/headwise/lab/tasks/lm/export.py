@@ -1,0 +1,37 @@
+"""The folder of a finished run from which its model is read."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.models.pretrained import quietly
+from headwise.lab.tasks.lm.data import LmData
+from headwise.lab.tasks.lm.scales import LmScale
+from headwise.lab.training.start import MODEL
+from headwise.nn.mixing import find_mixer
+from headwise.routing.save import find_aggregators, save
+
+
+def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> None:
+    """Write the model of a run and its tokenizer into `folder` / "model", adapters merged into the weights.
+
+    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with talking heads is not
+    written, since transformers would load it without their matrices.
+    """
+    if any(find_mixer(module) is not None for module in network.modules()):
+        return
+    whole = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
+    with quietly(), whole_folder(folder / MODEL) as temporary:
+        if find_aggregators(whole):
+            save(whole, temporary)
+        else:
+            whole.save_pretrained(temporary)
+        if data.start_model is None:
+            for name, text in data.words.files(scale.length).items():
+                write_text(temporary / name, text)
+        else:
+            kept = data.start_model.any_folder()
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+            tokenizer.save_pretrained(temporary)

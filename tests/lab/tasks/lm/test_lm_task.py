@@ -1,0 +1,314 @@
+"""Language modeling end to end at toy size: arms, metrics, resumption inside a shard, and folders for transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.metrics import Likelihood
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
+from headwise.lab.tasks.lm.cloze import ClozeItem, score_cloze
+from headwise.lab.tasks.lm.model import build_model
+from headwise.lab.tasks.lm.scales import LM_SCALES
+from headwise.lab.tasks.lm.scores import score_rows, score_unigrams
+from headwise.lab.tasks.lm.task import LmTask
+from headwise.lab.tasks.lm.tokens import TextTokens, learn_tokens
+from headwise.lab.training.attach import attach_arm
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
+from lab.stopping import same_bits, stop_after
+from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
+
+TASK = LmTask()
+PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
+ARMS = ("plain", "svgd", "em:layers=0", "talking")
+TIMED = ("step_seconds", "train_seconds", "record_digest", "file_digests")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return prepare_toy(tmp_path_factory.mktemp("text"))
+
+
+def settings(arm: str, text: Path, scale=TOY, **changes) -> RunSettings:
+    return RunSettings("lm", scale, parse_arm(arm), seed=3, data=text, **changes)
+
+
+@pytest.fixture(scope="module")
+def runs(text, tmp_path_factory) -> dict[str, Path]:
+    """The folder of an uninterrupted run of each arm."""
+    made = {}
+    for arm in ARMS:
+        made[arm] = tmp_path_factory.mktemp("run") / "run"
+        train_run(settings(arm, text), made[arm])
+    return made
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_run_leaves_its_measures(runs):
+    for arm in ARMS:
+        found = result(runs[arm])
+        answers = found["answers"]
+        assert {one.key for one in TASK.shown} <= set(answers), arm
+        assert answers["perplexity"] == pytest.approx(math.exp(answers["loss"]))
+        assert found["score"]["pooled"] == pytest.approx(1 / answers["perplexity"])
+        assert answers["byte_perplexity"] == pytest.approx(2 ** answers["bits_per_byte"])
+        assert answers["loss_context_16"] > 0
+        assert set(found["sites"]) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+        assert all(site["effective_heads"] > 1 for site in found["sites"].values())
+    assert result(runs["svgd"])["force_ratio"] > 0
+    epochs = [json.loads(line) for line in (runs["plain"] / "epochs.jsonl").read_text().splitlines()]
+    assert len(epochs) == TOY.rounds
+    assert epochs[1]["dev"]["bits_per_byte"] < epochs[0]["dev"]["bits_per_byte"]
+
+
+def test_losses_are_those_of_each_document_alone(runs, text):
+    data, model = open_toy(text), load_trained(settings("plain", text), runs["plain"]).model
+    words, sums, bytes_ = data.words, np.zeros(2), 0
+    contexts: dict[int, list[float]] = {}
+    with torch.no_grad():
+        found = score_rows(model, data.test, words)
+        for number in range(len(data.test)):
+            row = data.test.ids(number)
+            for document in np.split(row, np.flatnonzero(row == words.start)):
+                if len(document) < 2:
+                    continue
+                logits = model(input_ids=torch.from_numpy(document)[None])["logits"][0, :-1].double()
+                losses = F.cross_entropy(logits, torch.from_numpy(document[1:]), reduction="none")
+                sums += losses.sum().item(), len(losses)
+                bytes_ += sum(len(words.decode([one]).encode()) for one in document[1:])
+                for place, loss in enumerate(losses.tolist()):
+                    contexts.setdefault(2 ** int(math.log2(place + 1)), []).append(loss)
+    assert found.statistics.sum(axis=0) == pytest.approx(sums, rel=1e-5)
+    assert found.measures["bits_per_byte"] == pytest.approx(sums[0] / bytes_ / math.log(2), rel=1e-5)
+    for size, losses in contexts.items():
+        assert found.measures[f"loss_context_{size}"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert found.measures["context_gain"] == pytest.approx(np.mean(contexts[8]) - np.mean(contexts[16]), abs=1e-4)
+
+
+def test_the_likelihood_spreads_as_under_resampling():
+    generator = np.random.default_rng(0)
+    counts = generator.integers(20, 40, 80)
+    statistics = np.stack([counts * generator.normal(2.0, 0.3, 80), counts], axis=1)
+    values = Likelihood().values(statistics)
+    assert values.mean() == pytest.approx(math.exp(-statistics[:, 0].sum() / counts.sum()))
+    draws = generator.integers(0, 80, (400, 80))
+    exact = [math.exp(-statistics[draw, 0].sum() / statistics[draw, 1].sum()) for draw in draws]
+    assert np.std([values[draw].mean() for draw in draws]) == pytest.approx(np.std(exact), rel=0.1)
+
+
+class Copier(torch.nn.Module):
+    """Heads with given weights: the first looks where a copying head must, the second at the first token."""
+
+    def __init__(self, vocabulary: int, period: int) -> None:
+        super().__init__()
+        self.vocabulary, self.period = vocabulary, period
+        self.attention = torch.nn.MultiheadAttention(2, 2, batch_first=True)
+
+    def forward(self, input_ids, position_ids=None):
+        length = input_ids.shape[1]
+        places = torch.arange(length)
+        begins = places if position_ids is None else position_ids
+        mask = torch.full((len(input_ids), 2, length, length), -100.0)
+        copied = (places - self.period + 1).clamp(min=0)
+        mask[:, 0, places, copied] = 0.0
+        firsts = (places - begins).expand(len(input_ids), -1)
+        mask[:, 1].scatter_(2, firsts[..., None], 0.0)
+        states = torch.zeros(len(input_ids), length, 2)
+        self.attention(states, states, states, attn_mask=mask.flatten(0, 1))
+        logits = torch.zeros(*input_ids.shape, self.vocabulary)
+        return {"logits": logits.scatter(2, input_ids[:, copied][..., None], 1.0)}
+
+
+def test_the_head_that_copies_and_the_one_that_rests_are_found(text):
+    data = open_toy(text)
+    vocabulary, length = data.words.vocabulary_size, 31
+    model = Copier(vocabulary, period=15).eval()
+    with torch.no_grad():
+        found = measure_copying(model, data.words, length)
+        assert found["copied"] == 100
+        assert found["induction"] == pytest.approx(100)
+        assert found["induction_mean"] == pytest.approx(50)
+        other = measure_copying(Copier(vocabulary, period=14).eval(), data.words, length)
+        assert other["copied"] < 5
+        assert other["induction"] == pytest.approx(0, abs=1e-6)
+        sinks = measure_sinks(model, data.dev)
+    rows = [data.dev[number] for number in range(len(data.dev))]
+    asked = [(q, p) for row in rows for q, p in enumerate(row.position_ids.tolist()) if p >= 8]
+    # the first head looks at the first token of its document only where that is 14 tokens back, or the row begins
+    looked = [max(0, q - 14) == q - p for q, p in asked]
+    assert 0 < sum(looked) < len(asked)
+    assert any(q != p for q, p in asked), "some queries are in a second document"
+    assert sinks["sink_attention"] == pytest.approx(50 + 50 * sum(looked) / len(asked))
+    assert sinks["sink_heads"] == (100 if sum(looked) > 0.3 * len(asked) else 50)
+
+
+def test_a_last_word_counts_only_whole():
+    class Successor(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.anchor = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, input_ids):
+            return {"logits": F.one_hot((input_ids + 1) % 9, 9).float()}
+
+    items = [
+        ClozeItem((1, 2, 3, 4), 2),
+        ClozeItem((1, 5, 6, 8, 7), 2),
+        ClozeItem((1, 7, 8), 2),
+        ClozeItem((0, 4, 4), 2),
+    ]
+    assert score_cloze(Successor(), items, 0) == {"cloze": 50.0, "cloze_items": 4.0}
+    assert score_cloze(Successor(), [], 0) == {}
+
+
+def test_the_baseline_predicts_frequencies(text):
+    data = open_toy(text)
+    statistics = score_unigrams(data.train, data.test, data.words.vocabulary_size, 10**6)
+    counts = np.ones(data.words.vocabulary_size)
+    for number in range(len(data.train)):
+        np.add.at(counts, data.train.ids(number), 1)
+    row = data.test[2]
+    kept = row.labels[1:][row.labels[1:] >= 0]
+    assert statistics[2] == pytest.approx([-np.log(counts[kept] / counts.sum()).sum(), len(kept)])
+
+
+@pytest.mark.parametrize("stopped", [3, 11])
+def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
+    data = open_toy(text)
+    assert stopped * TOY.batch_size % data.shards[0], "the stop is inside a shard"
+    train_run(settings("svgd", text), tmp_path / "run", stop_after(stopped))
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+    train_run(settings("svgd", text), tmp_path / "run")
+    assert same_bits(runs["svgd"], tmp_path / "run")
+    whole, parts = (
+        {name: value for name, value in result(folder).items() if name not in TIMED}
+        for folder in (runs["svgd"], tmp_path / "run")
+    )
+    assert whole == parts
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(text, tmp_path):
+    for name, changes in (("one", {}), ("two", {"batch_size": 4, "accumulation": 2})):
+        train_run(settings("plain", text, dataclasses.replace(TOY, **changes)), tmp_path / name)
+    one, two = (result(tmp_path / name)["answers"]["loss"] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_arms_of_a_seed_see_the_same_text_and_start(text):
+    data = open_toy(text)
+    (one, _), (other, _) = (attach_arm(TASK, parse_arm(arm), data, TOY, seed=3) for arm in ("plain", "svgd"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    batches = [list(islice(TASK.batches(data, TOY, 5), 3)) for _ in range(2)]
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_generates_with_and_without_a_cache_alike(arm, runs, text):
+    model = load_trained(settings(arm, text), runs[arm]).model
+    prompt = torch.tensor([[1, 40, 41, 42]])
+    with torch.no_grad():
+        said = [
+            model.network.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
+            for cached in (True, False)
+        ]
+    assert said[0].shape[1] > 4
+    assert torch.equal(*said)
+
+
+def test_the_folder_goes_to_plain_transformers_and_one_with_an_aggregator_does_not(runs, tmp_path):
+    script = f"""
+import sys
+sys.modules["headwise"] = None  # what is not installed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+folder = {str(runs["svgd"] / "model")!r}
+model = AutoModelForCausalLM.from_pretrained(folder)
+weights = load_file({str(runs["svgd"] / "model.safetensors")!r})
+own = model.state_dict()
+assert all((own[name.removeprefix("network.")] == weight).all() for name, weight in weights.items())
+words = AutoTokenizer.from_pretrained(folder)
+batch = words("The old clock ticks", return_tensors="pt")
+assert words.convert_ids_to_tokens(batch["input_ids"][0])[0] == words.bos_token == "<s>"
+assert words.decode(batch["input_ids"][0], skip_special_tokens=True) == "The old clock ticks"
+assert model.config.eos_token_id == words.eos_token_id == model.generation_config.eos_token_id
+model.generate(**batch, max_new_tokens=4)
+try:
+    AutoModelForCausalLM.from_pretrained({str(runs["em:layers=0"] / "model")!r})
+except (ValueError, OSError, KeyError) as error:
+    print("refused:", type(error).__name__)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("refused") == 1
+    assert any("votes" in name for name in hw.load(runs["em:layers=0"] / "model").state_dict())
+    assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
+
+
+def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):
+    with pytest.raises(DataError, match=r"lm needs --data: a file or a folder of files: \.txt"):
+        TASK.load(None, TOY, None)
+    with pytest.raises(DataError, match=r"was prepared with rows of 32 tokens and .* scale demo has 64 and 2000"):
+        TASK.load(text, LM_SCALES["demo"], None)
+    for changes, said in (
+        ({"rounds": 3}, "16 steps cannot be cut into 3 rounds"),
+        ({"heads": 5}, "width 16 does not give 5 heads of an even size"),
+        ({"key_value_heads": 3}, "4 query heads cannot be divided among 3 key/value heads"),
+        ({"lora": 4}, "lora is 4 and no model was named to adapt"),
+        ({"family": "gpt"}, "family is 'gpt'"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            dataclasses.replace(TOY, **changes)
+    prepared = TASK.prepare(text.parent / "docs.jsonl", TOY, tmp_path / "mine", tokenizer=text / "tokenizer.json")
+    assert prepared.words.to_json() == open_toy(text).words.to_json()
+
+
+def test_the_papers_scale_has_124_million_parameters():
+    scale = LM_SCALES["paper"]
+    recipe = scale.recipe
+    learned = learn_tokens(lambda: ["a cat"] * 2, 300)
+    words = TextTokens(learned.tokenizer, shift=scale.vocabulary_size - learned.vocabulary_size)
+    with torch.device("meta"):
+        model = build_model(words, scale)
+    assert round(sum(one.numel() for one in model.parameters()) / 1e6) == 124
+    assert scale.batch_size * scale.accumulation * scale.length == 491_520
+    assert (recipe.schedule, recipe.weight_decay, recipe.clip_norm, recipe.betas) == ("cosine", 0.1, 1.0, (0.9, 0.95))
+
+
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason="HEADWISE_DATA has no text to model")
+def test_a_model_of_real_text_beats_frequencies(tmp_path):
+    with gzip.open(PUBLISHED, "rb") as whole, gzip.open(tmp_path / "part.jsonl.gz", "wb") as part:
+        part.writelines(islice(whole, 60))
+    scale = dataclasses.replace(TOY, width=32, hidden=64, steps=150, rounds=3, vocabulary_size=400, learning_rate=1e-2)
+    chosen = dataclasses.replace(settings("plain", tmp_path / "part.jsonl.gz", scale), cache=tmp_path / "cache")
+    train_run(chosen, tmp_path / "run")
+    data = TASK.load(tmp_path / "part.jsonl.gz", scale, tmp_path / "cache")
+    frequencies = Likelihood().values(TASK.baseline("unigram", data, 0).statistics).mean()
+    assert result(tmp_path / "run")["score"]["pooled"] > 1.2 * frequencies
