@@ -6,11 +6,16 @@ A message says what was given, what was expected and what to do, with names and 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# The largest float; an int beyond it cannot be compared as one.
+_MOST = sys.float_info.max
 
 
 class HeadwiseError(Exception):
@@ -55,7 +60,7 @@ def require_range(
     """
     bracket = "(" if low_open else "["
     expected = f"a finite number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST <= value <= _MOST:
         raise SettingError(f"{name} is {value!r}; expected {expected}.")
     if value < low or value > high or (low_open and value == low):
         raise SettingError(f"{name} is {value!r}; expected {expected}.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from headwise.errors import require_positive, require_range
+from headwise.errors import SettingError, require_integer, require_positive, require_range
 
 # How many measurements in a row a controller may stand at its highest ratio before it counts as saturated.
 SATURATED = 50
@@ -112,3 +114,36 @@ def advance(control: Control, target: Target, measured: float, num_heads: int) -
         integral=control.integral + target.integral * error + target.back * (ratio - raw),
         at_highest=control.at_highest + 1 if ratio == target.highest else 0,
     )
+
+
+def read_controls(state: Any, names: Iterable[str]) -> dict[str, Control]:
+    """Return the controllers of attentions from what `dataclasses.asdict` made of them, by name.
+
+    Raises:
+        SettingError: They are of other attentions than `names`, or are no controllers.
+
+    Example:
+        >>> read_controls({"layer.0": asdict(Control(ratio=0.5))}, ["layer.0"])["layer.0"].ratio
+        0.5
+    """
+    expected = list(names)
+    if not isinstance(state, Mapping) or state.keys() != set(expected):
+        held = f"controllers of {', '.join(map(str, state)) or 'nothing'}" if isinstance(state, Mapping) else "none"
+        raise SettingError(
+            f"the state holds {held}; expected those of {', '.join(expected) or 'nothing'}: resume with the strength "
+            "it was saved with."
+        )
+    return {name: _read_control(name, own) for name, own in state.items()}
+
+
+def _read_control(name: str, own: Any) -> Control:
+    fields = asdict(Control())
+    if not isinstance(own, Mapping) or own.keys() != fields.keys():
+        raise SettingError(f"the controller of {name} is {own!r}; expected a mapping with {', '.join(fields)}.")
+    control = Control(**own)
+    require_range(f"ratio of {name}", control.ratio, low=0.0)
+    require_range(f"integral of {name}", control.integral)
+    if control.effective_heads is not None:
+        require_range(f"effective_heads of {name}", control.effective_heads)
+    require_integer(f"at_highest of {name}", control.at_highest)
+    return control

@@ -89,7 +89,7 @@ def parse_json(content: str | bytes) -> Any:
     try:
         # Python's own reading of bytes lets half pairs pass
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=_parse_int)
         if HALF.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -101,6 +101,13 @@ def parse_json(content: str | bytes) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _parse_int(text: str) -> int:
+    # longer ones are beyond the range of floats, with which all numbers are compared
+    if len(text) > 300:
+        raise ValueError(f"{text[:60]}... is beyond the range of numbers")
+    return int(text)
 
 
 def _parse_float(text: str) -> float:

@@ -63,6 +63,7 @@ def test_a_number_that_is_not_finite_is_not_written_and_its_place_is_named(numbe
         (b"-Infinity", "-Infinity is no number of JSON"),
         ("[1e400]", "1e400 is beyond the range of numbers"),
         ("-1e999", "-1e999 is beyond the range of numbers"),
+        ('{"a": ' + "9" * 400 + "}", "9" * 60 + r"\.\.\. is beyond the range of numbers"),
     ],
 )
 def test_a_number_that_is_not_finite_is_not_read(text: str | bytes, reason: str, tmp_path: Path):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, NotFired, SettingError, require_integer
+from headwise.errors import LayoutError, NotFired, SettingError, require_integer, require_range
 from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site
 from headwise.heads.sharding import average_over
-from headwise.strength import Control, Relative, Target, advance
+from headwise.strength import Control, Relative, Target, advance, read_controls
 
 # How much of the logarithm of a weight is kept at each measurement.
 KEPT = 0.9
@@ -149,21 +149,22 @@ class RelativeWeights:
         keys = ("steps", "logarithms", "first", "shares", "controls")
         if not isinstance(state, Mapping) or any(key not in state for key in keys):
             raise SettingError(f"the state of the penalty is {state!r}; expected a mapping with {', '.join(keys)}.")
-        strange = sorted({*state["logarithms"], *state["first"], *state["controls"]} - self._parameters.keys())
-        if strange:
-            raise SettingError(f"the state of the penalty names {strange[0]!r}, which is not among its attentions.")
-        if state["controls"].keys() != self.controls.keys():
-            raise SettingError(
-                f"the state of the penalty has {len(state['controls'])} controllers, and its strength "
-                f"{self.strength} has {len(self.controls)}; resume with the strength it was saved with."
-            )
         require_integer("steps", state["steps"])
-        controls = {name: Control(**control) for name, control in state["controls"].items()}
-        self._logarithms, self._first, self.shares = (
-            {name: torch.tensor(float(value), dtype=torch.float32) for name, value in state[key].items()}
-            for key in keys[1:4]
-        )
-        self.steps, self.controls = state["steps"], controls
+        logarithms, first, shares = (self._read_numbers(key, state[key]) for key in keys[1:4])
+        if logarithms.keys() != first.keys():
+            raise SettingError(f"the state of the penalty has other attentions in {keys[1]} than in {keys[2]}.")
+        self.controls = read_controls(state["controls"], self.controls)
+        self.steps = state["steps"]
+        self._logarithms, self._first, self.shares = logarithms, first, shares
+
+    def _read_numbers(self, key: str, numbers: Any) -> dict[str, Tensor]:
+        if not isinstance(numbers, Mapping):
+            raise SettingError(f"the state of the penalty has {key}={numbers!r}; expected a number by attention.")
+        for name, number in numbers.items():
+            if name not in self._parameters:
+                raise SettingError(f"the state of the penalty names {name!r}, which is not among its attentions.")
+            require_range(f"{key} of {name}", number)
+        return {name: torch.tensor(float(number), dtype=torch.float32) for name, number in numbers.items()}
 
 
 def _list_parameters(site: Site) -> list[nn.Parameter]:

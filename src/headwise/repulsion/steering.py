@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from headwise.errors import LayoutError, NotFired, SettingError, require_integer
+from headwise.errors import LayoutError, NotFired, require_integer
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.heads import Heads
 from headwise.heads.sharding import average_over
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import ParticleGroup
-from headwise.strength import Control, Target, advance
+from headwise.strength import Control, Target, advance, read_controls
 
 
 class Steering(Handle):
@@ -93,16 +93,13 @@ class Steering(Handle):
         """Return the controllers as plain numbers."""
         return {name: asdict(control) for name, control in self.controls.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Go on from what `state_dict` returned.
 
         Raises:
-            SettingError: It is of other attentions. Nothing is changed.
+            SettingError: It is no such state, or of other attentions. Nothing is changed.
         """
-        if not isinstance(state, Mapping) or state.keys() != self.controls.keys():
-            held = f"controllers of {', '.join(map(str, state)) or 'nothing'}" if isinstance(state, Mapping) else "none"
-            raise SettingError(f"the state holds {held}; expected those of {', '.join(self.controls)}.")
-        self.controls = {name: Control(**own) for name, own in state.items()}
+        self.controls = read_controls(state, self.controls)
 
     def _find_control(self, group: ParticleGroup) -> Control:
         first = group.parts[0]
