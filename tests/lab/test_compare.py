@@ -21,7 +21,7 @@ from headwise.lab.experiment.arm_text import parse_arms
 from headwise.lab.experiment.job import Failure, Watch
 from headwise.lab.experiment.run_folder import first_difference, read_progress, write_json
 from headwise.lab.jobs.pool import count_workers
-from headwise.lab.jobs.progress import Bars, Clock, Lines, choose_watch
+from headwise.lab.jobs.progress import Bars, Lines, choose_watch
 from headwise.lab.jobs.workers import do_job, run_jobs
 from headwise.lab.results.runs import read_results
 from headwise.lab.tasks.logic.data import load_logic
@@ -164,29 +164,6 @@ def test_on_a_terminal_there_is_a_bar_a_run_and_one_for_all(tmp_path):
         assert "about" in overall.fields["note"]
         watch.ended(one, None)
         assert "3 of 4 runs" in watch._progress.tasks[0].description
-
-
-def test_the_time_left_follows_the_work_done_and_not_the_number_of_runs(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("headwise.lab.jobs.progress.time.monotonic", lambda: now[0])
-    short, long, other = (
-        dataclasses.replace(job, weight=w) for job, w in zip(jobs(tmp_path, *"abc"), (0.02, 1, 1), strict=True)
-    )
-    write_json(_made(other.folder) / "progress.json", {"step": 5, "steps": 10, "note": ""})
-    clock = Clock([short, long, other])
-    assert clock.remaining_text() == ""
-    clock.end(short)
-    assert clock.remaining_text() == ""
-    clock.end(long)
-    now[0] = 204.0
-    # 1.02 of 2.02 done in 204 s beside the half that was there, 0.5 left
-    assert clock.remaining_text() == ", about 2 min left"
-    now[0] = 20.4
-    assert clock.remaining_text() == ", about 10 s left"
-    now[0] = 20400.0
-    assert clock.remaining_text() == ", about 2 h 47 min left"
-    clock.end(other)
-    assert clock.remaining_text() == ""
 
 
 def test_a_progress_file_that_cannot_be_read_is_no_progress(tmp_path):

@@ -4,8 +4,10 @@ Run again, it keeps finished runs and resumes interrupted ones; nothing is overw
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -196,6 +198,23 @@ def write_command(comparison: Comparison) -> str:
     return shlex.join([*words, "--out", str(comparison.out)])
 
 
+def estimate_minutes(comparison: Comparison, arms: Sequence[Arm]) -> float | None:
+    """Return how long runs of further arms take at the pace of the finished runs in the folder; None without any."""
+    found = [read_train_seconds(place.parent) for place in comparison.out.glob(f"*/seed-*/{runs.RESULT}")]
+    past = [seconds for seconds in found if seconds is not None]
+    if not past:
+        return None
+    return len(arms) * len(comparison.seeds) * fmean(past) / comparison.workers / 60
+
+
+def read_train_seconds(folder: Path) -> float | None:
+    """Return how long the finished run in a folder trained; None for a baseline or a damaged run."""
+    try:
+        return float(runs.read_json(folder / runs.RESULT)["train_seconds"])
+    except (DataError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
 def find_run_folder(out: Path, arm: str, seed: int) -> Path:
     """Return the folder of one run of a comparison; `arm` is an arm's folder name or a baseline's name."""
     return out / arm / f"seed-{seed}"
@@ -249,9 +268,14 @@ def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
     """Return all runs or their parts, the baselines first, then seed by seed so that all arms advance evenly."""
     shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
     places = {"data": comparison.data, "cache": _find_cache(comparison)}
+    model = f"{comparison.task} {comparison.scale.name}"
     rows = [
         Job(
-            name, find_run_folder(comparison.out, name, 0), BaselineSettings(name=name, **shared, **places), weight=0.05
+            name,
+            find_run_folder(comparison.out, name, 0),
+            BaselineSettings(name=name, **shared, **places),
+            weight=0.05,
+            kind=f"{model} {name}",
         )
         for name in task.baselines
     ]
@@ -260,6 +284,7 @@ def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
             f"{arm.name} seed {seed}",
             find_run_folder(comparison.out, arm.folder, seed),
             RunSettings(arm=arm, seed=seed, **shared, **places),
+            kind=f"{model} {arm.name}",
         )
         for seed in comparison.seeds
         for arm in comparison.arms

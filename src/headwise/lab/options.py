@@ -16,8 +16,6 @@ from headwise.lab.experiment.registry import TASKS, named_task
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.lab.experiment.scale import Scale
 
 TaskName = Annotated[str, typer.Argument(help=f"The task: {', '.join(TASKS)}.")]
@@ -117,10 +115,3 @@ def choose_scale(task: str, options: ScaleOptions | str) -> Scale:
     scales = named_task(task).scales
     require_known("scale", options.scale, scales)
     return with_options(scales[options.scale], options, task)
-
-
-def standard_console() -> Console:
-    """Return the console on standard output; names of files and arms may hold what rich takes for markup."""
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False)

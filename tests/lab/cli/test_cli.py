@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import headwise
 from headwise.lab.cli import main
 from headwise.lab.experiment.job import Failure
 from headwise.lab.jobs import pool
+from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.tasks.logic import task
 from headwise.lab.tasks.logic.generator import generate
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -50,8 +52,12 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
     listed = capsys.readouterr().out
     assert "diversify/figure-4" in listed
     assert "repulsive/table-2" in listed
+    assert "hours" not in listed
+    lines = listed.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if "/" in line.split()[0]} == set(REPRODUCTIONS)
     assert call("reproduce", "--list", "--scale", "demo") == 0
-    assert "8 arms x 2" in capsys.readouterr().out
+    assert "8 x 2" in capsys.readouterr().out
     asked = ("reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--workers", "1")
     assert call(*asked, "--dry-run") == 0
     assert "8 runs to do" in capsys.readouterr().out
@@ -61,7 +67,7 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
     assert Path("runs/reproductions/logic-demo/em/seed-0/result.json").exists()
     assert Path("runs/reproductions/diversify-figure-4-demo/report.html").exists()
     command = "headwise reproduce diversify/figure-4 --scale demo --seeds 1"
-    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert f"$ {command}\n" in "".join(path.read_text() for path in Path("paper").rglob("*.md"))
     assert call(*asked, "--dry-run") == 0
     assert "0 runs to do" in capsys.readouterr().out
 
@@ -74,7 +80,7 @@ def test_the_record_of_a_part_names_the_part(capsys, monkeypatch):
     assert "4 runs to do" in capsys.readouterr().out
     assert call(*asked, "--part", "1 head", "--record", "paper") == 0
     command = "headwise reproduce repulsive/figure-3b --scale demo --seeds 1 --part '1 head' --data FOLDER"
-    assert f"$ {command}\n" in Path("paper/RESULTS.md").read_text()
+    assert f"$ {command}\n" in "".join(path.read_text() for path in Path("paper").rglob("*.md"))
     assert "2 heads" not in str([*Path("runs/reproductions").iterdir()])
     error = refused(capsys, *asked, "--part", "3 heads")
     assert "part is '3 heads'; expected" in error
@@ -273,3 +279,68 @@ def test_the_runs_of_a_reproduction_with_several_sets_are_listed(capsys):
     assert call("reproduce", "guided/table-3", "--data", "sets", "--dry-run") == 0
     assert "180 runs to do" in capsys.readouterr().out
     assert "nowhere/cr does not exist" in refused(capsys, "reproduce", "guided/table-3", "--data", "nowhere")
+
+
+# ---- what is printed ----
+
+PLAIN = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--workers", "1")
+
+
+def test_json_is_all_of_standard_output_and_text_goes_to_standard_error(capsys):
+    assert call(*PLAIN, "--json") == 0
+    found = capsys.readouterr()
+    assert {row["arm"] for row in json.loads(found.out)["rows"]} == {"majority", "counts", "plain"}
+    assert "plain seed 0 is done" in found.err
+    assert call("tune", "logic", "output", "--draws", "1", "--workers", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["arm"] == "output"
+    assert "no such option: --json" in refused(capsys, "prepare", "logic", "--out", "o", "--json")
+
+
+def test_a_quiet_command_prints_nothing_but_errors(capsys):
+    assert call(*PLAIN, "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    assert Path("runs/logic-demo/results.json").exists()
+    assert "--seeds is 0" in refused(capsys, "compare", "logic", "--seeds", "0", "-q")
+
+
+def test_a_verbose_command_shows_where_a_refusal_came_from(capsys):
+    assert call(*PLAIN, "--data", "missing", "-v") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.splitlines()[-1].startswith("headwise: missing does not exist")
+
+
+def test_errors_of_the_parser_and_our_own_have_one_form(capsys):
+    assert refused(capsys, "compare") == "headwise: missing argument 'task'; see headwise compare --help.\n"
+    assert refused(capsys, "compare", "logic", "--seeds", "many") == (
+        "headwise: invalid value for '--seeds': 'many' is not a valid integer; see headwise compare --help.\n"
+    )
+    assert refused(capsys, "compare", "logic", "--seeds", "0") == "headwise: --seeds is 0; expected at least 1.\n"
+    assert "see headwise --help" in refused(capsys, "campare", "logic")
+
+
+def test_arms_without_their_controls_are_named_before_training_or_run_too(capsys, inline):
+    few = ("--seeds", "1", "--workers", "1")
+    assert call("compare", "logic", "--arms", "plain,svgd,em", *few) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no verdict without its control: svgd (needs smooth), em (needs trunk). --controls adds ")
+    assert "--controls adds smooth, trunk: 2 runs to these 3." in said.partition("\n")[0]
+    assert call("compare", "logic", "--arms", "plain,svgd,em", *few, "--controls") == 0
+    said = capsys.readouterr().out
+    assert "without its control" not in said
+    assert inline[-2:] == ["smooth seed 0", "trunk seed 0"]
+    # at the pace of finished runs, the time can be told
+    assert call("compare", "logic", "--arms", "simple:iterations=2", *few) == 0
+    assert re.search(r"1 runs to these 1 or about \d+ min", capsys.readouterr().out)
+
+
+def test_completion_of_a_shell_can_be_shown_and_h_is_help(capsys):
+    assert call("-h") == 0
+    assert "--show-completion" in capsys.readouterr().out
+    assert call("compare", "-h") == 0
+    assert "--arms" in capsys.readouterr().out
+
+
+def test_a_run_is_not_rated_against_itself(capsys):
+    same = ("rate", "out/plain/seed-0", "out/../out/plain/seed-0", "--data", "d")
+    assert "RUN and AGAINST are both out/plain/seed-0" in refused(capsys, *same)

@@ -132,7 +132,7 @@ def test_the_command_end_to_end_and_its_refusals(
     assert "latin.txt, line 1: not UTF-8" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
     assert "absent.txt cannot be read" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")
     assert "corpus.txt holds no inverse" in refused(capsys, "a", "--pipeline", "toy", "--idf", "corpus.txt")
-    assert "Missing option" in refused(capsys, "a")
+    assert "missing option" in refused(capsys, "a")
     assert spacy is not None
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,76 +24,16 @@ from headwise.lab.options import (
     TrustRemoteCode,
     Workers,
     choose_scale,
-    parse_launch_options,
     require_known,
     require_task,
-    standard_console,
 )
+from headwise.lab.output import end_with, print_file, print_record, printing_record, say, standard_console
 from headwise.lab.stopping import stoppable
 
-if TYPE_CHECKING:
-    from headwise.lab.experiment.job import Failure
-
 RUNS = Path("runs")
-DEMO_ARMS = "plain,svgd,output,em,output+em"
 
 
-def compare(
-    task: TaskName,
-    arms: Annotated[str, typer.Option(help="Arms, e.g. plain,svgd:alpha=0.5,output+em.")] = DEMO_ARMS,
-    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 3,
-    scale: ScaleName = "demo",
-    data: DataFolder = None,
-    pipeline: Pipeline = None,
-    embeddings: Embeddings = None,
-    pretrained: Pretrained = None,
-    trust_remote_code: TrustRemoteCode = False,
-    folds: Folds = None,
-    sizes: Sizes = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")
-    ] = None,
-    workers: Workers = None,
-    launcher: Annotated[str, typer.Option(help="Where runs execute: local, slurm (via submitit) or ray.")] = "local",
-    launch: Annotated[
-        list[str] | None,
-        typer.Option("--launch", metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu."),
-    ] = None,
-    redundancy: Annotated[
-        bool, typer.Option("--redundancy", help="Also score the test set without each head.")
-    ] = False,
-    step_time: Annotated[
-        bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
-    ] = False,
-) -> None:
-    """Train every arm with every seed, show the table and write report.html; run again to resume."""
-    require_task(task)
-    from headwise.lab.compare import Comparison
-    from headwise.lab.compare import compare as run
-    from headwise.lab.experiment.arm_text import parse_arms
-    from headwise.lab.jobs.launchers import Launcher
-    from headwise.lab.jobs.pool import count_workers
-
-    if seeds < 1:
-        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), None, pretrained, trust_remote_code)
-    chosen = choose_scale(task, options)
-    comparison = Comparison(
-        task,
-        tuple(parse_arms(arms)),
-        tuple(range(seeds)),
-        chosen,
-        out or Path("runs") / f"{task}-{chosen.name}",
-        data,
-        count_workers() if workers is None else workers,
-        options=options,
-        launcher=Launcher(launcher, parse_launch_options(launch or ())),
-    )
-    with stoppable(folders=[comparison.out]):
-        failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
-    _end(failures)
-
-
+@printing_record
 def tune(
     task: TaskName,
     arm: Annotated[str, typer.Argument(help="An arm; settings given in it are fixed.")],
@@ -127,7 +66,7 @@ def tune(
     chosen = choose_scale(task, options)
     if getattr(chosen, "folds", None) is not None:
         chosen = choose_scale(task, replace(options, folds=1))
-        typer.echo(
+        say(
             f"scale {scale} is a cross-validation, and an arm is tuned on one split: judge it there too (--folds 1), "
             "because the dev texts of that split are test texts of some fold."
         )
@@ -143,11 +82,13 @@ def tune(
     )
     with stoppable(folders=[tuning.out]):
         tuned = run(tuning, standard_console())
-    typer.echo(f"dev {100 * tuned.dev_score:.1f} with")
-    typer.echo(tuned.arm.name)
-    _end(tuned.failures)
+    say(f"dev {100 * tuned.dev_score:.1f} with")
+    say(tuned.arm.name)
+    print_record({"arm": tuned.arm.name, "dev_score": tuned.dev_score})
+    end_with(tuned.failures)
 
 
+@printing_record
 def reproduce(
     identifier: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="A table or figure of a paper, e.g. diversify/figure-4.")
@@ -185,6 +126,7 @@ def reproduce(
     from headwise.lab.jobs.pool import count_workers
     from headwise.lab.papers import listing as lists
     from headwise.lab.papers import run as reproducing
+    from headwise.lab.papers.claims_grids import record_claims
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
 
@@ -218,8 +160,9 @@ def reproduce(
     with stoppable(folders=[out] if record is None else [out, record]):
         failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):
-            reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
-    _end(failures)
+            found = reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)
+            print_record({"id": identifier, "scale": scale, "claims": record_claims(found.judged)})
+    end_with(failures)
 
 
 def roles(
@@ -245,6 +188,7 @@ def roles(
         show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
 
 
+@printing_record
 def inspect(
     model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],
     text: Annotated[Path, typer.Option(help="File, one sentence per line (logic: formula, graph2text: graph).")],
@@ -266,7 +210,7 @@ def inspect(
         + (["--trust-remote-code"] if trust_remote_code else [])
     )
     with stoppable("stopped; nothing was written.", [out or RUNS]):
-        inspect_models(
+        report = inspect_models(
             model,
             text,
             against,
@@ -277,8 +221,10 @@ def inspect(
             command,
             trust_remote_code=trust_remote_code,
         )
+    print_file(report)
 
 
+@printing_record
 def probe(
     model: Annotated[
         Path,
@@ -320,16 +266,18 @@ def probe(
     for name in names:
         require_known("probing task", name, ("all", *PROBES))
     request = ProbeRequest(layers, heads, Classifier(classifier, seed=seed), sentences or None)
-    words = ["headwise", "probe", model.name, "--data", "FOLDER", "--task", task, "--layers", layers, "--heads", heads]
+    words = ["headwise", "probe", str(model), "--data", str(data), "--task", task, "--layers", layers, "--heads", heads]
     words += ["--classifier", classifier, "--sentences", str(sentences), "--seed", str(seed)]
+    words += [] if pipeline is None else ["--pipeline", str(pipeline)]
     words += ["--trust-remote-code"] if trust_remote_code else []
+    words += [] if out is None else ["--out", str(out)]
     with stoppable(
         "stopped; finished tasks are kept, and of the current one at most its encoded sentences; give the same command "
         "again to resume.",
         [out or RUNS, cache],
     ):
         files = find_task_files(data, names)
-        probe_model(
+        probed = probe_model(
             open_frozen(model, pipeline, trust_remote_code=trust_remote_code),
             files,
             request,
@@ -339,6 +287,7 @@ def probe(
             standard_console(),
             shlex.join(words),
         )
+    print_record({"tasks": [one.record() for one in probed]})
 
 
 def prepare(
@@ -361,17 +310,8 @@ def prepare(
     with stoppable("stopped; nothing was written.", [out]):
         prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    typer.echo(prepared.summary())
-    typer.echo(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
+    say(prepared.summary())
+    say(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
 
 
-def _end(failures: Sequence[Failure]) -> None:
-    """Print which runs failed, after all other output, and exit with the code for it."""
-    if not failures:
-        return
-    for failure in failures:
-        typer.echo(f"headwise: {failure}", err=True)
-    raise typer.Exit(2 if all(failure.refused for failure in failures) else 1)
-
-
-COMMANDS = (compare, tune, reproduce, roles, inspect, probe, prepare)
+COMMANDS = (tune, reproduce, roles, inspect, probe, prepare)

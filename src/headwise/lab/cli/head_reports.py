@@ -40,8 +40,8 @@ def inspect_models(
     command: str,
     *,
     trust_remote_code: bool = False,
-) -> None:
-    """Measure the heads of a model and perhaps of another one, and show them.
+) -> Path:
+    """Measure the heads of a model and perhaps of another one, show them, and return the file of the report.
 
     Args:
         folder: A folder of Hugging Face, or a finished run of the laboratory.
@@ -86,6 +86,7 @@ def inspect_models(
     )
     page.write(place / PAGE)
     console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
+    return place / REPORT
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,19 +6,24 @@ any more, 143 asked to end.
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
 
-from headwise.lab.cli import commands
+from headwise.lab.cli import commands, comparing
 from headwise.lab.experiment.registry import find_commands
+from headwise.lab.output import asked_output, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
+
+# How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
+OURS = "Invalid value: "
 
 app = typer.Typer(
     help="Make attention heads different from one another, and find out whether that helps.",
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 
@@ -37,8 +42,8 @@ def headwise(
         typer.echo(context.get_help())
 
 
-for command in (*commands.COMMANDS, *find_commands()):
-    app.command()(command)
+for command in (*comparing.COMMANDS, *commands.COMMANDS, *find_commands()):
+    app.command()(with_output_options(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,13 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> NoReturn:
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="headwise", standalone_mode=False)
     except Stopped as stopped:
         _refuse(str(stopped), stopped.code)
     except (KeyboardInterrupt, typer.Abort):
         _refuse("stopped.", 130)
     except Exception as error:
-        _refuse(_explain(error), 2)
+        sentence = _explain(error)
+        if asked_output().verbose:
+            traceback.print_exc()
+        _refuse(sentence, 2)
     sys.exit(code or 0)
 
 
@@ -80,8 +88,16 @@ def _explain(error: Exception) -> str:
     # what typer's usage errors have in common, whether they come from click or from typer's own copy of it
     message = getattr(error, "format_message", None)
     if callable(message):
-        return str(message())
+        return _describe_usage(str(message()), getattr(error, "ctx", None))
     raise error
+
+
+def _describe_usage(message: str, context: typer.Context | None) -> str:
+    """Return a usage error in the form of all others; where the parser found it, with the place of more."""
+    if message.startswith(OURS):
+        return message.removeprefix(OURS)
+    place = "headwise" if context is None else context.command_path
+    return f"{message[:1].lower()}{message[1:].rstrip('.')}; see {place} --help."
 
 
 def _refuse(sentence: str, code: int) -> NoReturn:

@@ -13,12 +13,21 @@ Heartbeat = Callable[[], bool]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run to do: its name, folder and settings; `weight` is its relative duration, for the remaining time."""
+    """One run to do.
+
+    Attributes:
+        name: Its name.
+        folder: Its folder.
+        settings: Its settings.
+        weight: Its relative duration, for the share of all work.
+        kind: What runs of about the same duration share, for the remaining time.
+    """
 
     name: str
     folder: Path
     settings: Any
     weight: float = 1.0
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) 
         The analyses that failed.
     """
     every = [
-        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run))
+        Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run), kind=f"{name} of {job.kind}")
         for job in jobs
         if isinstance(run := job.settings, RunSettings) and run_folder.is_finished(job.folder)
         if run.seed == 0 or not find_analysis(name, run.task).once

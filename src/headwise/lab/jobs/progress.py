@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -11,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from headwise.lab.experiment.job import Failure, Job, Watch
 from headwise.lab.experiment.run_folder import LOG, read_progress
+from headwise.lab.output import asked_output
 
-# Minimum share of the work done before a remaining time is estimated.
+# Share of a run that must be done before its pace counts.
 LEAST_SHARE = 0.02
 
 
@@ -28,11 +30,12 @@ def choose_watch(console: Console, jobs: Sequence[Job], finished: int) -> Bars |
 
 
 class Lines(Watch):
-    """One line when a run starts and one when it ends."""
+    """One line when a run starts and one when it ends; with --verbose also one for each epoch."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
         self.console, self.finished, self.total = console, finished, finished + len(jobs)
         self._clock = Clock(jobs)
+        self._noted: dict[Job, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -42,9 +45,21 @@ class Lines(Watch):
 
     def started(self, job: Job) -> None:
         """Print that a run starts."""
+        self._clock.start(job)
         resumed = read_progress(job.folder)
         where = f" at step {resumed.step:,}" if resumed is not None and resumed.step else ""
+        self._noted[job] = "" if resumed is None else resumed.note
         self._say(f"{job.name} starts{where}")
+
+    def tick(self) -> None:
+        """Print what active runs have noted since."""
+        if not asked_output().verbose:
+            return
+        for job, before in self._noted.items():
+            cell = read_progress(job.folder)
+            if cell is not None and cell.note != before:
+                self._noted[job] = cell.note
+                self._say(f"{job.name}: {cell.note} at step {cell.step:,} of {cell.steps:,}")
 
     def ended(self, job: Job, failure: Failure | None) -> None:
         """Print how a run ended and the remaining time."""
@@ -52,6 +67,7 @@ class Lines(Watch):
         if failure is not None:
             self._say(str(failure))
             return
+        self._noted.pop(job, None)
         self.finished += 1
         cell = read_progress(job.folder)
         note = f" ({cell.note})" if cell is not None and cell.note else ""
@@ -91,6 +107,7 @@ class Bars(Watch):
 
     def started(self, job: Job) -> None:
         """Add a bar."""
+        self._clock.start(job)
         self._bars[job] = self._progress.add_task(job.name, total=1.0, note="")
 
     def ended(self, job: Job, failure: Failure | None) -> None:
@@ -123,29 +140,72 @@ class Bars(Watch):
 
 
 class Clock:
-    """Share of the work done, and the remaining time at the pace since the start."""
+    """Share of the work done, and the remaining time where runs of every kind that is left have shown their pace.
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = tuple(jobs)
-        self._ended: set[Job] = set()
+    Runs are of one kind if they train the same arm, or are the same baseline or analysis: kinds differ in duration. The
+    remaining time is the work left at the pace of each kind over the number of runs at once, and never rises.
+
+    Args:
+        jobs: The runs.
+        now: The clock, in seconds.
+    """
+
+    def __init__(self, jobs: Sequence[Job], now: Callable[[], float] = time.monotonic) -> None:
+        self.jobs, self._now = tuple(jobs), now
         self._work = sum(job.weight for job in self.jobs)
-        self._began, self._at_first = time.monotonic(), self.share()
+        # start of each run that is active, and its share at that time
+        self._active: dict[Job, tuple[float, float]] = {}
+        self._ended: set[Job] = set()
+        # seconds and shares of runs, summed by kind over what has ended
+        self._spent: dict[str, tuple[float, float]] = {}
+        self._at_once, self._shown = 1, math.inf
+
+    def start(self, job: Job) -> None:
+        """Count a job as active."""
+        self._active[job] = self._now(), _read_share(job)
+        self._at_once = max(self._at_once, len(self._active))
 
     def end(self, job: Job) -> None:
         """Count a job as done."""
         self._ended.add(job)
+        if job in self._active:
+            began, share = self._active.pop(job)
+            self._spent[job.kind] = self._add(job, self._now() - began, 1.0 - share)
 
     def share(self) -> float:
         """Return the share of the work that is done, parts of runs included."""
         return sum(job.weight * (1.0 if job in self._ended else _read_share(job)) for job in self.jobs) / self._work
 
     def remaining_text(self) -> str:
-        """Return ", about 4 min left", or nothing while there is no estimate."""
-        share, seconds = self.share(), time.monotonic() - self._began
-        fresh = share - self._at_first
-        if fresh < LEAST_SHARE or share >= 1.0:
+        """Return ", about 4 min left", or nothing while the pace of a kind of run is not known."""
+        seconds = self._estimate()
+        if seconds is None:
             return ""
-        return f", about {_format_duration(seconds * (1.0 - share) / fresh)} left"
+        self._shown = min(self._shown, seconds)
+        return f", about {_format_duration(self._shown)} left"
+
+    def _estimate(self) -> float | None:
+        """Return the remaining seconds, or None."""
+        left = {job: 1.0 - _read_share(job) for job in self.jobs if job not in self._ended}
+        pace = self._find_pace()
+        if not left or any(job.kind not in pace for job in left):
+            return None
+        seconds = {job: share * pace[job.kind] for job, share in left.items()}
+        return max(sum(seconds.values()) / self._at_once, *seconds.values())
+
+    def _find_pace(self) -> dict[str, float]:
+        """Return the seconds of a whole run by kind, of those that have progressed."""
+        spent = dict(self._spent)
+        for job, (began, first) in self._active.items():
+            done = _read_share(job) - first
+            if done >= LEAST_SHARE:
+                seconds, share = spent.get(job.kind, (0.0, 0.0))
+                spent[job.kind] = seconds + self._now() - began, share + done
+        return {kind: seconds / share for kind, (seconds, share) in spent.items() if share > 0.0}
+
+    def _add(self, job: Job, seconds: float, share: float) -> tuple[float, float]:
+        before = self._spent.get(job.kind, (0.0, 0.0))
+        return before[0] + seconds, before[1] + share
 
 
 def _describe_silence(job: Job, minutes: int) -> str:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.errors import DataError
-from headwise.lab.compare import find_run_folder
+from headwise.lab.compare import find_run_folder, read_train_seconds
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.registry import named_task
@@ -22,27 +21,32 @@ from headwise.lab.results.runs import COMPARISON
 
 
 def show_list(out: Path, scale: str, console: Console) -> None:
-    """Show every reproduction with its place in the paper, its runs at a scale and, where runs show it, their cost."""
-    shown = RichTable("id", "what it shows", "runs", "hours here", title=f"reproductions at scale {scale}")
-    for reproduction in REPRODUCTIONS.values():
-        scales = named_task(reproduction.task).scales
-        if scale not in reproduction.scales:
-            cells = NONE, NONE
-        else:
-            arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
-            cells = (
-                f"{arms} arms x {choose_seeds(scale)}",
-                _format_hours(_estimate_seconds(out, reproduction, scale), choose_seeds(scale)),
-            )
-        shown.add_row(reproduction.id, Text(f"{reproduction.title} ({reproduction.source})"), *cells)
-    console.print(shown)
-    console.print(
-        f"hours: training alone, one run after the other, as far as finished runs of that size below {out} tell; "
-        "`headwise reproduce ID --dry-run` lists the runs.",
-        style="dim",
-        highlight=False,
-        markup=False,
-    )
+    """Show every reproduction in a line: its id, its runs at a scale, the hours if finished runs tell, its title."""
+    rows = [(one, *_count_runs(out, one, scale)) for one in REPRODUCTIONS.values()]
+    known = any(hours for _, _, hours in rows)
+    lines = [["id", "runs", *(["hours"] if known else []), "what it shows"]]
+    lines += [[one.id, arms or NONE, *([hours] if known else []), one.title] for one, arms, hours in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    console.print(f"reproductions at scale {scale}", style="bold", highlight=False, markup=False)
+    for place, line in enumerate(lines):
+        text = Text("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        # one line each: the end of a long title is left out
+        text.truncate(console.width, overflow="ellipsis")
+        console.print(text, style="" if place else "dim", highlight=False)
+    notes = "runs: arms x seeds."
+    notes += f" hours: training alone, one run after the other, as finished runs below {out} tell." if known else ""
+    notes += " `headwise reproduce ID --dry-run` lists the runs."
+    console.print(notes, style="dim", highlight=False, markup=False)
+
+
+def _count_runs(out: Path, reproduction: Reproduction, scale: str) -> tuple[str, str]:
+    """Return the arms x seeds of a reproduction at a scale, and the hours they take; "" for what is not known."""
+    if scale not in reproduction.scales:
+        return "", ""
+    scales, seeds = named_task(reproduction.task).scales, choose_seeds(scale)
+    arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
+    seconds = _estimate_seconds(out, reproduction, scale)
+    return f"{arms} x {seeds}", "" if seconds is None else f"{seeds * seconds / 3600:.1f}"
 
 
 def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> None:
@@ -74,7 +78,7 @@ def _estimate_cost(finished: Sequence[Path], left: int) -> float | None:
     """Return the seconds of training that `left` runs take if they are as long as the finished ones."""
     if left == 0:
         return 0.0
-    past = [seconds for folder in finished if (seconds := _read_seconds(folder)) is not None]
+    past = [seconds for folder in finished if (seconds := read_train_seconds(folder)) is not None]
     return left * statistics.fmean(past) if past else None
 
 
@@ -91,7 +95,7 @@ def _estimate_seconds(out: Path, reproduction: Reproduction, scale: str) -> floa
             for place in same
             for arm in arms
             for folder in (place / escape_arm_name(arm)).glob("seed-*")
-            if (seconds := _read_seconds(folder)) is not None
+            if (seconds := read_train_seconds(folder)) is not None
         ]
         if not past:
             return None
@@ -102,14 +106,3 @@ def _estimate_seconds(out: Path, reproduction: Reproduction, scale: str) -> floa
 def _find_scale(comparison: Path) -> str | None:
     record = runs.read_json(comparison / COMPARISON)
     return record.get("scale") if isinstance(record, dict) else None
-
-
-def _read_seconds(folder: Path) -> float | None:
-    try:
-        return float(runs.read_json(folder / runs.RESULT)["train_seconds"])
-    except (DataError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def _format_hours(seconds: float | None, seeds: int) -> str:
-    return "not known" if seconds is None else f"{seeds * seconds / 3600:.1f}"

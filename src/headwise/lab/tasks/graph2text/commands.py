@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.lab.options import Beams, LengthPenalty, standard_console
+from headwise.lab.options import Beams, LengthPenalty
+from headwise.lab.output import say, standard_console
 from headwise.lab.stopping import stoppable
 from headwise.lab.streams import STANDARD_INPUT, choose_window, standard_streams
 
@@ -41,6 +42,8 @@ def rate(
     seed: Annotated[int, typer.Option(help="Seed for the choice, order and sides of texts.")] = 0,
 ) -> None:
     """Write a form on which raters compare the texts of two runs, and a page of all texts."""
+    if run.resolve() == against.resolve():
+        raise typer.BadParameter(f"RUN and AGAINST are both {run}; expected two runs to compare.")
     with stoppable("stopped.", [out]):
         from headwise.lab.experiment.run_folder import prepare_folder
         from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
@@ -50,9 +53,9 @@ def rate(
         prepare_folder(out)
         form, key = write_rating(out, found, (run, against), names, count=items, seed=seed)
         make_outputs_page(found[:items], names, title="Texts of two runs").write(out / "outputs.html")
-    typer.echo(f"form: {form}, for the raters: each saves a file")
-    typer.echo(f"key: {key}, not for the raters: headwise ratings {key} FILE...")
-    typer.echo(f"texts with names: {out / 'outputs.html'}")
+    say(f"form: {form}, for the raters: each saves a file")
+    say(f"key: {key}, not for the raters: headwise ratings {key} FILE...")
+    say(f"texts with names: {out / 'outputs.html'}")
 
 
 def ratings(
@@ -68,7 +71,7 @@ def ratings(
     found = read_ratings(key, files)
     standard_console().print(draw_ratings(found))
     if record:
-        typer.echo(f"saved: {record_ratings(found)}")
+        say(f"saved: {record_ratings(found)}")
 
 
 def _name(run: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from headwise.lab.options import Beams, LengthPenalty, require_known
+from headwise.lab.output import say
 from headwise.lab.stopping import stoppable
 from headwise.lab.streams import choose_window, standard_streams
 
@@ -50,7 +51,7 @@ def download(
     require_known("corpus", corpus, CORPORA)
     with stoppable("stopped; give the same command again to resume.", [out]):
         fetch_corpus(CORPORA[corpus], out, progress=True)
-    typer.echo(f"{corpus} is in {out}, for headwise compare translation --data {out}")
+    say(f"{corpus} is in {out}, for headwise compare translation --data {out}")
 
 
 COMMANDS = (download, translate)

@@ -1,0 +1,126 @@
+"""The command `headwise compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.options import (
+    DataFolder,
+    Embeddings,
+    Folds,
+    Pipeline,
+    Pretrained,
+    ScaleName,
+    Sizes,
+    TaskName,
+    TrustRemoteCode,
+    Workers,
+    choose_scale,
+    parse_launch_options,
+    require_task,
+)
+from headwise.lab.output import end_with, print_file, printing_record, say, standard_console
+from headwise.lab.stopping import stoppable
+
+if TYPE_CHECKING:
+    from headwise.lab.compare import Comparison
+    from headwise.lab.experiment.arm import Arm
+
+DEFAULT_ARMS = "plain,smooth,svgd,output,trunk,em"
+
+
+@printing_record
+def compare(
+    task: TaskName,
+    arms: Annotated[str, typer.Option(help="Arms, e.g. plain,svgd:alpha=0.5,output+em.")] = DEFAULT_ARMS,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also run the controls of these arms, without which they get no verdict.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 3,
+    scale: ScaleName = "demo",
+    data: DataFolder = None,
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
+    trust_remote_code: TrustRemoteCode = False,
+    folds: Folds = None,
+    sizes: Sizes = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")
+    ] = None,
+    workers: Workers = None,
+    launcher: Annotated[str, typer.Option(help="Where runs execute: local, slurm (via submitit) or ray.")] = "local",
+    launch: Annotated[
+        list[str] | None,
+        typer.Option("--launch", metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu."),
+    ] = None,
+    redundancy: Annotated[
+        bool, typer.Option("--redundancy", help="Also score the test set without each head.")
+    ] = False,
+    step_time: Annotated[
+        bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
+    ] = False,
+) -> None:
+    """Train every arm with every seed, show the table and write report.html; run again to resume."""
+    require_task(task)
+    from headwise.lab.compare import RESULTS, Comparison
+    from headwise.lab.compare import compare as run
+    from headwise.lab.experiment.arm_text import parse_arms
+    from headwise.lab.jobs.launchers import Launcher
+    from headwise.lab.jobs.pool import count_workers
+
+    if seeds < 1:
+        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
+    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), None, pretrained, trust_remote_code)
+    chosen = choose_scale(task, options)
+    asked = tuple(parse_arms(arms))
+    missing = find_missing_controls(asked)
+    comparison = Comparison(
+        task,
+        (*asked, *missing) if controls else asked,
+        tuple(range(seeds)),
+        chosen,
+        out or Path("runs") / f"{task}-{chosen.name}",
+        data,
+        count_workers() if workers is None else workers,
+        options=options,
+        launcher=Launcher(launcher, parse_launch_options(launch or ())),
+    )
+    if missing and not controls:
+        say(describe_missing(comparison, missing))
+    with stoppable(folders=[comparison.out]):
+        failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
+    print_file(comparison.out / RESULTS)
+    end_with(failures)
+
+
+def find_missing_controls(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
+    """Return the controls of arms that are not among them; a control of other arms needs none of its own."""
+    from headwise.lab.experiment.arm_text import parse_arm
+
+    names = {arm.name for arm in arms}
+    serving = {arm.control for arm in arms}
+    wanted = dict.fromkeys(arm.control for arm in arms if arm.control not in names and arm.name not in serving)
+    return tuple(parse_arm(name) for name in wanted if name is not None)
+
+
+def describe_missing(comparison: Comparison, missing: tuple[Arm, ...]) -> str:
+    """Return which arms will have no verdict, what --controls would add and, if runs here tell, how long it takes."""
+    from headwise.lab.compare import estimate_minutes
+
+    names = {arm.name for arm in missing}
+    without = [f"{arm.name} (needs {arm.control})" for arm in comparison.arms if arm.control in names]
+    runs = len(missing) * len(comparison.seeds)
+    minutes = estimate_minutes(comparison, missing)
+    time = f" or about {minutes:.0f} min" if minutes is not None else ""
+    return (
+        f"no verdict without its control: {', '.join(without)}. --controls adds {', '.join(sorted(names))}: "
+        f"{runs} runs to these {len(comparison.arms) * len(comparison.seeds)}{time}."
+    )
+
+
+COMMANDS = (compare,)
