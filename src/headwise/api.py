@@ -61,6 +61,7 @@ from headwise.routing.modules import Gate, Residual
 from headwise.routing.save import load, save
 from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
+from headwise.shrinking.merge import MergeStep, Merging, merge
 from headwise.shrinking.prune import Pruning, prune
 from headwise.strength import Relative, Target
 
@@ -115,6 +116,8 @@ __all__ = [
     "MapCosine",
     "MaskError",
     "Median",
+    "MergeStep",
+    "Merging",
     "MixtureOfHeads",
     "NormalizedRBF",
     "NotFired",
@@ -168,6 +171,7 @@ __all__ = [
     "load",
     "load_report",
     "measure",
+    "merge",
     "mix_heads",
     "nn",
     "plots",

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 # In a module's own dictionary, so that copies and pickles keep it.
 MARK = "_headwise_sizes"
+# What the attention functions of transformers look for on a module: how many query heads share a key/value head.
+GROUPS = "num_key_value_groups"
 
 
 def resize(module: nn.Module, sizes: Mapping[str, int]) -> Callable[[], None]:
@@ -23,7 +25,7 @@ def resize(module: nn.Module, sizes: Mapping[str, int]) -> Callable[[], None]:
     (6, {})
     """
     own = vars(module)
-    before = {name: getattr(module, name) for name in sizes}
+    before = {name: getattr(module, name, None) for name in sizes}
     noted = own.get(MARK)
     for name, value in sizes.items():
         setattr(module, name, value)
@@ -31,7 +33,10 @@ def resize(module: nn.Module, sizes: Mapping[str, int]) -> Callable[[], None]:
 
     def undo() -> None:
         for name, value in before.items():
-            setattr(module, name, value)
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
         if noted is None:
             own.pop(MARK, None)
         else:

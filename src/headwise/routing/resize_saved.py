@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.nn.resized import resize, set_data
+from headwise.nn.resized import GROUPS, resize, set_data
 from headwise.routing.saved import REMEDY, Saved
 
 
@@ -23,7 +23,7 @@ def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]
     try:
         for name, sizes in saved.sizes.items():
             module = _find_module(saved, model, name)
-            wrong = [key for key in sizes if type(vars(module).get(key)) is not int]
+            wrong = [key for key in sizes if type(vars(module).get(key, 1 if key == GROUPS else None)) is not int]
             if wrong:
                 raise DataError(
                     f"{saved.path}: {name[:60]}.{wrong[0][:60]} is no number of heads or features of a "

@@ -73,3 +73,8 @@ def _configure(
                 f"{obstacles[0]}; leave equally many heads in every layer."
             )
     return plans
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a model, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -44,12 +44,12 @@ class KeyFreedom:
             raise SettingError(f"rotary is {self.rotary}; expected an even number of features, or 0.")
 
     def __str__(self) -> str:
-        turning = {"general": "one angle and scale", "rigid": "one angle", "signs": "one sign"}[self.kind]
-        still = {"general": "any invertible map", "rigid": "rotations", "signs": "signs"}[self.kind]
+        turning = {"general": "an angle and a scale", "rigid": "an angle", "signs": "a sign"}[self.kind]
+        still = {"general": "any invertible matrix", "rigid": "any rotation", "signs": "a sign per feature"}[self.kind]
         if not self.rotary:
-            return f"{still} (no rotary positions)"
+            return still
         order = "interleaved" if self.interleaved else "half-split"
-        return f"{turning} for each of {self.rotary // 2} {order} pairs; {still} of what does not turn"
+        return f"{turning} for each of {self.rotary // 2} {order} pairs"
 
     def pairs(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first and the second feature of each pair, and the features that do not turn."""

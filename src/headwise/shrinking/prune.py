@@ -11,7 +11,7 @@ from headwise.heads.arrangement import KNOWN
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
-from headwise.shrinking.cut_model import cut_model
+from headwise.shrinking.cut_model import count_parameters, cut_model
 from headwise.shrinking.prune_cuts import collect_cuts, list_gone
 from headwise.shrinking.prune_optimizer import require_optimizer
 from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
@@ -110,7 +110,7 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
     for site in removed:
         require_prunable(heads, site, removed)
         _require_known(site, proved=inputs is not None)
-    before = _count_parameters(heads.model)
+    before = count_parameters(heads.model)
     counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
     # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds
     for site in removed:
@@ -128,7 +128,7 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
     return Pruning(
         {site.name: gone for site, gone in removed.items()},
         {site.name: counts[site][0] for site in removed},
-        (before, _count_parameters(heads.model)),
+        (before, count_parameters(heads.model)),
         stock,
         heads.model,
     )
@@ -181,7 +181,3 @@ def _require_known(site: Site, *, proved: bool) -> None:
             f"{site.label} is a {type(site.module).__name__} of {origin}, and only a call shows whether its code "
             "works with fewer heads; pass inputs=..., what the model is called with."
         )
-
-
-def _count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

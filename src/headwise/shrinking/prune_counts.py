@@ -7,10 +7,11 @@ from torch import nn
 from headwise.heads.heads import Site
 from headwise.heads.irregular import list_functions
 from headwise.heads.layout_steps import HEAD_SIZE, NUM_HEADS
+from headwise.nn.resized import GROUPS
 
 QUERY_COUNTS = (*NUM_HEADS, "num_query_heads", "encoder_attention_heads", "decoder_attention_heads", "attention_heads")
 KEY_COUNTS = ("num_key_value_heads", "key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
-RATIOS = ("num_key_value_groups", "n_rep", "num_kv_groups")
+RATIOS = (GROUPS, "n_rep", "num_kv_groups")
 # The width of all heads together.
 WIDTHS = ("all_head_size", "inner_dim", "split_size", "attn_dim")
 HEAD_SIZES = (*HEAD_SIZE, "d_kv")
@@ -31,6 +32,16 @@ def list_counts(site: Site, heads: int, groups: int) -> Iterator[tuple[nn.Module
         changed = {name: value for name, value in changed.items() if value != getattr(module, name)}
         if changed:
             yield module, changed
+    if groups < heads and not counts_groups(site):
+        # the attention functions of transformers ask every module for it
+        yield site.module, {GROUPS: heads // groups}
+
+
+def counts_groups(site: Site) -> bool:
+    """Return whether a module of a site counts key/value heads apart from query heads."""
+    return any(
+        type(vars(module).get(name)) is int for module in site.module.modules() for name in (*RATIOS, *KEY_COUNTS)
+    )
 
 
 def find_configured_count(site: Site) -> str | None:

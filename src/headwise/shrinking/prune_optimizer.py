@@ -1,6 +1,7 @@
 """The state of an optimizer after its parameters were cut."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def require_optimizer(optimizer: Any) -> None:
         )
 
 
-def cut_states(optimizer: Any, cuts: list[Cut]) -> None:
+def cut_states(optimizer: Any, cuts: Sequence[Cut]) -> None:
     """Cut the state of each parameter as the parameter; what cannot be cut is dropped, with a warning.
 
     Call it after the cuts are applied. Moments shaped like the parameter keep the entries that stay; a step count stays

@@ -40,7 +40,7 @@ MERGED = Change(
     "these heads merged",
     "{} with each of them in the place of several",
     "its code reads key and value heads in a way that is not known",
-    "leave its heads as they are",
+    "leave its heads as they are, or load a model of transformers with attn_implementation='sdpa'",
 )
 
 

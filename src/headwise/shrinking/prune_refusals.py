@@ -101,15 +101,20 @@ def _find_parts(site: Site, gone: Sequence[int]) -> str | None:
 
 def _find_shared_table(heads: Heads, site: Site, removed: Removed) -> str | None:
     """Return why the other layers of a stack must lose the same heads: they get their position biases of one table."""
-    alike = _list_alike(heads, site)
-    owners = _list_tables(alike)
-    shares = hasattr(site.module, _HELD) and len(owners) < len(alike)
-    if not shares or len({tuple(removed.get(other, ())) for other in alike}) == 1:
+    owner, alike = find_table_owner(heads, site), _list_alike(heads, site)
+    if owner is None or len({tuple(removed.get(other, ())) for other in alike}) == 1:
         return None
     return (
-        f"has the position biases of {(owners or alike)[0].label}, as have the other layers of {site.stack}, so all of "
+        f"has the position biases of {owner.label}, as have the other layers of {site.stack}, so all of "
         f"them must lose the same heads: {{{', '.join(f'{other.name!r}: [...]' for other in alike[:2])}, ...}}."
     )
+
+
+def find_table_owner(heads: Heads, site: Site) -> Site | None:
+    """Return the site whose table of position biases several layers share, a site among them; None without one."""
+    alike = _list_alike(heads, site)
+    owners = _list_tables(alike)
+    return (owners or alike)[0] if hasattr(site.module, _HELD) and len(owners) < len(alike) else None
 
 
 def _list_alike(heads: Heads, site: Site) -> list[Site]:

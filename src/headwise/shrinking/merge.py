@@ -1,0 +1,323 @@
+"""Key and value heads merged: multi-head attention becomes grouped or multi-query attention, with a smaller cache."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import SettingError, require_boolean, require_choice
+from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.printed import LINES, align, shorten
+from headwise.nn.compiled import without_wrappers
+from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.grouping import Groups
+from headwise.shrinking.key_freedom import ALIGNMENTS, Alignment
+from headwise.shrinking.merge_freedom import Freedom, find_freedoms
+from headwise.shrinking.merge_heads import GROUPINGS, Grouping, Way, keep_first, make_alike, remember
+from headwise.shrinking.merge_moments import (
+    Batch,
+    Wanted,
+    assume_inputs,
+    join_output,
+    measure_inputs,
+    measure_outputs,
+    record_wanted,
+    write_output,
+)
+from headwise.shrinking.merge_refusals import require_mergeable
+from headwise.shrinking.prune_cuts import collect_cuts
+from headwise.shrinking.prune_optimizer import require_optimizer
+from headwise.shrinking.prune_proof import MERGED, require_equal, run
+from headwise.shrinking.refit import refit_output
+from headwise.shrinking.reload_stock import Counts
+
+
+@dataclass(frozen=True)
+class MergeStep:
+    """One way of merging that was tried.
+
+    Attributes:
+        way: What was done.
+        score: What `score` gave; None where there was none.
+        error: Mean over attentions of |y - y0|^2 / |y0|^2 on the calibration batches, of what W_O gives with the heads
+            merged and before; None without batches.
+    """
+
+    way: str
+    score: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What `merge` did.
+
+    Attributes:
+        groups: For each attention, by its name, the key/value heads that became one; numbers from before.
+        heads: Query heads and key/value heads that each of these attentions has now.
+        free: What was found to be free in the keys and values of each, and was used to align them.
+        steps: The ways that were tried, from averaging as it is to what was done; the whole model first.
+        parameters: The number of parameters of the model before and after.
+        cache: Bytes that the keys and values of one token take in the model's cache, before and after; of all
+            attentions, and where each keeps all tokens.
+        stock: Why transformers alone cannot load the model, so that it is saved for `hw.load`; None where it can.
+        model: The model.
+    """
+
+    groups: dict[str, Groups]
+    heads: dict[str, tuple[int, int]]
+    free: dict[str, str]
+    steps: tuple[MergeStep, ...]
+    parameters: tuple[int, int]
+    cache: tuple[int, int]
+    stock: str | None
+    model: nn.Module = field(repr=False)
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {name}: {' + '.join('(' + ', '.join(map(str, group)) + ')' for group in groups)}; {self.free[name]}"
+            for name, groups in self.groups.items()
+        ]
+        first, left_out, last = shorten(rows, LINES - 4 - len(self.steps))
+        middle = [f"  ... {left_out} more attentions ..."] if left_out else []
+        before, after = self.parameters
+        title = (
+            f"key/value heads of {len(self.groups)} attentions merged; {after:,} of {before:,} parameters left, "
+            f"{self.cache[1]:,} of {self.cache[0]:,} bytes of cache per token"
+        )
+        loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
+        return "\n".join([title, *first, *middle, *last, *self._list_steps(), *loading])
+
+    def _list_steps(self) -> list[str]:
+        scored = any(step.score is not None for step in self.steps)
+        if not scored and not any(step.error is not None for step in self.steps):
+            return []
+        whole = self.steps[0].score
+        table = [("way", *(("score", "lost") if scored else ()), "error of outputs")]
+        for step in self.steps:
+            lost = "" if whole is None or step.score is None else f"{whole - step.score:+.4f}"
+            score = (f"{step.score:.4f}", lost) if step.score is not None else ()
+            table.append((step.way, *score, "" if step.error is None else f"{step.error:.4f}"))
+        return align(table)
+
+
+def merge(
+    heads: Heads,
+    groups: int,
+    *,
+    batches: Iterable[Batch] | None = None,
+    alignment: Alignment = "low_rank",
+    grouping: Grouping = "similarity",
+    refit: bool = True,
+    score: Callable[[], float | Tensor] | None = None,
+    optimizer: Any = None,
+) -> Merging:
+    """Merge the key/value heads of attentions into fewer ones, in place, so that several query heads share one.
+
+    Multi-head attention becomes grouped-query attention (Ainslie et al. 2023), or multi-query attention with one group;
+    grouped queries become fewer groups. The cache of keys and values then takes g / G of its bytes. Ainslie et al.
+    average heads as they are. Here they are aligned first, by what leaves the model as it is:
+
+    - values v -> v A with W_O -> W_O A^-T, for any invertible A;
+    - keys k -> k B with queries q -> q B^-T. Without positions in the keys B is any invertible matrix; with rotary
+      ones, one complex number for each pair of features; with a norm of queries and keys, one sign or angle a pair.
+
+    How much is free is found out for each attention by experiments on one call, as in `hw.verify`, and told. One head
+    u = sum_i y_i F_i then takes the place of the heads y_i of a group, and what read y_i reads u G_i^T. With
+    alignment "low_rank" F and G are those of least squared error over all choices (for keys within what is free: one
+    complex number per pair), weighted by what reads each head; "orthogonal" averages heads after rotations (generalized
+    Procrustes analysis); "none" averages as they are. Then W_O is fitted to what the attention gave before, by ridge
+    regression toward the given W_O, layer by layer, each with the layers below it merged.
+
+    Where the configuration of a transformers model can say it (Llama, Mistral, Qwen, Gemma, Phi-3 and others, all
+    layers merged), `save_pretrained` and `from_pretrained` work without headwise; otherwise the folder is for
+    `hw.load`. BERT and its kin run merged under attn_implementation="sdpa", and raise under "eager".
+
+    Query heads move where groups are not of neighbors. Find heads again afterwards. Refused are attentions whose code
+    takes no fewer key/value heads than query heads, latent attention, norms over all heads or of each one, positions
+    that depend on the number of a head, tied weights, and layers with adapters, aggregators or shards.
+
+    Args:
+        heads: The sites, from `find_heads`.
+        groups: Key/value heads g of each attention afterwards; a divisor of what each has now.
+        batches: Calibration inputs of the model, each a tensor, a tuple of positional arguments or a mapping of names:
+            some thousand tokens, text of the kind the model is used on. None takes inputs for white noise and fits no
+            W_O; it is for models of transformers, as others need a call for the experiments.
+        alignment: "low_rank", "orthogonal" or "none".
+        grouping: "similarity" puts heads together that one head can replace best; "order" puts neighbors together.
+        refit: Whether W_O is fitted anew; needs `batches`.
+        score: Runs the model on the user's data and returns its score, the larger the better; called for the whole
+            model and for each way of merging that leads to the one wanted: averaging as it is, with and without a
+            refit, aligning, grouping. None tries no other way.
+        optimizer: The optimizer that trains the model. The state of parameters that are rewritten begins anew.
+
+    Returns:
+        What was merged, with the cost of each step.
+
+    Raises:
+        SettingError: `groups` is no smaller divisor, a setting is unknown, or batches are needed and there are none.
+        LayoutError: Heads cannot be merged there. The model is then as it was.
+
+    Example:
+        >>> import headwise as hw
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=4, **sizes)).eval()
+        >>> merging = hw.merge(hw.find_heads(model), 2, batches=[torch.randint(61, (4, 16)) for _ in range(3)])
+        >>> merging.cache, merging.heads["model.layers.0.self_attn"], model.config.num_key_value_heads
+        ((512, 256), (4, 2), 2)
+    """
+    require_heads(heads)
+    require_optimizer(optimizer)
+    require_choice("alignment", alignment, ALIGNMENTS)
+    require_choice("grouping", grouping, GROUPINGS)
+    require_boolean("refit", refit)
+    require_mergeable(heads, groups, moves=grouping != "order")
+    calibration = None if batches is None else [_settle(batch) for batch in batches]
+    if calibration == []:
+        raise SettingError("batches is empty; expected calibration inputs of the model, or None.")
+    way = Way(alignment, grouping, refit and calibration is not None)
+    with without_wrappers(heads.model), torch.no_grad():
+        return _merge(heads, groups, way, calibration, score, optimizer)
+
+
+def _merge(
+    heads: Heads,
+    groups: int,
+    way: Way,
+    batches: list[Batch] | None,
+    score: Callable[[], float | Tensor] | None,
+    optimizer: Any,
+) -> Merging:
+    sites = list(heads)
+    shown = _find_dummy(heads.model) if batches is None else batches[0]
+    merger = _Merger(sites, groups, find_freedoms(sites, shown), batches)
+    cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=False)
+    restore = remember(sites)
+    steps = [MergeStep("whole model", None if score is None else float(score()), None if batches is None else 0.0)]
+    try:
+        if score is not None:
+            for other in _list_ways(way):
+                _, error = merger.write(other)
+                steps.append(MergeStep(str(other), float(score()), error))
+                restore()
+        chosen, error = merger.write(way)
+        steps.append(MergeStep(str(way), None if score is None else float(score()), error))
+        expected = run(heads.model, shown)
+        counts = {site: _count(site, groups if site in chosen else site.key_value_heads) for site in heads.found}
+        sizes = {site: _count_bytes(site) for site in heads.found}
+        before = count_parameters(heads.model), sum(size * site.key_value_heads for site, size in sizes.items())
+
+        def prove() -> None:
+            require_equal(heads.model, expected, shown, MERGED)
+
+        stock = cut_model(heads.model, cuts, counts, sites, None, prove)
+    except BaseException:
+        restore()
+        raise
+    _forget(sites, optimizer)
+    return Merging(
+        {site.name: found for site, found in chosen.items()},
+        {site.name: counts[site][:2] for site in sites},
+        {site.name: str(merger.freedoms[site]) for site in sites},
+        tuple(steps),
+        (before[0], count_parameters(heads.model)),
+        (before[1], sum(size * counts[site][1] for site, size in sizes.items())),
+        stock,
+        heads.model,
+    )
+
+
+class _Merger:
+    """Writes weights of merged heads into sites, one way or another.
+
+    Args:
+        sites: The attentions, in the order in which the model runs them.
+        groups: Key/value heads of each afterwards.
+        freedoms: What is free in each.
+        batches: Calibration inputs, or None.
+    """
+
+    def __init__(
+        self, sites: Sequence[Site], groups: int, freedoms: Mapping[Site, Freedom], batches: Sequence[Batch] | None
+    ) -> None:
+        self.sites, self.groups, self.freedoms, self.batches = sites, groups, freedoms, batches
+        self._wanted: dict[Site, Wanted] = {} if batches is None else record_wanted(sites, batches)
+
+    def write(self, way: Way) -> tuple[dict[Site, Groups], float | None]:
+        """Make the heads of each group alike, site by site, and return the groups and the mean error of outputs."""
+        chosen: dict[Site, Groups] = {}
+        errors = []
+        for site in self.sites:
+            moments = assume_inputs(site) if self.batches is None else measure_inputs(site, self.batches)
+            chosen[site] = make_alike(site, self.groups, way, self.freedoms[site], moments)
+            if self.batches is not None:
+                errors.append(self._fit(site, self.batches, refit=way.refit))
+        return chosen, sum(errors) / len(errors) if errors else None
+
+    def _fit(self, site: Site, batches: Sequence[Batch], *, refit: bool) -> float:
+        fit = measure_outputs(site, self._wanted[site], batches)
+        weight = join_output(site)
+        if refit:
+            weight = refit_output(fit.moments, fit.products, weight)
+            write_output(site, weight.unflatten(1, (site.num_heads, -1)).movedim(0, 1))
+        return fit.measure_error(weight)
+
+
+def _list_ways(way: Way) -> list[Way]:
+    """Return the ways that lead to one: each step by itself, and the refit after plain averaging."""
+    ways = [Way("none", "order", False)]
+    if way.refit:
+        ways.append(Way("none", "order", True))
+    ways += [Way(one, "order", False) for one in ALIGNMENTS[1 : ALIGNMENTS.index(way.alignment) + 1]]
+    if way.grouping == "similarity":
+        ways.append(Way(way.alignment, "similarity", False))
+    return [one for one in dict.fromkeys(ways) if one != way]
+
+
+def _settle(batch: Batch) -> Batch:
+    """Return a batch as positional or named arguments."""
+    if isinstance(batch, Tensor):
+        return (batch,)
+    if isinstance(batch, Mapping | Sequence) and not isinstance(batch, str):
+        return batch
+    raise SettingError(
+        f"a batch is a {type(batch).__name__}; expected a tensor, a tuple of positional arguments, or a mapping of "
+        "arguments by name."
+    )
+
+
+def _find_dummy(model: nn.Module) -> Batch:
+    """Return inputs with which a model of transformers can be called."""
+    dummy: Any = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummy, Mapping):
+        raise SettingError(
+            f"what is free in the heads of a {type(model).__name__} is found out by calling it; pass batches=[...], "
+            "what it is called with."
+        )
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+
+
+def _count(site: Site, groups: int) -> Counts:
+    return site.num_heads, groups, site.slices[0].head_size
+
+
+def _count_bytes(site: Site) -> int:
+    """Return the bytes of one key and value."""
+    sizes = sum(head_slice.head_size for head_slice in site.slices if head_slice.projection in ("key", "value"))
+    return sizes * site.slices[-1].parts[0].parameter.element_size()
+
+
+def _forget(sites: Iterable[Site], optimizer: Any) -> None:
+    """Drop the gradients and the optimizer's state of parameters that hold merged heads: they are of other weights."""
+    for site in sites:
+        for part in (*site.parts, *(() if site.output is None else (site.output,))):
+            for owner, attribute in ((part.owner, part.attribute), (part.bias_owner or part.owner, part.bias or "")):
+                parameter = owner._parameters.get(attribute)
+                if parameter is not None:
+                    parameter.grad = None
+                    if optimizer is not None:
+                        optimizer.state.pop(parameter, None)

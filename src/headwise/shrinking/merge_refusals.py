@@ -1,0 +1,83 @@
+"""Attentions whose key and value heads cannot be merged."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headwise.errors import LayoutError, SettingError, require_integer
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Heads, Site
+from headwise.shrinking.grouping import group_in_order
+from headwise.shrinking.prune_beside import list_beside
+from headwise.shrinking.prune_counts import counts_groups
+from headwise.shrinking.prune_refusals import find_obstacle, find_table_owner
+
+
+def require_mergeable(heads: Heads, groups: int, *, moves: bool) -> None:
+    """Raise unless the key/value heads of all sites can become `groups` ones.
+
+    Args:
+        heads: The sites.
+        groups: Key/value heads of each afterwards.
+        moves: Whether query heads may move to other places.
+
+    Raises:
+        SettingError: A site has no more key/value heads than that, or a number that does not divide into it.
+        LayoutError: Its code takes no fewer, or something of it belongs to each key/value head.
+    """
+    require_integer("groups", groups, low=1)
+    for site in heads:
+        if groups >= site.key_value_heads:
+            raise SettingError(
+                f"groups is {groups}, and {site.label} has {site.key_value_heads} key/value heads; expected fewer."
+            )
+        reason = find_obstacle(heads, site) or _find_form(site)
+        if reason is not None:
+            raise LayoutError(f"{site.label} ({type(site.module).__name__}) {reason}")
+        owner = find_table_owner(heads, site) if moves else None
+        if owner is not None:
+            raise LayoutError(
+                f"{site.label} has the position biases of {owner.label}, as have the other layers of {site.stack}, so "
+                'its query heads must stay where they are; use grouping="order".'
+            )
+        group_in_order(site.key_value_heads, groups)
+        _require_own(heads.found, site)
+
+
+def _find_form(site: Site) -> str | None:
+    if len(site.slices) != 3 or not (counts_groups(site) or type(site.module).__module__.startswith("transformers.")):
+        return (
+            "has a key/value head for each query head, and its code takes no fewer; merging is for attentions with "
+            "grouped queries, such as those of Llama, Mistral, Qwen and Gemma. hw.prune removes heads there."
+        )
+    query, key, value = site.slices
+    if query.head_size != key.head_size or any(part.module is None for part in site.parts):
+        return "makes queries and keys in several parts (latent attention), of which only some are heads."
+    for part in (*site.parts, *(() if site.output is None else (site.output,))):
+        if part.lora is not None:
+            return "has LoRA adapters: merge them into the weight first."
+        if is_sharded(part.parameter):
+            return "is sharded over processes; heads are merged in whole weights."
+    own = [name for name, _, _, units in list_beside(site, proved=False) if units == "key"]
+    if own:
+        return f"has {own[0]}, of which each key/value head has a part of its own, so that they cannot become one."
+    if value.head_size != site.head_size:
+        return f"has values of {value.head_size} features and gives W_O {site.head_size} of each head."
+    return None
+
+
+def _require_own(found: Sequence[Site], site: Site) -> None:
+    """Raise `LayoutError` where a weight is another attention's too."""
+    held = Counter(
+        id(parameter)
+        for other in found
+        for parameter in {id(part.parameter): part.parameter for part in _list_parts(other)}.values()
+    )
+    shared = next((part.name for part in _list_parts(site) if held[id(part.parameter)] > 1), None)
+    if shared is not None:
+        raise LayoutError(
+            f"{shared} is another attention's too, and what merges heads in one is not right in the other."
+        )
+
+
+def _list_parts(site: Site):
+    return [part for part in (*site.parts, *(() if site.output is None else (site.output,))) if part.obstacle is None]

@@ -1,0 +1,248 @@
+"""Key and value heads become fewer: exactly where they are copies, with little loss where they are not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.shrinking.key_freedom import KeyFreedom
+from headwise.shrinking.merge_freedom import find_freedoms
+from headwise.shrinking.merge_heads import Way, make_alike
+from headwise.shrinking.merge_moments import measure_inputs
+from shrinking.cutting import apart, float64
+from shrinking.drawn_heads import draw
+from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, plant, tokens
+
+__all__ = ["float64"]
+
+FREE = {kind: KeyFreedom(SIZE, kind="signs" if kind == "Qwen3" else "general") for kind in KINDS}
+
+
+@torch.no_grad()
+def logits(model: Any, seed: int = 9) -> torch.Tensor:
+    return model(tokens(seed)).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_grouped_queries_are_recovered_whatever_their_heads_were_turned_and_shuffled_by(kind: str, float64):
+    planted = build(kind).double()
+    whole = plant(planted, kind, key=FREE[kind], value=KeyFreedom(0), shuffled=True)
+    float64()
+    wanted = logits(planted)
+    assert apart([wanted], [logits(whole)]) < 1e-12
+    naive = copy.deepcopy(whole)
+    merging = hw.merge(hw.find_heads(whole), GROUPS, batches=[tokens(0), tokens(1)])
+    assert apart([wanted], [logits(whole)]) < 1e-8
+    assert merging.heads == {f"model.layers.{layer}.self_attn": (HEADS, GROUPS) for layer in range(2)}
+    assert merging.groups["model.layers.0.self_attn"] == ((0, 2, 5, 6), (1, 3, 4, 7))
+    assert float(merging.steps[-1].error or 0) < 1e-12
+    hw.merge(hw.find_heads(naive), GROUPS, batches=[tokens(0)], alignment="none", grouping="similarity", refit=False)
+    assert apart([wanted], [logits(naive)]) > 0.5
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("rigid", True), ("general", False)])
+def test_rotations_bring_turned_heads_together_and_not_stretched_ones(kind: Any, exact: bool, float64):
+    planted = build("Llama").double()
+    whole = plant(planted, "Llama", key=KeyFreedom(SIZE, kind=kind), value=KeyFreedom(0, kind=kind))
+    float64()
+    hw.merge(hw.find_heads(whole), GROUPS, batches=[tokens(0)], alignment="orthogonal", grouping="order", refit=False)
+    assert (apart([logits(planted)], [logits(whole)]) < 1e-8) is exact
+
+
+def test_weights_alone_recover_planted_heads_too(float64):
+    planted = build("Qwen2").double()
+    whole = plant(planted, "Qwen2", key=FREE["Qwen2"], value=KeyFreedom(0), shuffled=True)
+    float64()
+    merging = hw.merge(hw.find_heads(whole), GROUPS)
+    assert apart([logits(planted)], [logits(whole)]) < 1e-8
+    assert [step.error for step in merging.steps] == [None, None]
+
+
+def test_identical_heads_of_grouped_queries_become_fewer_groups_without_loss(float64):
+    model = build("Llama", 4).double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                heads = projection.weight.unflatten(0, (4, SIZE))
+                heads[[3, 1]] = heads[[0, 2]].clone()
+    float64()
+    wanted = logits(model)
+    merging = hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])
+    assert merging.groups["model.layers.1.self_attn"] == ((0, 3), (1, 2))
+    assert apart([wanted], [logits(model)]) < 1e-10
+    # one head for all keeps another function
+    hw.merge(hw.find_heads(model), 1, batches=[tokens(0)])
+    assert apart([wanted], [logits(model)]) > 1e-2
+    assert hw.find_heads(model).sites[0].key_value_heads == 1
+
+
+def test_what_makes_heads_alike_is_what_the_merged_model_computes(float64):
+    model, twin = build("Gemma", HEADS).double(), build("Gemma", HEADS).double()
+    float64()
+    sites = list(hw.find_heads(twin))
+    freedoms = find_freedoms(sites, (tokens(0),))
+    way = Way("low_rank", "similarity", False)
+    with torch.no_grad():
+        for site in sites:
+            make_alike(site, 4, way, freedoms[site], measure_inputs(site, [(tokens(0),)]))
+    hw.merge(hw.find_heads(model), 4, batches=[tokens(0)], refit=False)
+    assert apart([logits(twin)], [logits(model)]) < 1e-12
+
+
+def test_padding_does_not_count():
+    short, long = tokens(0, length=15), tokens(0, length=24)
+    keep = torch.ones_like(long)
+    keep[:, 15:] = 0
+    long[:, :15] = short
+    found = []
+    for batch in ({"input_ids": short}, {"input_ids": long, "attention_mask": keep}):
+        model = build("Llama", HEADS)
+        hw.merge(hw.find_heads(model), 2, batches=[batch])
+        found.append(logits(model))
+    assert apart(found[:1], found[1:]) < 1e-4
+    model = build("Llama", HEADS)
+    hw.merge(hw.find_heads(model), 2, batches=[{"input_ids": long}])
+    assert apart(found[:1], [logits(model)]) > 1e-2
+
+
+def test_each_step_is_told_and_the_refit_after_plain_averaging_is_one_of_them():
+    model = plant(build("Llama"), "Llama", key=FREE["Llama"], value=KeyFreedom(0), shuffled=True)
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.add_(draw(*parameter.shape), alpha=0.02)
+    batch = tokens(0, batch=8)
+
+    def score() -> float:
+        with torch.no_grad():
+            return -float(model(batch, labels=batch).loss)
+
+    before = score()
+    merging = hw.merge(hw.find_heads(model), 2, batches=[batch], score=score)
+    assert [step.way for step in merging.steps] == [
+        "whole model",
+        "averaged as they are, neighbors",
+        "averaged as they are, neighbors, W_O refitted",
+        "aligned and averaged, neighbors",
+        "closed form, neighbors",
+        "closed form, groups of similar heads",
+        "closed form, groups of similar heads, W_O refitted",
+    ]
+    errors = [float(step.error or 0) for step in merging.steps]
+    assert errors[0] == 0
+    assert errors[6] < errors[5] < 0.5 * errors[4]
+    assert errors[4] < errors[1]
+    assert errors[6] < 0.5 * errors[2] < 0.5 * errors[1]
+    assert merging.steps[0].score == before
+    assert merging.steps[-1].score == pytest.approx(score(), abs=1e-6)
+    printed = str(merging)
+    assert "averaged as they are, neighbors, W_O refitted" in printed
+    assert "256 of 1,024 bytes of cache per token" in printed
+    assert f"{before:.4f}" in printed
+
+
+def test_the_cache_holds_as_many_bytes_as_there_are_heads():
+    model = build("Qwen3", HEADS)
+
+    def count() -> int:
+        with torch.no_grad():
+            layers = model(tokens(0), use_cache=True).past_key_values.layers
+        return sum(one.nbytes for layer in layers for one in (layer.keys, layer.values))
+
+    before = count()
+    merging = hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])
+    after = count()
+    assert (before, after) == tuple(4 * 24 * size for size in merging.cache)
+    assert after * HEADS == before * 2
+
+
+def test_training_goes_on_and_the_state_of_rewritten_weights_begins_anew():
+    model = build("Llama", HEADS).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(tokens(0), labels=tokens(0)).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    step()
+    hw.merge(hw.find_heads(model), 2, batches=[tokens(0)], optimizer=optimizer)
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight not in optimizer.state
+    assert attention.o_proj.weight.grad is None
+    assert optimizer.state[model.model.layers[0].mlp.up_proj.weight]["step"] == 1
+    assert step() > step()
+    assert optimizer.state[attention.k_proj.weight]["exp_avg"].shape == (2 * SIZE, 32)
+    assert model.training
+
+
+def test_a_model_that_cannot_be_merged_is_as_it_was():
+    model = build("Llama", HEADS)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    # counts on the features it was built with
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda _m, _i, output: output.view(4, 24, 64))
+    with pytest.raises(hw.LayoutError, match=r"cannot run with these heads merged .* The model is as it was; leave"):
+        hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model.config.num_key_value_heads == HEADS
+    assert model.model.layers[0].self_attn.num_key_value_groups == 1
+    model.model.layers[1].self_attn.k_proj._forward_hooks.clear()
+
+    def fail() -> float:
+        if not torch.equal(
+            model.model.layers[0].self_attn.k_proj.weight, state["model.layers.0.self_attn.k_proj.weight"]
+        ):
+            raise RuntimeError("no score")
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="no score"):
+        hw.merge(hw.find_heads(model), 2, batches=[tokens(0)], score=fail)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def heads_of(kind: str = "Llama", key_value_heads: int = HEADS) -> hw.Heads:
+    return hw.find_heads(build(kind, key_value_heads))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": 3}, "8 heads do not make that many equal groups; expected one of 1, 2, 4"),
+        ({"groups": 8}, "groups is 8, and model.layers.0.self_attn has 8 key/value heads; expected fewer"),
+        ({"groups": 0}, "groups is 0; expected an integer"),
+        ({"alignment": "rotated"}, "alignment is 'rotated'"),
+        ({"grouping": "random"}, "grouping is 'random'"),
+        ({"refit": 2}, "refit is 2"),
+        ({"batches": []}, "batches is empty"),
+        ({"batches": ["text"]}, "a batch is a str; expected a tensor"),
+        ({"batches": [tokens(0)[:, :2]]}, "was called with sequences of 2 tokens; expected at least 3"),
+        ({"optimizer": 3}, "optimizer is a int"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
+    with pytest.raises(hw.SettingError, match=message):
+        hw.merge(heads_of(), **{"groups": 2, **settings})
+
+
+def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 1)
+    with pytest.raises(hw.LayoutError, match="its code takes no fewer; merging is for attentions with grouped queries"):
+        hw.merge(hw.find_heads(encoder), 2, batches=[torch.randn(2, 5, 8)])
+    with pytest.raises(hw.SettingError, match="expected heads of a model"):
+        hw.merge(encoder, 2)  # pyright: ignore[reportArgumentType]
+    tied = heads_of()
+    layers = tied.model.model.layers  # pyright: ignore[reportAttributeAccessIssue]
+    layers[1].self_attn.v_proj.weight = layers[0].self_attn.v_proj.weight
+    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is another attention's too"):
+        hw.merge(hw.find_heads(tied.model), 2)
+    import peft
+
+    adapted = peft.get_peft_model(build("Llama", HEADS), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(hw.LayoutError, match="has LoRA adapters: merge them into the weight first"):
+        hw.merge(hw.find_heads(adapted), 2, batches=[tokens(0)])
