@@ -18,7 +18,7 @@ MIXTURES = {
     "no shared head": hw.MixtureOfHeads(0, 2),
     "one shared head": hw.MixtureOfHeads(1, 3),
     "two shared heads": hw.MixtureOfHeads(2, 2),
-    "all heads": hw.MixtureOfHeads(2, 3),
+    "all heads": hw.MixtureOfHeads(2, None),
     "random choice": hw.MixtureOfHeads(2, 2, routing="random"),
 }
 
@@ -57,12 +57,11 @@ def test_mixture_gates_are_those_of_the_loop(name: str):
     shared = [[0.0] * WIDTH] * setting.shared if gates.shared is None else gates.shared.tolist()
     kinds = [] if gates.kinds is None else gates.kinds.tolist()
     fixed = None if gates.fixed is None else gates.fixed.tolist()
-    expected = [
-        mixture_gates_loop(row, gates.routed.tolist(), shared, kinds, setting.active, fixed) for row in x.tolist()
-    ]
+    active = HEADS - setting.shared if setting.active is None else setting.active
+    expected = [mixture_gates_loop(row, gates.routed.tolist(), shared, kinds, active, fixed) for row in x.tolist()]
     found = gates(x)
     torch.testing.assert_close(found.weights, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-14)
-    assert (found.weights > 0).sum(-1).tolist() == [setting.shared + setting.active] * TOKENS
+    assert (found.weights > 0).sum(-1).tolist() == [setting.shared + active] * TOKENS
     assert torch.equal(found.chosen, found.weights[:, setting.shared :] > 0)
     torch.testing.assert_close(found.shares, (x @ gates.routed.T).softmax(-1))
 
@@ -155,6 +154,8 @@ def test_settings_and_shapes_that_do_not_fit_are_refused():
         hw.MixtureOfHeads(1, 2, routing="hash")
     with pytest.raises(SettingError, match=r"balance is -0\.1"):
         hw.MixtureOfHeads(1, 2, balance=-0.1)
+    with pytest.raises(SettingError, match="uses 6 heads of an attention that has 5; lower shared or active"):
+        build_gates(hw.MixtureOfHeads(5, None), 5, SIZE, WIDTH)
     with pytest.raises(SettingError, match="uses 6 heads of an attention that has 5; lower shared or active"):
         build_gates(hw.MixtureOfHeads(2, 4), HEADS, SIZE, WIDTH)
     with pytest.raises(SettingError, match="active is 6"):

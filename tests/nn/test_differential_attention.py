@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.errors import LayoutError, SettingError
 from headwise.nn.difference import HeadDifference, pair_heads
 from headwise.nn.multihead import DifferentialAttention, MultiheadAttention
 from headwise.reference.attention import differential_heads
@@ -20,19 +21,19 @@ ALLOWED = torch.rand(2, HEADS, 5, 5, generator=torch.Generator().manual_seed(4))
 ALLOWED[1, 0, 2] = False
 
 
-def attention(**options: Any) -> DifferentialAttention:
+def attention(**options: Any) -> Any:
     """Return a module whose vectors and gain are not what they start from."""
     torch.manual_seed(0)
-    module = DifferentialAttention(WIDTH, HEADS, layer=LAYER, batch_first=True, **options).double()
+    module: Any = DifferentialAttention(WIDTH, HEADS, layer=LAYER, batch_first=True, **options).double()
     with torch.no_grad():
         for parameter in module.head_difference.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.5)
     return module
 
 
-def expected(module: MultiheadAttention, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def expected(module: Any, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in module._project(X, X, X))
-    difference: Any = module.head_difference
+    difference = module.head_difference
     return differential_heads(q, k, v, allowed, difference.vectors, difference.norm.weight, LAYER)
 
 
@@ -55,7 +56,7 @@ def test_it_computes_what_the_loop_says(observed: str, need_weights: bool):
     forbidden = (~ALLOWED).flatten(0, 1)
     with hw.Taps(hw.find_heads(module), outputs=True, **wanted[observed]) as taps:
         returned, own = module(X, X, X, attn_mask=forbidden, need_weights=need_weights, average_attn_weights=False)
-        (capture,) = taps.read()
+        capture: Any = taps.read()[0]
     close(capture.outputs.transpose(1, 2), outputs)
     close(returned, module.out_proj(outputs.transpose(1, 2).flatten(2)))
     assert not capture.outputs[1, 2, 0].any()
@@ -100,14 +101,15 @@ def test_the_control_has_one_map_of_the_whole_width_and_the_same_norm():
     normed = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain * (1 - module.head_difference.start)
     with hw.Taps(hw.find_heads(module), outputs=True) as taps:
         module(X, X, X)
-        close(taps.read()[0].outputs.transpose(1, 2), normed)
+        capture: Any = taps.read()[0]
+        close(capture.outputs.transpose(1, 2), normed)
     # four vectors of half a head
     assert sum(p.numel() for p in attention().parameters()) - sum(p.numel() for p in module.parameters()) == 2 * SIZE
 
 
 def test_paired_heads_are_differential_attention_with_the_same_projections():
     torch.manual_seed(0)
-    plain = MultiheadAttention(WIDTH, 2 * HEADS, batch_first=True).double()
+    plain: Any = MultiheadAttention(WIDTH, 2 * HEADS, batch_first=True).double()
     other = attention()
     other.load_state_dict(plain.state_dict(), strict=False)
     pair_heads(plain, LAYER)
@@ -128,13 +130,13 @@ def test_its_heads_are_proved_removed_and_pruned_as_those_of_any_attention():
 
 
 def test_what_cannot_be_paired_is_refused_in_a_sentence():
-    with pytest.raises(hw.errors.SettingError, match="heads have 3 numbers; expected an even number"):
+    with pytest.raises(SettingError, match="heads have 3 numbers; expected an even number"):
         HeadDifference(3)
-    with pytest.raises(hw.errors.LayoutError, match="MultiheadAttention has 3 heads; expected an even number"):
+    with pytest.raises(LayoutError, match="MultiheadAttention has 3 heads; expected an even number"):
         pair_heads(MultiheadAttention(12, 3))
-    with pytest.raises(hw.errors.LayoutError, match=r"is no headwise\.nn\.MultiheadAttention"):
+    with pytest.raises(LayoutError, match=r"is no headwise\.nn\.MultiheadAttention"):
         pair_heads(nn.MultiheadAttention(12, 4))
-    with pytest.raises(hw.errors.LayoutError, match="paired or talking heads already"):
+    with pytest.raises(LayoutError, match="paired or talking heads already"):
         pair_heads(DifferentialAttention(12, 2))
-    with pytest.raises(hw.errors.LayoutError, match="whose maps are subtracted in pairs"):
+    with pytest.raises(LayoutError, match="whose maps are subtracted in pairs"):
         hw.mix_heads(hw.find_heads(attention()))

@@ -66,12 +66,13 @@ class MixtureGates(nn.Module):
 
     def __init__(self, setting: MixtureOfHeads, num_heads: int, head_size: int, width: int) -> None:  # noqa: ARG002  gates are of whole heads
         super().__init__()
-        if setting.shared + setting.active > num_heads:
+        used = setting.shared + (setting.active or 1)
+        if used > num_heads:
             raise SettingError(
-                f"{setting} uses {setting.shared + setting.active} heads of an attention that has {num_heads}; lower "
-                "shared or active."
+                f"{setting} uses {used} heads of an attention that has {num_heads}; lower shared or active."
             )
         self.setting = setting
+        self.active = setting.active or num_heads - setting.shared
         self.routed = nn.Parameter(torch.empty(num_heads - setting.shared, width))
         self.shared = nn.Parameter(torch.empty(setting.shared, width)) if setting.shared > 1 else None
         self.kinds = nn.Parameter(torch.empty(2, width)) if setting.shared else None
@@ -98,7 +99,7 @@ class MixtureGates(nn.Module):
             # the softmax of one head is 1
             shared = torch.zeros_like(kinds[..., :1])
         scores = None if self.fixed is None else F.linear(x, self.fixed)
-        return mixture_gates(F.linear(x, self.routed), shared, kinds, self.setting.active, scores)
+        return mixture_gates(F.linear(x, self.routed), shared, kinds, self.active, scores)
 
 
 def build_gates(setting: GateSetting, num_heads: int, head_size: int, width: int) -> SigmoidGates | MixtureGates:

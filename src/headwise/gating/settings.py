@@ -56,14 +56,14 @@ class MixtureOfHeads:
         (a_1, a_2) = softmax(W_a x); without shared heads 2 a_2 is 1
 
     W_s = W_a = 0 at first (ours). W_r is drawn as torch draws a Linear: with zeros every token would choose the same
-    heads. All heads are computed, as in their code: this saves no time. With `active` = H - S nothing is left out.
+    heads. All heads are computed, as in their code: this saves no time. With `active=None`, K = n, no head is left out.
 
     Balance: n sum_i f_i P_i over the n routed heads, where f_i is the share of tokens that chose i and P_i the mean of
     p_i: K when all heads are chosen equally often, up to n when few are. Valid tokens only, which is ours.
 
     Args:
         shared: Number S of heads that all tokens use, the first ones; at least 0.
-        active: Number K of routed heads that each token uses; at least 1.
+        active: Number K of routed heads that each token uses, at least 1; None for all of them: the control.
         routing: "learned" chooses by p; "random" by a fixed random matrix in the place of W_r, while p is as it was:
             the control.
         balance: Weight of the balance term in `Gating.add_to`, at least 0; theirs is 0.01. With 0 there is none.
@@ -73,13 +73,14 @@ class MixtureOfHeads:
     """
 
     shared: int
-    active: int
+    active: int | None
     routing: Literal["learned", "random"] = "learned"
     balance: float = 0.01
 
     def __post_init__(self) -> None:
         require_integer("shared", self.shared)
-        require_integer("active", self.active, low=1)
+        if self.active is not None:
+            require_integer("active", self.active, low=1)
         require_choice("routing", self.routing, ROUTINGS)
         require_range("balance", self.balance, low=0.0)
 

@@ -14,15 +14,24 @@ import headwise.lab.experiment.arm as arms_module
 from headwise.disagreement.invariant import CKA, SpanOverlap
 from headwise.disagreement.similarities import Output, Subspace, Sum
 from headwise.errors import SettingError
+from headwise.gating.settings import MixtureOfHeads, SigmoidGate
 from headwise.heads.find import find_heads
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm, combine, named_arms
 from headwise.lab.experiment.arm_record import record_arm, restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
 from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.method import DropHeads, Orthogonalize, OtherModel, Talk
+from headwise.lab.experiment.method import (
+    DropHeads,
+    GateHeads,
+    Orthogonalize,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
 from headwise.lab.experiment.run_folder import as_record
-from headwise.lab.training.attach import DropHead
+from headwise.lab.training.drophead import DropHead
 from headwise.nn.multihead import MultiheadAttention
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.rules import SPOS, SVGD
@@ -61,12 +70,23 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "spos": "smooth",
         "sgld": "scaled",
         "drophead": "plain",
+        "drophead-scheduled": "drophead",
         **{term + form: "plain" for term in ("subspace", "position", "output") for form in ("", "-relative")},
         "cka-target": "plain",
         "trunk": "plain",
         "simple": "trunk",
         "em": "trunk",
         "talking": "plain",
+        "gated": "gated-constant",
+        "gated-constant": "plain",
+        "gated-elements": "gated-elements-constant",
+        "gated-elements-constant": "plain",
+        "mixture": "mixture-random",
+        "mixture-random": "mixture-all",
+        "mixture-all": "plain",
+        "differential": "paired",
+        "paired": "plain",
+        "wider": "plain",
         "muon": "plain",
         "muon-heads": "muon",
         "guided": "random-mask",
@@ -112,18 +132,44 @@ def test_rivals_are_written_with_their_settings_and_come_back_from_their_records
         "talking:weights=false": Talk(weights=False),
         "muon:momentum=0.9": Orthogonalize(per_head=False, momentum=0.9),
         "muon-heads": Orthogonalize(per_head=True),
+        "gated:scale=1.0": GateHeads(SigmoidGate(scale=1.0)),
+        "gated-elements-constant": GateHeads(SigmoidGate("element", token=False)),
+        "mixture:shared=2,active=3,balance=0.0": GateHeads(MixtureOfHeads(2, 3, balance=0.0)),
+        "mixture:active=none": GateHeads(MixtureOfHeads(1, None)),
+        "mixture-random": GateHeads(MixtureOfHeads(1, 2, routing="random")),
+        "differential": PairHeads(second=True),
+        "paired": PairHeads(second=False),
+        "wider:units=7": Widen(7),
+        "drophead-scheduled:rate=0.2,start=0.3": DropHeads(0.2, start=0.3),
+        "drophead:rate=0.2": DropHeads(0.2),
     }.items():
         arm = parse_arm(text)
         assert arm.methods == (method,)
         assert arm.name == text
         assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
     assert parse_arm("muon-heads:momentum=0.9").control == "muon:momentum=0.9"
+    assert parse_arm("gated:scale=1").control == "gated-constant:scale=1.0"
+    assert parse_arm("mixture:shared=2,active=3").control == "mixture-random:shared=2,active=3"
+    assert parse_arm("mixture-random:shared=2,active=3").control == "mixture-all:shared=2"
+    assert parse_arm("mixture:active=none").control == "plain"
+    assert parse_arm("drophead-scheduled:rate=0.2,start=0.3").control == "drophead:rate=0.2"
+    assert parse_arm("gated+em").control == "trunk+gated-constant"
     with pytest.raises(SettingError, match="expected one of them to be true"):
         parse_arm("talking:logits=false,weights=false")
     with pytest.raises(SettingError, match="muon has no setting 'per_head'"):
         parse_arm("muon:per_head=true")
-    with pytest.raises(SettingError, match="both set muon"):
-        parse_arm("muon+muon-heads")
+    for text in ("gated:token=false", "mixture-all:active=2", "drophead:start=0.1", "differential:second=false"):
+        with pytest.raises(SettingError, match="has no setting"):
+            parse_arm(text)
+    for text, name in {"muon+muon-heads": "muon", "gated+mixture": "gates", "paired+differential": "pairs"}.items():
+        with pytest.raises(SettingError, match=f"both set {name}"):
+            parse_arm(text)
+
+
+def test_records_of_arms_without_the_later_methods_have_the_keys_they_had():
+    found = set(record_arm(parse_arm("drophead:rate=0.2+svgd")))
+    assert not found & {"drophead_start", "gates", "pairs", "wider", "talking", "muon"}
+    assert record_arm(parse_arm("drophead-scheduled"))["drophead_start"] == 0.1
 
 
 def test_a_model_without_heads_combines_with_nothing():
@@ -226,6 +272,9 @@ VALUES = {
     # neither matrix is refused
     "weights": st.just("true"),
     "momentum": st.floats(0.0, 0.99).map(repr),
+    "shared": st.integers(0, 3).map(str),
+    "active": st.sampled_from(["1", "4"]),
+    "units": st.integers(1, 40).map(str),
 }
 
 

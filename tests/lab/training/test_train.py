@@ -5,23 +5,31 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import BertConfig, BertModel, TrainerControl, TrainerState, TrainingArguments
 
-from headwise.errors import DataError, HeadwiseError, SettingError
+from headwise.errors import DataError, HeadwiseError, LayoutError, NotFired, SettingError
+from headwise.gating.attach import gate_heads
+from headwise.gating.settings import SigmoidGate
+from headwise.heads.find import find_heads
+from headwise.heads.mixing import mix_heads
 from headwise.lab.data.batching import LengthBatches
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.logic.data import load_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise.lab.training import train
-from headwise.lab.training.attach import Methods
+from headwise.lab.training.attach import Methods, attach_arm
 from headwise.lab.training.callback import RunCallback
+from headwise.lab.training.rebuild import pair_all_heads, widen_feed_forward
+from headwise.lab.training.start import Classifier
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
@@ -41,6 +49,7 @@ TOY = dataclasses.replace(
     dev_examples=60,
 )
 STEPS = 10  # an epoch
+SCHEDULED = "drophead-scheduled:start=0.4+mixture:shared=0,active=1"
 TARGETS = "svgd-target:effective_heads=2+cka-target:effective_heads=2"
 
 
@@ -65,6 +74,11 @@ def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 def settings(arm: str, cache: Path, scale: LogicScale = TOY, **changes) -> RunSettings:
     return RunSettings("logic", scale, parse_arm(arm), seed=3, cache=cache, **changes)
+
+
+def make_bert() -> BertModel:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertModel(BertConfig(vocab_size=8, **sizes))
 
 
 def result(folder: Path) -> dict:
@@ -111,7 +125,7 @@ def test_another_seed_has_other_bits(whole, cache, tmp_path):
     assert not same_bits(whole("svgd"), tmp_path / "other")
 
 
-@pytest.mark.parametrize("arm", ["plain", "spos", "drophead", "output+em", TARGETS])
+@pytest.mark.parametrize("arm", ["plain", "spos", SCHEDULED, "output+em", TARGETS])
 @pytest.mark.parametrize("stopped", [STEPS // 2, STEPS - 1, STEPS + 3])
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whole, cache, tmp_path):
     folder = tmp_path / "run"
@@ -135,6 +149,71 @@ def test_a_run_with_talking_heads_comes_back_with_its_matrices(whole, cache):
     matrices = [tensor for name, tensor in state.items() if "head_mixer" in name]
     assert len(matrices) == 4
     assert not any(torch.equal(matrix, torch.eye(2)) for matrix in matrices)
+
+
+def test_a_run_with_paired_and_gated_heads_and_wider_layers_comes_back_as_it_was(whole, cache):
+    arm = "gated+differential+wider:units=3"
+    trained = load_trained(settings(arm, cache), whole(arm))
+    kept = load_file(whole(arm) / "model.safetensors")
+    state = trained.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    assert [site.num_heads for site in trained.heads] == [1, 1]
+    assert state["encoder.layers.1.feed_forward.0.weight"].shape == (19, 8)
+    added = ("head_gates.weight", "head_difference.vectors", "head_difference.norm.weight")
+    moved = [name for name in state if name.endswith(added)]
+    assert len(moved) == 6
+    assert all(state[name].std() > 0 for name in moved)
+
+
+def test_the_rate_of_scheduled_drophead_falls_while_the_learning_rate_warms_up_and_then_rises(
+    cache, tmp_path, monkeypatch
+):
+    rates, loss = [], train.HeadTrainer.compute_loss
+
+    def recorded(self, model, inputs, **options):
+        rates.append(self.methods.drophead.rate)
+        return loss(self, model, inputs, **options)
+
+    monkeypatch.setattr(train.HeadTrainer, "compute_loss", recorded)
+    train_run(settings("drophead-scheduled:rate=0.16,start=0.3", cache), tmp_path / "run")
+    # three of 20 steps warm up, and the last is step 19
+    assert rates == pytest.approx([0.3, 0.2, 0.1, *(0.16 * step / 16 for step in range(17))])
+
+
+def test_the_balance_of_a_mixture_enters_the_loss_of_training_and_no_other(cache):
+    data = load_logic(None, TOY, cache)
+    scale = dataclasses.replace(TOY, dropout=0.0)
+    model, methods = attach_arm(named_task("logic"), parse_arm("mixture:shared=0,active=1"), data, scale, seed=0)
+    batch: Any = named_task("logic").collate([data.train[index] for index in range(16)])
+    with methods.evaluating(model):
+        plain = model(**batch)["loss"]
+        named_task("logic").on_dev(model, data)
+    model.train()
+    assert methods.gating is not None
+    with pytest.raises(NotFired, match="no gated attention ran in training mode"):
+        methods.gating.balance()
+    model(**batch)
+    term = methods.gating.balance()
+    assert 1.01 < term < 2.0
+    loss = methods.add_penalty(model(**batch)["loss"])
+    torch.testing.assert_close(loss, plain + 0.01 * term)
+
+
+def test_arms_that_a_model_cannot_have_are_refused_in_a_sentence():
+    bert = find_heads(make_bert())
+    with pytest.raises(LayoutError, match="the arms differential and paired change torch's multi-head attention alone"):
+        pair_all_heads(bert, second=True)
+    with pytest.raises(SettingError, match="has no feed_forward of two Linears"):
+        widen_feed_forward(bert)
+
+
+@pytest.mark.parametrize("method", [lambda heads: gate_heads(heads, SigmoidGate()), mix_heads], ids=["gates", "mixer"])
+def test_fine_tuning_refuses_a_folder_whose_gates_or_matrices_transformers_would_pass_over(method, tmp_path):
+    bert = make_bert()
+    method(find_heads(bert))
+    bert.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="which transformers does not load"):
+        Classifier(tmp_path, 2)
 
 
 def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_bits(whole, cache, tmp_path, monkeypatch):

@@ -20,9 +20,19 @@ from headwise.disagreement.invariant import (
 )
 from headwise.disagreement.similarities import Frobenius, Output, Position, Subspace, Sum
 from headwise.errors import SettingError, require_positive
+from headwise.gating.settings import MixtureOfHeads, SigmoidGate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.guided import PARSED, ROLES, Guided
-from headwise.lab.experiment.method import DropHeads, Method, Orthogonalize, OtherModel, Talk
+from headwise.lab.experiment.method import (
+    DropHeads,
+    GateHeads,
+    Method,
+    Orthogonalize,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
 from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import NormalizedRBF
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
@@ -39,6 +49,9 @@ SET_ONCE = {
     DropHeads: "drophead",
     Guided: "guided",
     Talk: "talking",
+    GateHeads: "gates",
+    PairHeads: "pairs of heads",
+    Widen: "wider",
     Orthogonalize: "muon",
 }
 
@@ -85,7 +98,7 @@ class Arm:
         """Return the arm's method of a type, or None.
 
         >>> named_arms()["drophead"].find(DropHeads)
-        DropHeads(rate=0.1)
+        DropHeads(rate=0.1, start=None)
         """
         return next((method for method in self.methods if isinstance(method, kind)), None)
 
@@ -112,8 +125,9 @@ def named_arms() -> Mapping[str, Arm]:
     Settings are the papers': alpha 0.01 and step size 0.1 (An et al. 2020, appendix B), lambda 1, three iterations
     and as many capsules as the model is wide (Li et al. 2021, section 4.1). The papers have no setting of repulsion
     for the logic task: it acts on all encoder layers. Our own penalties, and the relative forms of the papers', are a
-    tenth of the loss's gradient on the heads; targets are three effective heads. SPOS and SGLD have no published
-    temperature; the one here makes the noise about as large as the driving term at the start of training.
+    tenth of the loss's gradient on the heads; targets are three effective heads. A mixture has one shared head, and two
+    of the others for each token; scheduled DropHead begins and ends at the rate of the constant one. SPOS and SGLD have
+    no published temperature; the one here makes the noise about as large as the driving term at the start of training.
     """
     methods: dict[str, Method] = {
         "scaled": Repel(SVGD(alpha=0.0, smoothing=False)),
@@ -127,6 +141,7 @@ def named_arms() -> Mapping[str, Arm]:
         "spos": Repel(SPOS(alpha=0.01, inverse_temperature=1e9)),
         "sgld": Repel(SGLD(inverse_temperature=1e9, step_size=0.1)),
         "drophead": DropHeads(0.1),
+        "drophead-scheduled": DropHeads(0.1, start=0.1),
         "subspace": Penalize(Subspace(), weight=1.0),
         "position": Penalize(Position(), weight=1.0),
         "output": Penalize(Output(), weight=1.0),
@@ -148,6 +163,16 @@ def named_arms() -> Mapping[str, Arm]:
         "simple": Aggregate(SimpleRouting()),
         "em": Aggregate(EMRouting()),
         "talking": Talk(),
+        "gated": GateHeads(SigmoidGate()),
+        "gated-constant": GateHeads(SigmoidGate(token=False)),
+        "gated-elements": GateHeads(SigmoidGate("element")),
+        "gated-elements-constant": GateHeads(SigmoidGate("element", token=False)),
+        "mixture": GateHeads(MixtureOfHeads(1, 2)),
+        "mixture-random": GateHeads(MixtureOfHeads(1, 2, routing="random")),
+        "mixture-all": GateHeads(MixtureOfHeads(1, None)),
+        "differential": PairHeads(second=True),
+        "paired": PairHeads(second=False),
+        "wider": Widen(),
         "muon": Orthogonalize(per_head=False),
         "muon-heads": Orthogonalize(per_head=True),
         "guided": Guided(),
@@ -189,7 +214,9 @@ def find_control(methods: Sequence[Method]) -> str | None:
 
     Repulsion is compared with the same smoothing without it, smoothing with the same scaling, routing with the same
     votes and uniform weights, roles with random masks as sparse, roles of which some are replaced or have another
-    parse with the roles as they are, every other method with plain.
+    parse with the roles as they are. Muon per head is compared with Muon, scheduled DropHead with a constant rate,
+    gates with gates that no token changes, a mixture with heads chosen at random and these with all heads, differential
+    attention with heads as wide of one map. Every other method is compared with plain.
     """
     for method in methods:
         match method:
@@ -204,13 +231,27 @@ def find_control(methods: Sequence[Method]) -> str | None:
                 return "scaled" if rule.smoothing else "plain"
             case Aggregate(SimpleRouting() | EMRouting()):
                 return "trunk"
-            case Orthogonalize(per_head=True):
-                return "muon"
             case Guided(random=random) if random != ROLES:
                 return "guided" if method.drop or random or method.shuffled else "random-mask"
             case _:
-                return "plain"
+                return _find_rivals_control(method)
     return None
+
+
+def _find_rivals_control(method: Method) -> str:
+    match method:
+        case Orthogonalize(per_head=True):
+            return "muon"
+        case DropHeads(start=start) if start is not None:
+            return "drophead"
+        case GateHeads(SigmoidGate(per=per, token=True)):
+            return "gated-constant" if per == "head" else "gated-elements-constant"
+        case GateHeads(MixtureOfHeads(active=active, routing=routing)) if active is not None:
+            return "mixture-random" if routing == "learned" else "mixture-all"
+        case PairHeads(second=True):
+            return "paired"
+        case _:
+            return "plain"
 
 
 def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:

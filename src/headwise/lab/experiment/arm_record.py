@@ -13,10 +13,20 @@ from headwise.disagreement.invariant import (
     SquaredCosine,
 )
 from headwise.disagreement.similarities import Frobenius, Output, Position, PositionSquaredDifference, Subspace, Sum
+from headwise.gating.settings import MixtureOfHeads, SigmoidGate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm, sort_methods
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import DropHeads, Method, Orthogonalize, OtherModel, Talk
+from headwise.lab.experiment.method import (
+    DropHeads,
+    GateHeads,
+    Method,
+    Orthogonalize,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
 from headwise.lab.experiment.run_folder import as_record
 from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
@@ -47,16 +57,26 @@ KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mappi
     Repel: {"rule": "rule", **PLACE, "projections": "projections"},
     Penalize: {"term": "term", "weight": "penalty_weight", "kind_weights": "kind_weights", **PLACE},
     Aggregate: {"setting": "aggregation", "layers": "aggregation_layers", "kinds": "aggregation_kinds"},
-    DropHeads: {"rate": "drophead"},
+    DropHeads: {"rate": "drophead", "start": "drophead_start"},
     OtherModel: {"model": "model"},
 }
-# Methods that a record holds whole, and those that are not in `OFF` only where they are on.
-WHOLE: Mapping[type[Guided | Talk | Orthogonalize], str] = {Guided: "guided", Talk: "talking", Orthogonalize: "muon"}
+# Methods that a record holds whole. They and `LATER` are in a record only where they are on, unless `OFF` has them, so
+# that what was recorded before they came stays as it is.
+WHOLE: Mapping[type[Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize], str] = {
+    Guided: "guided",
+    Talk: "talking",
+    GateHeads: "gates",
+    PairHeads: "pairs",
+    Widen: "wider",
+    Orthogonalize: "muon",
+}
+LATER = "drophead_start"
 # The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
     *(SVGD, SPOS, SGLD, FunctionSVGD, SpanSVGD, CosinePenalty, CosineRepulsion, Relative, Target),
     *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),
     *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, *WHOLE),
+    *(SigmoidGate, MixtureOfHeads),
     *(SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),
 )
 
@@ -70,10 +90,11 @@ def record_arm(arm: Arm) -> dict[str, Any]:
     """
     values = dict(OFF)
     for method in arm.methods:
-        if isinstance(method, Guided | Talk | Orthogonalize):
+        if isinstance(method, Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize):
             values[WHOLE[type(method)]] = as_record(method)
         else:
-            values |= {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
+            held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
+            values |= {key: value for key, value in held.items() if key != LATER or value is not None}
     return {"kind": "Arm", "name": arm.name, **values, "learning_rate": arm.learning_rate, "control": arm.control}
 
 
@@ -85,7 +106,7 @@ def restore_arm(record: Mapping[str, Any]) -> Arm:
         SettingError: A value is out of range.
         KeyError: It has no name.
     """
-    known = {**dict.fromkeys(WHOLE.values()), **OFF}
+    known = {LATER: None, **dict.fromkeys(WHOLE.values()), **OFF}
     values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in known.items()}
     methods: list[Method] = []
     for kind, keys in KEYS.items():

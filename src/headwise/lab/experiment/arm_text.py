@@ -25,7 +25,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 }
 # What the name of an arm chooses; and how a term is computed or an aggregator walks through its tokens, which changes
 # no number of a run.
-HIDDEN = {"name", "control", "parts", "recompute", "model", "chunks", "per_head"}
+HIDDEN = {"name", "control", "parts", "recompute", "model", "chunks", "per_head", "per", "token", "routing", "second"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
 # Settings that replace some roles of an arm, which its control has all.
@@ -36,6 +36,8 @@ TUNED = {"learning_rate"}
 FIXED = {
     "smooth": {"alpha", "smoothing"},
     "scaled": {"alpha", "smoothing", "kernel", "bandwidth"},
+    "drophead": {"start"},
+    "mixture-all": {"active"},
     "random-mask": REPLACED,
     "shuffled-parse": REPLACED,
 }

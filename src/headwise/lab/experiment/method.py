@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from headwise.errors import SettingError, require_range
+from headwise.errors import SettingError, require_boolean, require_integer, require_range
+from headwise.gating.settings import GateSetting, require_gate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.guided import Guided
 
@@ -11,14 +12,34 @@ from headwise.lab.experiment.guided import Guided
 class DropHeads:
     """Whole heads zeroed at random while training (Zhou et al. 2020).
 
+    With a `start` the rate falls linearly from there to 0 while the learning rate warms up, and then rises linearly to
+    `rate` at the end of training: "scheduled DropHead". Without a warmup it only rises.
+
     Attributes:
         rate: Probability of zeroing a head, in [0, 1).
+        start: Probability at the first step, in [0, 1); None keeps `rate` throughout.
     """
 
     rate: float
+    start: float | None = None
 
     def __post_init__(self) -> None:
         require_range("drophead", self.rate, low=0.0, high=0.99)
+        if self.start is not None:
+            require_range("start", self.start, low=0.0, high=0.99)
+
+    def rate_at(self, step: int, steps: int, warmup: int) -> float:
+        """Return the rate of a step, counted from 0, of a training of `steps` steps of which `warmup` warm up.
+
+        >>> schedule = DropHeads(0.2, start=0.4)
+        >>> [round(schedule.rate_at(step, 101, 20), 6) for step in (0, 10, 20, 60, 100)]
+        [0.4, 0.2, 0.0, 0.1, 0.2]
+        """
+        if self.start is None:
+            return self.rate
+        if step < warmup:
+            return self.start * (1.0 - step / warmup)
+        return self.rate * (step - warmup) / max(1, steps - 1 - warmup)
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,51 @@ class Talk:
     def __post_init__(self) -> None:
         if not (self.logits or self.weights):
             raise SettingError("talking has logits=false and weights=false; expected one of them to be true.")
+
+
+@dataclass(frozen=True)
+class GateHeads:
+    """Gates on the heads of every attention: `hw.gate_heads`. A balance term is added to the loss of training alone.
+
+    Attributes:
+        gate: What the gates are.
+    """
+
+    gate: GateSetting
+
+    def __post_init__(self) -> None:
+        require_gate(self.gate)
+
+
+@dataclass(frozen=True)
+class PairHeads:
+    """Half as many heads, twice as wide, whose second map is subtracted from the first: `hw.nn.pair_heads`.
+
+    Attributes:
+        second: Whether there is a second map; without it the heads are as wide, and are normalized likewise.
+    """
+
+    second: bool
+
+    def __post_init__(self) -> None:
+        require_boolean("second", self.second)
+
+
+@dataclass(frozen=True)
+class Widen:
+    """More hidden units in the feed-forward layers beside the attentions: as many parameters as a rival has.
+
+    A unit has 2d + 1 parameters. Gates on features have (d + 1) d for each attention, those on heads (d + 1) H.
+
+    Attributes:
+        units: Number of further units of each layer; None for half the width, the parameters of gates on features.
+    """
+
+    units: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.units is not None:
+            require_integer("units", self.units, low=1)
 
 
 @dataclass(frozen=True)
@@ -69,4 +135,18 @@ class OtherModel:
 
 
 # In the order in which an arm holds them.
-Method = Repel | Penalize | Aggregate | Talk | DropHeads | Orthogonalize | Guided | OtherModel
+Method = (
+    Repel
+    | Penalize
+    | Aggregate
+    | Talk
+    | GateHeads
+    | PairHeads
+    | Widen
+    | DropHeads
+    | Orthogonalize
+    | Guided
+    | OtherModel
+)
+# Methods that a trained model still has; the others act on gradients, or during training only.
+LASTING = (Aggregate, Guided, OtherModel, Talk, GateHeads, PairHeads, Widen)

@@ -44,8 +44,8 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
             above.
 
     Raises:
-        NotFired: An arm has plain's answers on all test items under every seed, and plain's measures to 1e-6: its
-            method did not act.
+        NotFired: An arm has as many parameters as plain, its answers on all test items under every seed, and its
+            measures to 1e-6: its method did not act.
     """
     arms: dict[str, list[Run]] = {}
     for run in results.runs:
@@ -219,9 +219,11 @@ def _have_same_results(run: Run, other: Run) -> bool:
         for name in MEASURES
         if name != "force_ratio" and run.measures[name] is not None and other.measures[name] is not None
     ]
+    # what an arm adds to a model may start as plain and move little in few steps; that it is trained is seen to there.
     # a model without attention has no measure in common with plain
     return (
-        bool(measured)
+        run.parameters == other.parameters
+        and bool(measured)
         and np.array_equal(run.predicted, other.predicted)
         and all(
             abs(one - two) <= SAME * max(1.0, abs(two)) for one, two in measured if one is not None and two is not None

@@ -12,18 +12,21 @@ from torch import Tensor, nn
 
 from headwise.disagreement.penalty import Disagreement
 from headwise.errors import SettingError
+from headwise.gating.attach import Gating, gate_heads
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.heads.mixing import mix_heads
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import DropHeads, OtherModel, Talk
+from headwise.lab.experiment.method import DropHeads, GateHeads, OtherModel, PairHeads, Talk, Widen
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
+from headwise.lab.training.drophead import DropHead
+from headwise.lab.training.rebuild import pair_all_heads, widen_feed_forward
 from headwise.repulsion.repel import Repulsion
 from headwise.roles.guide import Guidance, guide
 from headwise.routing.modules import Gate, Residual, Routing, Setting
@@ -75,12 +78,12 @@ def find_target(task: Task, arm: Arm, model: nn.Module) -> nn.Module | None:
 class Methods:
     """The methods of one arm, attached to one model whose parameters they draw.
 
-    Aggregators are put in place before the parameters are drawn, the penalty after them, repulsion once there is an
-    optimizer.
+    What adds parameters is put in place before the parameters are drawn, the penalty after them, repulsion once there
+    is an optimizer.
 
     Args:
         arm: The arm.
-        model: The model; its aggregators are put in place and every parameter is drawn anew.
+        model: The model; what the arm adds to it is put in place and every parameter is drawn anew.
         part: The part of the model whose heads the arm acts on; None for a model without attention.
         seed: Seed of the run; each use of it has its own stream.
         compile_routing: Whether the arm's routing is compiled with `torch.compile`.
@@ -102,24 +105,31 @@ class Methods:
         self.arm, self.seed, self.masks, self.rule_layers = arm, seed, masks, rule_layers
         self.penalty: Disagreement | None = None
         self.penalize: Penalize | None = None
+        self.gating: Gating | None = None
         self.drophead: DropHead | None = None
         self.repulsion: Repulsion | None = None
         self.heads: Heads | None = None
         if part is None:
             initialize_parameters(model, seed)
             return
+        if (pairs := arm.find(PairHeads)) is not None:
+            pair_all_heads(find_heads(part), second=pairs.second)
         self.heads = find_heads(part)
+        if (wider := arm.find(Widen)) is not None:
+            widen_feed_forward(self.heads, wider.units)
         if (routing := arm.find(Aggregate)) is not None:
             setting = _compile(routing.setting) if compile_routing else routing.setting
             replace(routing, setting=setting).attach(self.heads)
         if (talk := arm.find(Talk)) is not None:
             mix_heads(self.heads, logits=talk.logits, weights=talk.weights)
+        if (gates := arm.find(GateHeads)) is not None:
+            self.gating = gate_heads(self.heads, gates.gate)
         initialize_parameters(model, seed)
         if (penalize := arm.find(Penalize)) is not None:
             self.penalty = penalize.attach(self.heads, across=processes.group())
             self.penalize = penalize
         drop = arm.find(DropHeads)
-        if drop is not None and drop.rate:
+        if drop is not None and (drop.rate or drop.start):
             self.drophead = DropHead(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
         if masks is not None:
             _guide(model, self.heads, masks)
@@ -133,8 +143,16 @@ class Methods:
             seed = derive_key(self.seed, "noise")
             self.repulsion = method.attach(optimizer, self.heads, when="manual", seed=seed)
 
+    def begin_step(self, step: int, steps: int, warmup: int) -> None:
+        """Set what depends on the step, counted from 0, of a training of `steps` steps of which `warmup` warm up."""
+        drop = self.arm.find(DropHeads)
+        if self.drophead is not None and drop is not None:
+            self.drophead.rate = drop.rate_at(step, steps, warmup)
+
     def add_penalty(self, loss: Tensor) -> Tensor:
-        """Return the loss with the arm's penalty added."""
+        """Return the loss of training with the arm's penalty added, and the balance of a mixture of heads."""
+        if self.gating is not None and getattr(self.gating.setting, "balance", 0.0) > 0.0:
+            loss = self.gating.add_to(loss)
         if self.penalty is None or self.penalize is None:
             return loss
         return self.penalize.add(self.penalty, loss)
@@ -224,36 +242,3 @@ def _compile(setting: Setting) -> Setting:
 
 def _compile_routing(setting: Routing) -> Routing:
     return replace(setting, chunks=replace(setting.chunks, compile=True))
-
-
-class DropHead:
-    """Zero each head of each example with probability `rate` while training, and rescale the rest.
-
-    O_h <- O_h * m_h * H / sum_h m_h with m_h ~ Bernoulli(1 - rate), drawn per example and attention (Zhou et al. 2020,
-    section 3, Eq. 3). Where every head of an example would be dropped, all stay. The draws have their own generator, so
-    that dropout and the order of the data are those of every other arm.
-    """
-
-    def __init__(self, heads: Heads, rate: float, *, seed: int) -> None:
-        self.rate = rate
-        self.generator = torch.Generator().manual_seed(seed)
-        self._handles = [site.expose().module.register_forward_pre_hook(self._hook(site.num_heads)) for site in heads]
-
-    def remove(self) -> None:
-        """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook(self, num_heads: int):
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not module.training:
-                return None
-            outputs, *rest = arguments
-            kept = (torch.rand(outputs.shape[0], num_heads, generator=self.generator) >= self.rate).float()
-            kept = torch.where(kept.sum(dim=-1, keepdim=True) > 0, kept, torch.ones_like(kept))
-            scale = kept * (num_heads / kept.sum(dim=-1, keepdim=True))
-            spread = scale.repeat_interleave(outputs.shape[-1] // num_heads, dim=-1)
-            spread = spread.view(outputs.shape[0], *[1] * (outputs.dim() - 2), outputs.shape[-1])
-            return (outputs * spread.to(outputs), *rest)
-
-        return hook

@@ -137,6 +137,7 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Return the loss after forward, backward and, on the last batch of an update, repulsion."""
+        self.methods.begin_step(self.state.global_step, self.state.max_steps, int(self.args.warmup_steps))
         loss = super().training_step(model, inputs, num_items_in_batch)
         force_ratio = self.methods.apply_repulsion() if self.accelerator.sync_gradients else None
         self.run.add(loss, force_ratio)

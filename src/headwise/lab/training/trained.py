@@ -18,10 +18,9 @@ from headwise.input_files import describe_place
 from headwise.integrations.methods import Aggregate
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.arm_record import KEYS, restore_arm
+from headwise.lab.experiment.arm_record import KEYS, WHOLE, restore_arm
 from headwise.lab.experiment.finished import require_intact
-from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import OtherModel, Talk
+from headwise.lab.experiment.method import LASTING, OtherModel
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings, load_data
 from headwise.lab.experiment.task import MaskMaker, Task
@@ -32,8 +31,6 @@ from headwise.nn.bounds import Model, TooLarge, build_within
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# The methods that a trained model still has; the others act on gradients, or during training only.
-LASTING = (Aggregate, Guided, OtherModel, Talk)
 # What JSON data of another form raises where it is read.
 MALFORMED = (HeadwiseError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
@@ -166,8 +163,9 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
     try:
         arm = record["arm"]
         lasting = {name: arm[name] for name in ("name", *KEYS[Aggregate].values())}
-        # the arm of a record from before there were roles or other models has none
-        return restore_arm(lasting | {name: arm.get(name) for name in ("guided", "talking", "model")})
+        # the arm of a record from before there were such methods has none
+        whole = [name for kind, name in WHOLE.items() if issubclass(kind, LASTING)]
+        return restore_arm(lasting | {name: arm.get(name) for name in (*whole, *KEYS[OtherModel].values())})
     except MALFORMED as error:
         raise DataError(
             f"{folder / run_folder.SETTINGS} does not say what its arm is ({str(error)[:200]}); was it made by another "
