@@ -1,4 +1,4 @@
-"""Our own question: which methods raise the effective number of heads, and at what score."""
+"""Our own question: which methods raise the effective number of heads, and at what score; and which rivals do."""
 
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import Part, Reproduction
@@ -10,11 +10,26 @@ PENALTIES = (
     *("squared-cosine", "cka", "hsic", "correlation", "determinant", "span", "map"),
 )
 SMOOTHING, TURNING = ("svgd-relative",), ("svgd-function", "svgd-span")
+# Methods that do not ask heads to differ, each against itself without its point; and the same parameters elsewhere.
+RIVALS = ("talking", "gated", "gated-elements", "mixture", "differential", "drophead-scheduled", "muon-heads")
+ALL_HEADS, WIDER, LITTLE_WIDER = "mixture-all", "wider", "wider:units=2"
 CONTROLS = {
-    **dict.fromkeys((*PENALTIES, "cka-target", "drophead"), "plain"),
+    **dict.fromkeys((*PENALTIES, "cka-target", "drophead", "talking", ALL_HEADS, WIDER, LITTLE_WIDER), "plain"),
     **dict.fromkeys((*SMOOTHING, "svgd-target"), "smooth"),
     **dict.fromkeys(TURNING, "scaled"),
+    "gated": "gated-constant",
+    "gated-elements": "gated-elements-constant",
+    "mixture": "mixture-random",
+    "differential": "paired",
+    "drophead-scheduled": "drophead",
+    "muon-heads": "muon",
 }
+STRENGTH = "everything: a strength of 0.1 relative to the gradient of the loss on the heads; targets of three heads"
+SIZES = (
+    "everything: gates that start at 1; a mixture of one shared head and two of three others; DropHead at 0.1, "
+    "scheduled from 0.1 over 0 to 0.1; Muon at the rate of the recipe; differential attention and its control with "
+    "half the heads, twice as wide; wider layers with the parameters of gates on features, or on heads (two units)"
+)
 EFFECTIVE = "effective_heads"
 
 
@@ -22,7 +37,7 @@ def _compare(arms: tuple[str, ...], measure: str | None = None) -> tuple[Contras
     return tuple(Contrast(arm, CONTROLS[arm], measure=measure) for arm in arms)
 
 
-def _study(name: str, title: str, arms: tuple[str, ...], *claims: Claim) -> Reproduction:
+def _study(name: str, title: str, arms: tuple[str, ...], *claims: Claim, extra: str = STRENGTH) -> Reproduction:
     controls = tuple(dict.fromkeys(CONTROLS[arm] for arm in arms))
     return Reproduction(
         id=f"diversity/{name}",
@@ -30,7 +45,7 @@ def _study(name: str, title: str, arms: tuple[str, ...], *claims: Claim) -> Repr
         source="ours",
         task="logic",
         parts=(Part(tuple(dict.fromkeys(("plain", *controls, *arms))), logic()),),
-        extra="everything: a strength of 0.1 relative to the gradient of the loss on the heads; targets of three heads",
+        extra=extra,
         claims=claims,
     )
 
@@ -53,4 +68,21 @@ REPELLED = _study(
     Claim("Heads that repel one another score higher (the idea of all of it).", _compare((*SMOOTHING, *TURNING))),
 )
 
-OURS = (PENALIZED, REPELLED)
+COMPARED = _study(
+    "rivals",
+    "Methods that do not ask heads to differ: effective heads and score",
+    (*RIVALS, ALL_HEADS, WIDER, LITTLE_WIDER),
+    Claim("Rivals raise the effective number of heads (ours).", _compare(RIVALS, EFFECTIVE)),
+    Claim("Rivals score higher than their controls.", _compare(RIVALS)),
+    Claim(
+        "A token needs some heads only: the best ones score higher than all of them (the idea of mixtures).",
+        (Contrast("mixture", ALL_HEADS),),
+    ),
+    Claim(
+        "Gates score higher than as many parameters in wider layers (our control of equal parameters).",
+        (Contrast("gated-elements", WIDER), Contrast("gated", LITTLE_WIDER)),
+    ),
+    extra=SIZES,
+)
+
+OURS = (PENALIZED, REPELLED, COMPARED)
