@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
@@ -256,7 +257,14 @@ def test_how_far_heads_play_roles_is_told():
     assert layer.chance == (pytest.approx((14 / 7 + 4 / 4) / 18),)
     assert len(layer.roles[0]) == 4
     assert all(0 < share < 1 for share in layer.roles[0])
-    assert "1 itself" not in str(report)
+    best = max(range(4), key=lambda head: layer.roles[0][head])
+    shown = f"{100 * layer.roles[0][best]:.0f} % ({100 * layer.chance[0]:.0f} %), head {best}"
+    assert shown in str(report)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(report)
+    assert shown in capture.get()
+    assert "The head that attends most to each role" in capture.get()
 
 
 def test_what_cannot_be_read_is_left_out_and_said():

@@ -19,6 +19,7 @@ from headwise.report.tables import (
     make_head_rows,
     make_layer_rows,
     make_rich_table,
+    make_role_rows,
     stack_tables,
 )
 from headwise.strict_json import encode_json, parse_json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = "headwise report 1"
+ROLES = "The head that attends most to each role (in parentheses: if it attended equally):"
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,14 @@ class Report:
         return make_rich_table(*make_head_rows(self.layers, self.roles), title=self.summary)
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, format_plain_table(*make_layer_rows(self.layers)), *self.notes])
+        roles = [ROLES, format_plain_table(*make_role_rows(self.layers, self.roles))] if self.roles else []
+        return "\n".join([self.summary, format_plain_table(*make_layer_rows(self.layers)), *roles, *self.notes])
 
     def __rich__(self) -> Group:
-        return stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
+        shown = stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
+        if self.roles:
+            shown.renderables.append(stack_tables(*make_role_rows(self.layers, self.roles), title=ROLES, columns=3))
+        return shown
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,22 @@ def make_head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple
     return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
 
 
+def make_role_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of the head that plays each role most, one row per layer with roles.
+
+    A cell has the share of that head's attention on the pairs of the role, what equal attention would give, and the
+    head.
+    """
+    rows = []
+    for layer in layers:
+        if not layer.roles:
+            continue
+        best = [shares.index(max(shares)) for shares in map(list, layer.roles)]
+        cells = (f"{_format_role_share(layer, role, head)}, head {head}" for role, head in enumerate(best))
+        rows.append([name_layer(layer), *cells])
+    return ["layer", *roles], rows
+
+
 def make_comparison_rows(
     before: Sequence[LayerReport], after: Sequence[LayerReport], *, drops: bool = True
 ) -> tuple[list[str], list[list[str]]]:
@@ -139,20 +155,25 @@ def make_rich_table(
 
 
 def stack_tables(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, notes: Sequence[str] = ()
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    columns: int = MAX_COLUMNS,
 ) -> Group:
-    """Make rich tables below one another, each with the first column and as many others as fit."""
+    """Make rich tables below one another, each with the first column and so many others."""
     from rich.console import Group
 
-    parts = [range(start, min(start + MAX_COLUMNS, len(header))) for start in range(1, len(header), MAX_COLUMNS)]
+    parts = [range(start, min(start + columns, len(header))) for start in range(1, len(header), columns)]
     tables = []
     for number, part in enumerate(parts):
-        columns = [0, *part]
-        own = [[row[column] for column in columns] for row in rows]
+        chosen = [0, *part]
+        own = [[row[column] for column in chosen] for row in rows]
         last = number == len(parts) - 1
         tables.append(
             make_rich_table(
-                [header[column] for column in columns],
+                [header[column] for column in chosen],
                 own,
                 title=title if not number else "",
                 notes=notes if last else (),

@@ -235,6 +235,6 @@ def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):
     few = dataclasses.replace(table, items=(*table.items[:-1], 9))
     picture = draw_score_by_bin(few)
     assert picture is not None
-    assert f"Not shown, with fewer than 10 test items: {table.bins[-1]}." in picture.caption
+    assert f"Not shown, with fewer than 20 test items: {table.bins[-1]} (9)." in picture.caption
     assert f"from {table.bins[0]} to {table.bins[-2]}: " in picture.alt
     assert draw_score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None

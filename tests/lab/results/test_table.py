@@ -155,14 +155,15 @@ def test_without_plain_there_are_no_differences_to_it(tmp_path):
     assert row.to_control is not None
 
 
-def copy_of_plain(out: Path, *, seeds: tuple[int, ...], **changed: object) -> None:
+def copy_of_plain(out: Path, *, seeds: tuple[int, ...], name: str = "inert", **changed: object) -> None:
     test = read_arrays(out / "test.npz")
     for seed in seeds:
         plain = out / "plain" / f"seed-{seed}"
         result = json.loads((plain / "result.json").read_text())
-        measures = {name: result[name] for name in ("distance", "output_cosine", "output_cka", "particle_norm")}
+        kept = ("distance", "output_cosine", "output_cka", "particle_norm")
+        measures = {measure: result[measure] for measure in kept}
         predicted = read_arrays(plain / "predictions.npz")["predicted"]
-        arm = Drawn("inert", "plain", cosine=0.5)
+        arm = Drawn(name, "plain", cosine=0.5)
         measures |= {"parameter_cosine": result["parameter_cosine"], **changed}
         write_run(out, arm, seed, predicted, test["labels"], test["bins"], **measures)
 
@@ -171,6 +172,11 @@ def test_an_arm_that_did_what_plain_did_is_an_error_that_names_it(out):
     copy_of_plain(out, seeds=(0, 1))
     with pytest.raises(NotFired, match=r"arm inert gave the answers of plain on all 60 .* its method did not act"):
         read_table(out)
+
+
+def test_a_constant_factor_that_adam_divides_out_again_is_no_error(out):
+    copy_of_plain(out, seeds=(0, 1), name="scaled:step_size=1.0")
+    assert read_table(out).row("scaled:step_size=1.0") is not None
 
 
 def test_equal_answers_with_other_heads_are_no_error(out):

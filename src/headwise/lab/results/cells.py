@@ -19,8 +19,8 @@ NONE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 # A terminal table of more columns than this has one space between them instead of two.
 CROWDED = 8
-# Words up to this length are not broken.
-LONGEST_WORD = 16
+# Words up to this length are not broken, nor texts up to that one between their words.
+LONGEST_WORD, LONGEST_TEXT = 16, 28
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,11 @@ class Grid:
         if self.align[column] == "r":
             return max(map(cell_len, lines))
         # a short name is kept on one line; a long one is broken before a column moves to another block
-        whole = lines if column == 0 else [word for line in lines for word in line.split()]
-        return min(max(map(cell_len, whole), default=0), LONGEST_WORD)
+        if column == 0:
+            return min(max(map(cell_len, lines)), LONGEST_WORD)
+        words = max((cell_len(word) for line in lines for word in line.split()), default=0)
+        texts = max((cell_len(line) for line in lines if cell_len(line) <= LONGEST_TEXT), default=0)
+        return max(min(words, LONGEST_WORD), texts)
 
     def _render(self, columns: Sequence[int], room: int) -> RichTable:
         whole_width = sum(max(map(cell_len, self._lines(column, broken=False))) for column in columns)

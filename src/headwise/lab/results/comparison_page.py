@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.figures import HEADS_PREFIX, Picture
 from headwise.lab.results.grids import (
-    NOTE,
     bins_grid,
     cost_grid,
     diversity_grid,
     head_grids,
+    list_notes,
     paired_grids,
     plain_grid,
     signature_grid,
@@ -175,7 +175,8 @@ def _add_scores(page: Page, table: Table) -> None:
     page.heading("Verdicts")
     others = plain_grid(table)
     _add_grids(page, verdict_grid(table), *([others] if others.rows else []))
-    page.paragraph(NOTE, kind="note")
+    for note in list_notes(table):
+        page.paragraph(note, kind="note")
     for row in table.arms:
         if row.to_control is not None and row.to_control.judgement.note:
             page.paragraph(f"{row.arm} against {row.to_control.against}: {row.to_control.judgement.note}.", kind="note")

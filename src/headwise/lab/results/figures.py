@@ -14,7 +14,7 @@ from headwise.atomic import write_whole
 from headwise.lab.results.cells import MINUS
 from headwise.lab.results.drawing import choose_styles, draw_differences, draw_line, draw_means, name_ends, span_a_point
 from headwise.lab.results.head_drops import LOSS
-from headwise.lab.results.table import PLAIN, Table
+from headwise.lab.results.table import FEW, PLAIN, Table
 from headwise.plots.heads import draw_ablations
 from headwise.plots.style import GRAY_DASHED, draw_range, drawing, to_png, use_integer_ticks, use_log_axis
 
@@ -24,9 +24,6 @@ HEADS_PREFIX = "heads-by-"
 EPOCHS = 3
 # Curves of more points have no markers.
 MARKED = 15
-# Bins of fewer test items are not drawn: their intervals would hide all others.
-FEW = 10
-
 
 T = TypeVar("T")
 
@@ -81,7 +78,7 @@ def write_figures(table: Table, folder: Path) -> tuple[Picture, ...]:
 
 def draw_score_by_bin(table: Table) -> Picture | None:
     """Draw the score by difficulty with the difference to plain below; None with fewer than two bins to draw."""
-    shown = [place for place, items in enumerate(table.items) if items >= FEW]
+    shown = table.readable_bins
     if len(shown) < 2:
         return None
 
@@ -89,7 +86,6 @@ def draw_score_by_bin(table: Table) -> Picture | None:
         return [of_bins[place] for place in shown]
 
     bins = kept(table.bins)
-    left_out = [str(number) for number in table.bins if number not in bins]
     style, plain = choose_styles(table), table.row(PLAIN)
     compared = [row for row in table.arms if row.bins_to_plain] if plain is not None else []
     with drawing(7.6, 7.4 if compared else 4.4) as figure:
@@ -122,8 +118,8 @@ def draw_score_by_bin(table: Table) -> Picture | None:
     title = f"{_capitalize_metric(table)} by {table.difficulty}"
     caption = f"{title} with 95 % intervals over seeds and test items"
     caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
-    if left_out:
-        caption += f" Not shown, with fewer than {FEW} test items: {', '.join(left_out)}."
+    if table.hidden_bins:
+        caption += f" Not shown, with fewer than {FEW} test items: {table.hidden_bins}."
     alt = f"{title}, from {bins[0]} to {bins[-1]}: " + "; ".join(
         f"{row.arm} {100 * kept(row.bins)[0].value:.0f} to {100 * kept(row.bins)[-1].value:.0f}" for row in table.rows
     )

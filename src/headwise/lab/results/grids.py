@@ -18,7 +18,7 @@ from headwise.lab.results.cells import (
     show_signed,
 )
 from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
-from headwise.lab.results.table import PLAIN, Difference, Table
+from headwise.lab.results.table import FEW, PLAIN, Difference, Table
 
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
 DIVERSITY = {
@@ -44,36 +44,52 @@ EARLIER_DIVERSITY = {
 # More bins do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 3
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
+INTERVALS = "In parentheses 95 % intervals over seeds and test items; differences are in points."
 NOTE = (
     "In parentheses 95 % intervals over seeds and test items; differences are in points, p-values are Holm-adjusted. "
     "Detectable: the smallest difference that a test at 5 % would find with 80 % power, alone and among its family."
 )
+# A repulsion this many times as strong as what drives training has replaced it.
+OVERWHELMING = 10.0
+FORCE_NOTE = f"!: a force ratio above {OVERWHELMING:g}; the repulsion, not the loss, then drives the heads."
 
 
 def verdict_grid(table: Table) -> Grid:
-    """Return the score of each arm, its difference to its control, what could have been found, and the verdict."""
-    rows = tuple(
-        (
-            row.arm,
-            str(len(row.seeds)),
-            show_percent(row.score),
-            "baseline" if row.baseline else row.control or NONE,
-            show_points(row.to_control and row.to_control.estimate),
-            _show_detectable(row.to_control),
-            row.verdict or NONE,
-        )
-        for row in table.rows
+    """Return the verdict on each arm with its p-value, the difference to its control, and its score.
+
+    The verdict stands right after the arm: on a narrow screen it is seen first.
+    """
+    tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
+    columns: dict[str, tuple[str, list[Cell]]] = {
+        "arm": ("l", [row.arm for row in table.rows]),
+        "verdict": ("l", ["baseline" if row.baseline else _omit_p(row.verdict) or NONE for row in table.rows]),
+        "p": ("r", [_show_p(_find_adjusted(row.to_control)) for row in table.rows]),
+        "difference,\npoints": (
+            "r",
+            [show_points(row.to_control and row.to_control.estimate) for row in table.rows],
+        ),
+        "to": ("l", [row.control or NONE for row in table.rows]),
+        table.axis.replace(" ", "\n"): ("r", [show_percent(row.score) for row in table.rows]),
+        "detect-\nable": ("r", [_show_detectable(row.to_control) for row in table.rows]),
+        "seeds": ("r", [str(len(row.seeds)) for row in table.rows]),
+    }
+    if not tested:
+        del columns["p"], columns["detect-\nable"]
+    align = "".join(letter for letter, _ in columns.values())
+    rows = tuple(zip(*(cells for _, cells in columns.values()), strict=True))
+    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", tuple(columns), rows, align)
+
+
+def list_notes(table: Table) -> tuple[str, ...]:
+    """Return what explains the grids: only what is in them."""
+    tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
+    strong = any((row.measures["force_ratio"] or 0.0) > OVERWHELMING for row in table.arms)
+    hidden = table.hidden_bins
+    return (
+        NOTE if tested else INTERVALS,
+        *([FORCE_NOTE] if strong else []),
+        *([f"Not shown by {table.difficulty}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
     )
-    header = (
-        "arm",
-        "seeds",
-        table.axis.replace(" ", "\n"),
-        "judged\nagainst",
-        "difference,\npoints",
-        "detect-\nable",
-        "verdict",
-    )
-    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", header, rows, "lrrlrrl")
 
 
 def plain_grid(table: Table) -> Grid:
@@ -93,10 +109,13 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
         table: The comparison.
         intervals: Whether to show the 95 % interval of each score.
     """
-    rows = tuple((row.arm, *(show_percent(found, interval=intervals) for found in row.bins)) for row in table.rows)
-    header = ("arm", *map(str, table.bins))
+    shown = table.readable_bins
+    rows = tuple(
+        (row.arm, *(show_percent(row.bins[place], interval=intervals) for place in shown)) for row in table.rows
+    )
+    header = ("arm", *(str(table.bins[place]) for place in shown))
     title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
-    return Grid(title, header, rows, "l" + "r" * len(table.bins))
+    return Grid(title, header, rows, "l" + "r" * len(shown))
 
 
 def cost_grid(table: Table) -> Grid:
@@ -184,7 +203,7 @@ def diversity_grid(table: Table) -> Grid:
     """Return how similar the heads of each arm are, one row per arm."""
     measured = any(row.measures["effective_heads"] is not None for row in table.arms)
     columns = DIVERSITY if measured else EARLIER_DIVERSITY
-    rows = tuple((row.arm, *(show_number(row.measures[name]) for name in columns)) for row in table.arms)
+    rows = tuple((row.arm, *(_show_measure(name, row.measures[name]) for name in columns)) for row in table.arms)
     return Grid("how alike the heads are: means over seeds", ("arm", *columns.values()), rows, "l" + "r" * len(columns))
 
 
@@ -205,9 +224,29 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 
 def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
-    shown = list_grids(table, intervals=len(table.bins) <= BINS_WITH_INTERVAL)
-    notes = [NOTE, *(f"not finished: {run}" for run in table.missing)]
+    shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
+    notes = [*list_notes(table), *(f"not finished: {run}" for run in table.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
+
+
+def _find_adjusted(found: Difference | None) -> float | None:
+    return None if found is None else found.judgement.adjusted
+
+
+def _omit_p(verdict: str) -> str:
+    """Return a verdict without its p-value, which has a column."""
+    return verdict.partition(" (p ")[0]
+
+
+def _show_p(adjusted: float | None) -> Cell:
+    if adjusted is None:
+        return NONE
+    return "<0.001" if adjusted < 0.001 else Number(adjusted, digits=3)
+
+
+def _show_measure(name: str, value: float | None) -> Cell:
+    strong = name == "force_ratio" and value is not None and value > OVERWHELMING
+    return Number(value, form="{} !") if strong else show_number(value)
 
 
 def _show_detectable(found: Difference | None) -> Cell:

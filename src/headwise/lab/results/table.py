@@ -13,6 +13,8 @@ from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.verdicts import Judgement
 
 PLAIN = "plain"
+# Of a bin of fewer test items an interval is wider than any difference between arms.
+FEW = 20
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,18 @@ class Table:
     def row(self, arm: str) -> Row | None:
         """Return the row of an arm, or None."""
         return next((row for row in self.rows if row.arm == arm), None)
+
+    @property
+    def readable_bins(self) -> tuple[int, ...]:
+        """Places of the bins with enough test items to read; all of them if none has enough."""
+        enough = tuple(place for place, items in enumerate(self.items) if items >= FEW)
+        return enough or tuple(range(len(self.bins)))
+
+    @property
+    def hidden_bins(self) -> str:
+        """The bins that are not shown with their numbers of items, in words; "" for none."""
+        hidden = [place for place in range(len(self.bins)) if place not in self.readable_bins]
+        return ", ".join(f"{self.bins[place]} ({self.items[place]})" for place in hidden)
 
     @property
     def axis(self) -> str:
