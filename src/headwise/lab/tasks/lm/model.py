@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.foreign_code import refuse_foreign_code
+from headwise.heads.find import find_heads
 from headwise.lab.models.electra import decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.tasks.lm.scales import LmScale
@@ -88,8 +90,14 @@ def build_model(words: TextTokens, scale: LmScale) -> CausalModel:
     return CausalModel(make_network(config), scale.deviation)
 
 
-def open_model(folder: Path, words: TextTokens, scale: LmScale) -> CausalModel:
-    """Return the model of a folder, with new adapters if the scale has some.
+def open_model(folder: Path, words: TextTokens, scale: LmScale, *, aggregated: bool = False) -> CausalModel:
+    """Return the model of a folder, with new adapters on all its linear layers but the last if the scale has some.
+
+    Args:
+        folder: The folder.
+        words: The tokenizer of the text.
+        scale: The scale.
+        aggregated: Whether aggregators will take the place of output projections, which then have no adapters.
 
     Raises:
         DataError: The folder holds no causal model that transformers, or `headwise.load`, can load; it has fewer ids
@@ -107,15 +115,28 @@ def open_model(folder: Path, words: TextTokens, scale: LmScale) -> CausalModel:
             f"{folder}: attention of {type(network).__name__} crosses documents that are packed into one row, which "
             "transformers keeps apart in most models; name another model."
         )
-    if scale.lora:
-        # slow to import
-        from peft import LoraConfig, get_peft_model
+    return CausalModel(_adapt(network, scale, aggregated=aggregated) if scale.lora else network, None)
 
-        alpha = scale.lora_alpha or 2 * scale.lora
-        config = LoraConfig(r=scale.lora, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        with torch.random.fork_rng(devices=[]):
-            network = get_peft_model(network, config)
-    return CausalModel(network, None)
+
+def _adapt(network: Any, scale: LmScale, *, aggregated: bool) -> Any:
+    # slow to import
+    from peft import LoraConfig, get_peft_model
+
+    found = [site.output_projection.module for site in find_heads(network) if site.output_projection is not None]
+    left_out = [name for name, module in network.named_modules() if aggregated and any(module is one for one in found)]
+    config = LoraConfig(
+        r=scale.lora,
+        lora_alpha=scale.lora_alpha or 2 * scale.lora,
+        target_modules="all-linear",
+        exclude_modules=left_out or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft reads it of every model
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        # it finds out itself for each layer
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
+        return get_peft_model(network, config)
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headwise.integrations.methods import Aggregate
 from headwise.lab.data.batching import to_device
+from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.metrics import Likelihood
 from headwise.lab.experiment.task import Answers, Task
@@ -75,10 +77,15 @@ class LmTask(Task):
         return LmData(place, *found, scale.dev_rows, scale.test_rows)
 
     def model(self, data: LmData, scale: LmScale) -> CausalModel:
+        """Return the model that plain begins with."""
+        return self.initial_model(Arm("plain", control=None), data, scale, 0)
+
+    def initial_model(self, arm: Arm, data: LmData, scale: LmScale, seed: int) -> CausalModel:  # noqa: ARG002  parameters are drawn later
         """Return a new model, or the one of the folder."""
         if data.start_model is None:
             return build_model(data.words, scale)
-        return open_model(data.start_model.any_folder(), data.words, scale)
+        aggregated = arm.find(Aggregate) is not None
+        return open_model(data.start_model.any_folder(), data.words, scale, aggregated=aggregated)
 
     def target(self, model: CausalModel) -> nn.Module:
         """Return the model of transformers."""

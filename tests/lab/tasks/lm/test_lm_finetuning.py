@@ -1,0 +1,140 @@
+"""Fine-tuning of a folder of transformers: whole or with LoRA, what it begins with, leaves, and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import headwise as hw
+from headwise.errors import DataError, LayoutError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.lm.task import LmTask
+from headwise.lab.training.attach import attach_arm
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import load_trained
+from lab.stopping import assert_goes_on_to_the_same_bits
+from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
+
+TASK = LmTask()
+IDS = torch.tensor([[1, 40, 41, 42, 43, 9]])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with text, text prepared, and a GPT-2 with its tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    words = open_toy(prepare_toy(folder)).words
+    torch.manual_seed(4)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(vocab_size=words.vocabulary_size, **sizes)).save_pretrained(folder / "gpt2")
+    for name, text in words.files(32).items():
+        (folder / "gpt2" / name).write_text(text)
+    return folder
+
+
+def settings(place: Path, arm: str, **changes) -> RunSettings:
+    scale = dataclasses.replace(TOY, pretrained=place / "gpt2", steps=8, **changes)
+    return RunSettings("lm", scale, parse_arm(arm), seed=3, data=place / "docs.jsonl", cache=place / "cache")
+
+
+def compute_logits(model) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_begins_with_the_model_of_the_folder(lora, place):
+    chosen = settings(place, "plain", lora=lora)
+    data = TASK.load(chosen.data, chosen.scale, chosen.cache)
+    model, _ = attach_arm(TASK, chosen.arm, data, chosen.scale, seed=3)
+    assert torch.equal(
+        compute_logits(model.network), compute_logits(AutoModelForCausalLM.from_pretrained(place / "gpt2"))
+    )
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    if lora:
+        assert all("lora_" in name for name in trained)
+        assert {one.shape[0] for name, one in model.named_parameters() if "lora_A" in name} == {4}
+    else:
+        assert len(trained) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("arm", ["plain", "svgd:alpha=0.5", "cka", "em:layers=0"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_folder_of_a_run_computes_what_its_model_does(lora, arm, place, tmp_path):
+    chosen = settings(place, arm, lora=lora)
+    train_run(chosen, tmp_path / "run")
+    model = load_trained(chosen, tmp_path / "run").model
+    found = compute_logits(model.network)
+    folder = tmp_path / "run" / "model"
+    if arm.startswith("em"):
+        with pytest.raises((ValueError, OSError, KeyError)):
+            AutoModelForCausalLM.from_pretrained(folder)
+    loaded = hw.load(folder) if arm.startswith("em") else AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(compute_logits(loaded), found, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found, compute_logits(AutoModelForCausalLM.from_pretrained(place / "gpt2")))
+    assert AutoTokenizer.from_pretrained(folder)("The old clock").input_ids[0] == 1
+    said = [
+        model.network.generate(IDS, max_new_tokens=5, do_sample=False, use_cache=cached) for cached in (True, False)
+    ]
+    assert torch.equal(*said)
+    # and another run begins with this one
+    again = dataclasses.replace(chosen, scale=dataclasses.replace(chosen.scale, pretrained=tmp_path / "run", lora=0))
+    data = TASK.load(again.data, again.scale, again.cache)
+    torch.testing.assert_close(compute_logits(TASK.model(data, again.scale).network), found, rtol=1e-4, atol=1e-5)
+    assert data.fingerprint != TASK.load(chosen.data, chosen.scale, chosen.cache).fingerprint
+
+
+def test_a_run_with_adapters_goes_on_to_the_same_bits(place, tmp_path):
+    assert_goes_on_to_the_same_bits(settings(place, "svgd", lora=4), tmp_path, stopped=3)
+
+
+def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
+    chosen = settings(place, "plain")
+
+    def load(folder: Path, data: Path | None = None, **changes):
+        scale = dataclasses.replace(chosen.scale, pretrained=folder, **changes)
+        return scale, TASK.load(data or chosen.data, scale, tmp_path / "cache")
+
+    with pytest.raises(DataError, match="holds no model"):
+        load(tmp_path)
+    with pytest.raises(DataError, match="gpt2 has positions for 32 tokens, and texts are cut at 40"):
+        load(place / "gpt2", length=40)
+    other = shutil.copytree(place / "gpt2", tmp_path / "other")
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"other has no tokenizer\.json; write one with AutoTokenizer"):
+        load(other)
+    text = json.loads((place / "gpt2" / "tokenizer.json").read_text())
+    text["model"]["merges"] = text["model"]["merges"][:-1]
+    (other / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(DataError, match="was prepared with another tokenizer than"):
+        load(other, place / "prepared")
+    assert load(place / "gpt2", place / "prepared")[1].record["tokenizer"] == "learned"
+    config = json.loads((place / "gpt2" / "config.json").read_text())
+    small = shutil.copytree(place / "gpt2", tmp_path / "small")
+    GPT2LMHeadModel(GPT2Config(**{**config, "vocab_size": 99})).save_pretrained(small)
+    scale, data = load(small)
+    with pytest.raises(DataError, match="small has vectors for 99 token ids, and its tokenizer has"):
+        TASK.model(data, scale)
+    (small / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="holds no causal model that transformers can load"):
+        TASK.model(data, scale)
+
+
+@pytest.mark.parametrize(
+    ("arm", "error", "said"),
+    [
+        ("muon-heads", SettingError, "Muon was given no projection of heads that is trained itself"),
+        ("talking", LayoutError, "holds adapters of peft, which would not save the matrices"),
+    ],
+)
+def test_arms_that_need_the_whole_model_are_refused_under_adapters(arm, error, said, place, tmp_path):
+    with pytest.raises(error, match=said):
+        train_run(settings(place, arm, lora=4), tmp_path / "run")
