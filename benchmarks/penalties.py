@@ -11,12 +11,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.heads.heads import Heads
+from headwise.lab.training.drophead import DropHead
+from headwise.lab.training.muon import MuonAndRest
+from headwise.nn.difference import pair_heads
+from headwise.nn.multihead import adopt
 from headwise.repulsion.rules import Rule
 from timing import console, default_device, interleaved, new_record, ratio, write
 
@@ -42,6 +48,8 @@ GATES = {
     "MixtureOfHeads": hw.MixtureOfHeads(shared=2, active=4),
 }
 MIXED = (("logits",), ("weights",), ("logits", "weights"))
+PAIRED = {"differential attention": True, "differential attention, one map": False}
+MUON = {"Muon": False, "Muon per head": True}
 RULES: dict[str, Rule] = {"SVGD": hw.SVGD(), "FunctionSVGD": hw.FunctionSVGD(), "SpanSVGD": hw.SpanSVGD()}
 TARGET = hw.Target(effective_heads=HEADS)
 STRENGTHS = {"relative": hw.Relative(0.1), "target": TARGET}
@@ -60,6 +68,9 @@ class Variant:
         rule: What repels the heads; None for no repulsion.
         gates: What gates the heads; None for no gates.
         mixed: Which matrices of talking heads there are: "logits", "weights".
+        second: Whether paired heads have a second map; None for heads as they are.
+        dropped: Rate of DropHead.
+        per_head: Whether Muon acts on each head alone, or on whole projections; None for AdamW.
     """
 
     def __init__(
@@ -72,16 +83,26 @@ class Variant:
         rule: Rule | None = None,
         gates: hw.SigmoidGate | hw.MixtureOfHeads | None = None,
         mixed: Sequence[str] = (),
+        second: bool | None = None,
+        dropped: float = 0.0,
+        per_head: bool | None = None,
     ) -> None:
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.1, batch_first=True)
         self.model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).to(device)
+        if second is not None:
+            for index, site in enumerate(hw.find_heads(self.model), start=1):
+                adopt(self.model, site.module)
+                pair_heads(site.module, index, second=second)
+            self.model.to(device)
         heads = hw.find_heads(self.model)
+        if dropped:
+            DropHead(heads, dropped, seed=0)
         self.gating = None if gates is None else hw.gate_heads(heads, gates)
         if mixed:
             hw.mix_heads(heads, logits="logits" in mixed, weights="weights" in mixed)
         self.balanced = isinstance(gates, hw.MixtureOfHeads)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = make_optimizer(self.model, heads, per_head)
         self.penalty = None if term is None else hw.Disagreement(heads, term, strength=strength, every=every)
         if rule is not None:
             hw.repel(self.optimizer, heads, rule, every=every)
@@ -98,6 +119,15 @@ class Variant:
         self.optimizer.step()
 
 
+def make_optimizer(model: nn.Module, heads: Heads, per_head: bool | None) -> torch.optim.Optimizer:
+    """Return AdamW, or Muon on the projections of heads and AdamW on the rest, as the laboratory's."""
+    groups = [{"params": list(model.parameters()), "lr": 1e-4, "weight_decay": 0.01}]
+    if per_head is None:
+        return torch.optim.AdamW(groups, fused=True)
+    blocks = hw.head_blocks(heads, per_head=per_head)
+    return MuonAndRest(blocks, groups, partial(torch.optim.AdamW, fused=True), momentum=0.95)
+
+
 def make_variants(device: torch.device) -> dict[str, Variant]:
     variants = {PLAIN: Variant(device), AGAIN: Variant(device)}
     variants |= {name: Variant(device, term) for name, term in TERMS.items()}
@@ -112,6 +142,9 @@ def make_variants(device: torch.device) -> dict[str, Variant]:
         for when, every in EVERY.items()
     }
     variants |= {name: Variant(device, gates=gates) for name, gates in GATES.items()}
+    variants |= {name: Variant(device, second=second) for name, second in PAIRED.items()}
+    variants |= {name: Variant(device, per_head=per_head) for name, per_head in MUON.items()}
+    variants["DropHead"] = Variant(device, dropped=0.1)
     return variants | {f"talking heads, {' and '.join(mixed)}": Variant(device, mixed=mixed) for mixed in MIXED}
 
 

@@ -11,17 +11,22 @@ from types import ModuleType
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # the folder has the module that all benchmarks share
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark as it runs on CUDA, of a model that takes no time and without a compiler."""
-    # the folder has the module that all benchmarks share
-    monkeypatch.syspath_prepend(str(PATH.parent))
-    spec = importlib.util.spec_from_file_location("overhead_benchmark", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("overhead", monkeypatch)
     tiny = {"VOCABULARY": 20, "WIDTH": 16, "HEADS": 4, "LAYERS": 6, "INNER": 8, "MODULE_TOKENS": 6, "REPEATS": 2}
     others = {"SCALING": [(2, 3, 4)], "COPIED": {"cpu": 64}, "COMPILE": False, "HALF": True, "WHOLE_STEPS": True}
     for name, value in (tiny | others).items():
@@ -72,3 +77,27 @@ def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys, tmp_
     assert record["not run on CUDA"] == "torch sees no GPU"
     assert set(record["wanted on CUDA, of a plain step"]) == {"svgd, all layers", "output", "em in 2 encoder layers"}
     assert "models" not in record
+
+
+def test_a_tiny_run_measures_every_term_rule_and_rival_which_all_change_what_is_trained(monkeypatch, tmp_path):
+    module = load("penalties", monkeypatch)
+    for name, value in {"WIDTH": 16, "INNER": 8, "BATCH": 2, "LENGTH": 6}.items():
+        monkeypatch.setattr(module, name, value)
+    trained, step = {}, module.Variant.step
+
+    def recorded(self, x):
+        torch.manual_seed(0)
+        step(self, x)
+        trained[id(self)] = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+    monkeypatch.setattr(module.Variant, "step", recorded)
+    out = tmp_path / "record.json"
+    torch.manual_seed(0)
+    module.main(["--device", "cpu", "--rounds", "1", "--out", str(out)])
+    ratios = json.loads(out.read_text())["ratio to plain"]
+    wanted = {"SigmoidGate", "MixtureOfHeads", "differential attention", "Muon per head", "DropHead", *module.TERMS}
+    assert wanted <= set(ratios)
+    plain, again, *others = trained.values()
+    assert len(others) == len(ratios) - 1
+    assert torch.equal(plain, again)
+    assert not any(len(other) == len(plain) and torch.equal(other, plain) for other in others)

@@ -133,7 +133,7 @@ def find_difference(module: nn.Module) -> Any:
     return module._modules.get(CHILD)
 
 
-def pair_heads(attention: nn.MultiheadAttention, layer: int = 1, *, second: bool = True) -> None:
+def pair_heads(attention: nn.Module, layer: int = 1, *, second: bool = True) -> None:
     """Turn an attention with an even number H of heads into differential attention with H / 2, in place.
 
     Heads 2g and 2g + 1 become one head, whose first and second map are theirs and whose values are those of both. The
@@ -166,6 +166,6 @@ def pair_heads(attention: nn.MultiheadAttention, layer: int = 1, *, second: bool
     if find_difference(attention) is not None or find_mixer(attention) is not None:
         raise LayoutError(f"{given} has paired or talking heads already; pair the heads of a new one.")
     difference = HeadDifference(2 * attention.head_dim, layer, second=second)
-    weight = attention.out_proj.weight
+    weight: Any = attention.out_proj.weight
     attention.num_heads, attention.head_dim = attention.num_heads // 2, 2 * attention.head_dim
     attention.add_module(CHILD, difference.to(device=weight.device, dtype=weight.dtype))
