@@ -9,9 +9,11 @@ from torch import nn
 from headwise.errors import SettingError, require_integer
 from headwise.heads.arrangement import KNOWN
 from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.importance import Importance
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
 from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.prune_choice import choose_heads
 from headwise.shrinking.prune_cuts import collect_cuts, list_gone
 from headwise.shrinking.prune_optimizer import require_optimizer
 from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
@@ -56,8 +58,10 @@ class Pruning:
 
 def prune(
     heads: Heads,
-    removed: Removed,
+    removed: Removed | None = None,
     *,
+    keep: float | None = None,
+    importance: Importance | Mapping[str, Any] | None = None,
     inputs: Sequence | Mapping[str, object] | None = None,
     optimizer: Any = None,
 ) -> Pruning:
@@ -79,6 +83,10 @@ def prune(
     Args:
         heads: The sites, from `find_heads`.
         removed: The heads to remove, counted from 0, by the layer (an integer) or the name of the attention.
+        keep: Instead of `removed`: the share of heads that each attention keeps, above 0 and below 1; round(keep H), at
+            least one, and whole groups where queries are grouped. Those that matter least go.
+        importance: With `keep`, what `hw.importance` returned, or one number for each head by the name of the
+            attention; the larger, the longer it stays.
         inputs: Inputs of the model, as in `hw.verify`. The result is compared with ablation on them, and the model is
             put back where they differ. Needed for attentions that are the user's own: only a call shows whether their
             code counts on the heads it was built with.
@@ -88,7 +96,8 @@ def prune(
         What was removed.
 
     Raises:
-        SettingError: A layer or head does not exist, or an attention would lose all its heads.
+        SettingError: A layer or head does not exist, an attention would lose all its heads, or neither or both of
+            `removed` and `keep` were given.
         LayoutError: Heads cannot be removed there. The model is then as it was.
 
     Example:
@@ -99,9 +108,20 @@ def prune(
           layers.0.self_attn: heads 1, 2 removed, 2 left
         >>> [site.num_heads for site in hw.find_heads(model)]
         [2, 4]
+        >>> import torch
+        >>> x = torch.randn(3, 5, 8)
+        >>> worth = hw.importance(hw.find_heads(model), lambda: model(x).std((1, 2)), method="first_order")
+        >>> list(hw.prune(hw.find_heads(model), keep=0.5, importance=worth).heads.values())
+        [1, 2]
     """
     require_heads(heads)
     require_optimizer(optimizer)
+    if (removed is None) is (keep is None) or (keep is None and importance is not None):
+        raise SettingError("expected either the heads to remove, or keep=... with importance=...")
+    if keep is not None:
+        removed = {**choose_heads(heads, keep, importance)}
+        if not removed:
+            raise SettingError(f"keep is {keep:g}, and no attention would lose a head; expected a smaller share.")
     with without_wrappers(heads.model):
         return _prune(heads, _read_removed(heads, removed), inputs, optimizer)
 

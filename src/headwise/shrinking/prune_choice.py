@@ -1,0 +1,68 @@
+"""Which heads are removed when a share of them stays: the same number in every attention, the least important first."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, SettingError, ShapeError, require_range
+from headwise.heads.heads import Heads, Site
+from headwise.heads.importance import Importance
+from headwise.shrinking.prune_refusals import find_table_owner
+
+
+def choose_heads(heads: Heads, keep: float, importance: Importance | Mapping[str, Any] | None) -> dict[str, list[int]]:
+    """Return the query heads that each attention loses when a share of its heads stays.
+
+    Attentions of one size keep equally many heads, round(keep H) and at least one, so that a configuration can say it.
+    Where queries are grouped whole groups go, by the sum of their importances, and round(keep G) stay; of multi-query
+    attention single query heads go. Layers that share a table of position biases lose the same heads.
+
+    Args:
+        heads: The sites.
+        keep: The share that stays, above 0.
+        importance: What `hw.importance` returned, or a number for each head, by the name of the attention; the larger,
+            the longer it stays.
+
+    Raises:
+        SettingError: `keep` is no such share, or no importance was given for an attention.
+        ShapeError: There is not one number for each head.
+        HeadwiseError: A number is not finite.
+    """
+    require_range("keep", keep, low=0.0, high=1.0, low_open=True)
+    if importance is None:
+        raise SettingError(
+            "keep needs importance=..., what each head is worth: hw.importance(heads, score), or {name: numbers}."
+        )
+    numbers = {site: _read(site, importance) for site in heads}
+    chosen = {}
+    for site in heads:
+        owner = find_table_owner(heads, site)
+        alike = [other for other in heads if owner is not None and find_table_owner(heads, other) is owner]
+        worth = sum((numbers[other] for other in alike), torch.zeros(())) if alike else numbers[site]
+        chosen[site.name] = _choose(site, worth, keep)
+    return {name: gone for name, gone in chosen.items() if gone}
+
+
+def _choose(site: Site, worth: Tensor, keep: float) -> list[int]:
+    whole = site.key_value_heads if site.key_value_heads > 1 else site.num_heads
+    members = site.num_heads // whole
+    units = worth.unflatten(0, (whole, members)).sum(1)
+    left = max(1, round(keep * whole))
+    # of equal ones the first stays
+    gone = sorted(units.argsort(descending=True, stable=True)[left:].tolist())
+    return [unit * members + member for unit in gone for member in range(members)]
+
+
+def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:
+    held = importance.drops if isinstance(importance, Importance) else importance
+    name = site.name or "(model)"
+    if not isinstance(held, Mapping) or (site.name not in held and name not in held):
+        raise SettingError(f"importance has no entry {name!r}; expected one number for each head of each attention.")
+    numbers = torch.as_tensor(held[site.name] if site.name in held else held[name], dtype=torch.float64).cpu()
+    if numbers.shape != (site.num_heads,):
+        raise ShapeError(f"importance of {name} has shape {tuple(numbers.shape)}; expected ({site.num_heads},).")
+    if not bool(numbers.isfinite().all()):
+        raise HeadwiseError(f"importance of {name} holds NaN or infinity; expected finite numbers.")
+    return numbers
