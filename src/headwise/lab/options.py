@@ -30,9 +30,9 @@ DataFolder = Annotated[
         "--data",
         help="Folder of the task's files; without it, data is generated. translation: also FOLDER:en-de, or two "
         "files, my.en,my.de. classification and sentence: also one file with a label and a text per line, my.tsv. "
-        "pretraining: text or JSON lines, my.txt or my.jsonl.gz. glue: the folder of one of its sets. probing: the "
-        "file of one task, past_present.txt; for reproduce the folder of all. graph2text: AGENDA's folder, or a file "
-        "of triples.",
+        "pretraining and lm: text or JSON lines, my.txt or my.jsonl.gz. glue: the folder of one of its sets. probing: "
+        "the file of one task, past_present.txt; for reproduce the folder of all. graph2text: AGENDA's folder, or a "
+        "file of triples.",
     ),
 ]
 Pipeline = Annotated[
@@ -46,9 +46,14 @@ Pretrained = Annotated[
     Path | None,
     typer.Option(
         "--pretrained",
-        help="What runs of glue start from: a Hugging Face folder, a run of pretraining, or a folder with a run per "
-        "arm.",
+        "--model",
+        help="What runs of glue and lm start from: a Hugging Face folder, or a finished run; glue: also a folder with "
+        "a run per arm.",
     ),
+]
+Lora = Annotated[
+    str | None,
+    typer.Option("--lora", metavar="r=RANK[,alpha=ALPHA]", help="Train adapters of a pretrained model (lm) only."),
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -107,6 +112,19 @@ def parse_launch_options(given: Iterable[str]) -> dict[str, str | int | float]:
             except ValueError:
                 continue
     return options
+
+
+def parse_lora(given: str | None) -> tuple[str, ...]:
+    """Return the sizes of a scale that "r=8,alpha=16" stands for.
+
+    >>> parse_lora("r=8,alpha=16")
+    ('lora=8', 'lora_alpha=16')
+    """
+    names = {"r": "lora", "alpha": "lora_alpha"}
+    pieces = [] if given is None else [[part.strip() for part in piece.partition("=")] for piece in given.split(",")]
+    if any(name not in names or not value for name, _, value in pieces):
+        raise typer.BadParameter(f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA, as r=8.")
+    return tuple(f"{names[name]}={value}" for name, _, value in pieces)
 
 
 def choose_scale(task: str, options: ScaleOptions | str) -> Scale:

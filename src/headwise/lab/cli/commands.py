@@ -15,6 +15,7 @@ from headwise.lab.options import (
     DataFolder,
     Embeddings,
     Folds,
+    Lora,
     OutOfDomain,
     Pipeline,
     Pretrained,
@@ -24,6 +25,7 @@ from headwise.lab.options import (
     TrustRemoteCode,
     Workers,
     choose_scale,
+    parse_lora,
     require_known,
     require_task,
 )
@@ -44,6 +46,7 @@ def tune(
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
+    lora: Lora = None,
     trust_remote_code: TrustRemoteCode = False,
     sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws (default: runs/tune-TASK-SCALE).")] = None,
@@ -59,7 +62,7 @@ def tune(
         scale,
         pipeline,
         embeddings,
-        sizes=tuple(sizes or ()),
+        sizes=(*(sizes or ()), *parse_lora(lora)),
         pretrained=pretrained,
         trust_remote_code=trust_remote_code,
     )

@@ -1,4 +1,4 @@
-"""The command `headwise compare`."""
+"""The commands `headwise compare` and `headwise show`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.lab.cli.configs import format_config, use_config
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.options import (
     DataFolder,
     Embeddings,
     Folds,
+    Lora,
     Pipeline,
     Pretrained,
     ScaleName,
@@ -21,9 +23,18 @@ from headwise.lab.options import (
     Workers,
     choose_scale,
     parse_launch_options,
+    parse_lora,
     require_task,
 )
-from headwise.lab.output import end_with, print_file, printing_record, say, standard_console
+from headwise.lab.output import (
+    asked_output,
+    end_with,
+    print_file,
+    print_record,
+    printing_record,
+    say,
+    standard_console,
+)
 from headwise.lab.stopping import stoppable
 
 if TYPE_CHECKING:
@@ -46,6 +57,7 @@ def compare(
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
+    lora: Lora = None,
     trust_remote_code: TrustRemoteCode = False,
     folds: Folds = None,
     sizes: Sizes = None,
@@ -64,6 +76,18 @@ def compare(
     step_time: Annotated[
         bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
     ] = False,
+    report_to: Annotated[
+        str, typer.Option("--report-to", help="Also report each epoch to: tensorboard, wandb, trackio.")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            callback=use_config,
+            is_eager=True,
+            help="Options from a file, such as the run.toml of a comparison; those that are typed win.",
+        ),
+    ] = None,
 ) -> None:
     """Train every arm with every seed, show the table and write report.html; run again to resume."""
     require_task(task)
@@ -75,7 +99,8 @@ def compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    options = ScaleOptions(scale, pipeline, embeddings, folds, tuple(sizes or ()), None, pretrained, trust_remote_code)
+    changed = (*(sizes or ()), *parse_lora(lora))
+    options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code)
     chosen = choose_scale(task, options)
     asked = tuple(parse_arms(arms))
     missing = find_missing_controls(asked)
@@ -89,13 +114,69 @@ def compare(
         count_workers() if workers is None else workers,
         options=options,
         launcher=Launcher(launcher, parse_launch_options(launch or ())),
+        report_to=tuple(filter(None, report_to.split(","))),
     )
+    options_given = {
+        "task": task,
+        "arms": arms,
+        "controls": controls,
+        "seeds": seeds,
+        "scale": scale,
+        "set": changed,
+        "data": data,
+        "pipeline": pipeline,
+        "embeddings": embeddings,
+        "pretrained": pretrained,
+        "trust-remote-code": trust_remote_code,
+        "folds": folds,
+        "out": out,
+        "launcher": launcher,
+        "launch": launch,
+        "redundancy": redundancy,
+        "step-time": step_time,
+        "report-to": report_to or None,
+    }
     if missing and not controls:
         say(describe_missing(comparison, missing))
     with stoppable(folders=[comparison.out]):
-        failures = run(comparison, standard_console(), redundancy=redundancy, step_times=step_time)
+        failures = run(
+            comparison,
+            standard_console(),
+            redundancy=redundancy,
+            step_times=step_time,
+            config=format_config(options_given),
+        )
     print_file(comparison.out / RESULTS)
     end_with(failures)
+
+
+@printing_record
+def show(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of comparisons, or above them.")],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV, with all digits.")] = False,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print a table for LaTeX, with booktabs.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for Markdown.")] = False,
+) -> None:
+    """Show finished comparisons again, side by side if there are several; nothing is trained."""
+    if as_csv + as_latex + as_markdown + asked_output().as_json > 1:
+        raise typer.BadParameter("expected one of --csv, --latex, --markdown and --json.")
+    from headwise.lab.results.grids import render_terminal
+    from headwise.lab.results.side_by_side import find_comparisons, format_csv, format_latex, list_rows, make_grid
+    from headwise.lab.results.tabulate import read_table
+
+    tables = {str(folder): read_table(folder) for folder in find_comparisons(folders)}
+    if as_csv:
+        typer.echo(format_csv(tables), nl=False)
+    elif as_latex:
+        typer.echo(format_latex(make_grid(tables)))
+    elif as_markdown:
+        typer.echo(make_grid(tables).to_markdown())
+    elif asked_output().as_json:
+        print_record(list_rows(tables))
+    elif len(tables) == 1:
+        standard_console().print(*map(render_terminal, tables.values()))
+    else:
+        standard_console().print(make_grid(tables))
 
 
 def find_missing_controls(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
@@ -123,4 +204,4 @@ def describe_missing(comparison: Comparison, missing: tuple[Arm, ...]) -> str:
     )
 
 
-COMMANDS = (compare,)
+COMMANDS = (compare, show)

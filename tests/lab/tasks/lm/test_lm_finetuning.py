@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import headwise as hw
 from headwise.errors import DataError, LayoutError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.options import choose_scale, parse_lora
 from headwise.lab.tasks.lm.task import LmTask
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run
@@ -138,3 +141,13 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
 def test_arms_that_need_the_whole_model_are_refused_under_adapters(arm, error, said, place, tmp_path):
     with pytest.raises(error, match=said):
         train_run(settings(place, arm, lora=4), tmp_path / "run")
+
+
+def test_the_command_names_the_rank_as_peft_does(place):
+    options = ScaleOptions("demo", sizes=parse_lora("r=8, alpha=24"), pretrained=place / "gpt2")
+    scale = choose_scale("lm", options)
+    assert (getattr(scale, "lora", 0), getattr(scale, "lora_alpha", 0)) == (8, 24)
+    assert parse_lora(None) == ()
+    for wrong in ("8", "rank=8", "r=", ""):
+        with pytest.raises(typer.BadParameter, match="expected r=RANK"):
+            parse_lora(wrong)

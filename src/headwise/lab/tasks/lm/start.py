@@ -41,5 +41,5 @@ def require_tokenizer(prepared: Path, words: TextTokens, scale: LmScale) -> None
     if own.to_json() != words.to_json():
         raise DataError(
             f"{prepared} was prepared with another tokenizer than {scale.preparation.tokenizer}; give the text itself "
-            "to --data, or prepare it with --model."
+            "to --data, or prepare it with --tokenizer and that file."
         )
