@@ -139,6 +139,19 @@ class Link:
         return {**vars(self), "_x": None, "_balances": [], "balanced": False, "padding": Padding()}
 
 
+def tell_queries(attention: nn.Module, x: Tensor) -> None:
+    """Tell gates what the queries of an attention are made from, where its parts are called instead of itself.
+
+    Args:
+        attention: The attention, with or without gates.
+        x: What its queries are made from, [B, Q, d].
+    """
+    for hook in attention._forward_pre_hooks.values():
+        link = getattr(hook, "__self__", None)
+        if isinstance(link, Link) and link.source is link.attention:
+            link._x = x
+
+
 # A compiled module calls its own hooks outside its graph; see `headwise.nn.hooks`.
 run_uncompiled(Link.begin)
 run_uncompiled(Link.take_input)

@@ -9,8 +9,10 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import headwise as hw
 from headwise.errors import SettingError
+from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
+from headwise.lab.training.attach import Methods
 
 SIZES = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0]])
@@ -27,9 +29,17 @@ def built(seed: int = 3, **changes) -> Seq2Seq:
     return model.double().eval()
 
 
+@pytest.mark.parametrize("arm", ["plain", "differential", "gated-elements+talking", "mixture"])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_decoding_with_a_cache_equals_decoding_without(norm_first):
+def test_decoding_with_a_cache_equals_decoding_without(norm_first, arm):
     model = built(norm_first=norm_first)
+    Methods(parse_arm(arm), model, model, seed=3)
+    model.double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "head_" in name:
+                # gates and matrices that are not what they start as
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
     ids = torch.tensor([[START, 5, 9, 6, 8], [START, 7, 4, 4, 3]])
     whole = model(SOURCE, decoder_input_ids=ids).logits
     states = model.encoder(SOURCE)

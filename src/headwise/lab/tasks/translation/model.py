@@ -13,6 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from headwise.errors import SettingError, require_integer, require_range
+from headwise.gating.link import tell_queries
 from headwise.lab.data.subwords import END, PADDING, START
 from headwise.lab.models.encoder import ScaledEmbedding, sinusoids
 from headwise.nn.multihead import MultiheadAttention
@@ -211,7 +212,7 @@ class CachedAttention(MultiheadAttention):
     """`headwise.nn.MultiheadAttention`, batch first, with keys and values that can be projected once for many calls.
 
     `attend(query, *project(states))` equals `forward(query, states, states)` in evaluation: the output projection is
-    called as a module in both, so aggregators and ablations act in both.
+    called as a module in both, so aggregators, gates and ablations act in both.
 
     Example:
         >>> attention = CachedAttention(8, 2).eval()
@@ -241,6 +242,7 @@ class CachedAttention(MultiheadAttention):
         """
         bias = self.in_proj_bias[: self.embed_dim]
         queries = self._by_head(F.linear(query, self.in_proj_weight[: self.embed_dim], bias))
+        tell_queries(self, query)
         heads = self.attend_heads(queries, keys, values, may_attend)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
