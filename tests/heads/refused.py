@@ -126,6 +126,14 @@ REFUSED: tuple[Refused, ...] = (
         found="LSHSelfAttention has one projection for queries and keys",
     ),
     Refused(
+        "quantized layers",
+        "I-BERT",
+        from_transformers("IBertModel", "IBertConfig", **_SIZES),
+        why="its projections return a tensor and its scale",
+        way_out="the model before it was quantized (RoBERTa)",
+        found="IBertSelfAttention calls quantized projections",
+    ),
+    Refused(
         "differential attention",
         "DiffLlama",
         from_transformers("DiffLlamaModel", "DiffLlamaConfig", **_SIZES, **_SPECIAL, num_key_value_heads=HEADS),

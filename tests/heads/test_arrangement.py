@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads import attentions
-from heads.attentions import SeparateAttention, ShuffledAttention, StridedAttention
+from heads.attentions import (
+    BlendedAttention,
+    FusedAttention,
+    SeparateAttention,
+    ShuffledAttention,
+    StridedAttention,
+    SwappedAttention,
+)
 from heads.calling import CallingAttention, NanoGPT
 from heads.own import ListAttention
 from heads.vision import SwinTransformer, VisionTransformer
@@ -62,6 +69,26 @@ def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_att
         hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
 
 
+class ChannelAttention(Fused):
+    """Weights between features of a head instead of tokens, as in XCiT, DaViT and EdgeNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 4, 1)
+        weights = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).softmax(-1)
+        return self.proj((weights @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("attention", [SwappedAttention, BlendedAttention, ChannelAttention])
+def test_queries_that_act_on_other_tokens_are_refused_before_anything_is_attached(attention):
+    with pytest.raises(hw.LayoutError, match=r"changing the query of one token changed what [24] tokens get"):
+        hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
+
+
+def test_query_key_and_value_of_each_head_side_by_side_are_no_blocks():
+    with pytest.raises(hw.LayoutError, match=r"feature 0 of its last query head changed features .* not those from 15"):
+        hw.find_heads(FusedAttention(interleaved=True), hw.FusedLinear("mine", fused=("qkv",), output=("proj",)))
+
+
 def test_heads_that_alternate_are_called_so():
     with pytest.raises(hw.LayoutError, match=r"features 0, 4, 8, 12, 16 of what W_O gets.*'b n \(d h\)'.*'\(h d\)'"):
         hw.find_heads(StridedAttention(num_heads=4, head_dim=5, key_value_heads=4))
@@ -70,7 +97,7 @@ def test_heads_that_alternate_are_called_so():
     assert "(d h)" not in str(refusal.value)
 
 
-WRONG = (nn.Module, StridedAttention, ShuffledAttention)
+WRONG = (nn.Module, StridedAttention, ShuffledAttention, SwappedAttention, BlendedAttention)
 TRUE = {
     name: kind
     for name, kind in vars(attentions).items()
@@ -97,9 +124,9 @@ def test_the_bed_is_called_and_not_passed_over(monkeypatch: pytest.MonkeyPatch):
     called: list[str] = []
     seen = arrangement._list_changed
 
-    def counted(replay, before, feature):
+    def counted(replay, before, head, feature):
         called.append(type(replay.site.module).__name__)
-        return seen(replay, before, feature)
+        return seen(replay, before, head, feature)
 
     monkeypatch.setattr(arrangement, "_list_changed", counted)
     for build in TRUE.values():
@@ -108,8 +135,8 @@ def test_the_bed_is_called_and_not_passed_over(monkeypatch: pytest.MonkeyPatch):
     assert {*expected, "Attention", "WindowAttention", "GatedAttention", "CallingAttention"} <= {*called}
     called.clear()
     hw.find_heads(NanoGPT(layers=6))
-    # one kind, two features
-    assert called == ["CausalSelfAttention"] * 2
+    # one kind, two features of its first head and one of its last
+    assert called == ["CausalSelfAttention"] * 3
 
 
 def test_the_experiment_leaves_the_model_and_the_generator_as_they_were():

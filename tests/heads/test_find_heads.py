@@ -262,6 +262,7 @@ def test_flags_of_a_module_choose_between_rows_of_one_attribute():
     flagged = hw.FusedLinear("alternating", ("qkv",), ("proj",), interleaved=True, when=(("new", (True,)),))
     model = FusedAttention()
     assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "fused"
+    model = FusedAttention(interleaved=True)
     model.new = True
     assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "alternating"
 
@@ -316,3 +317,13 @@ def test_layers_of_nothing_or_of_no_number_are_refused():
     for asked, message in (((), "was given nothing"), (("0",), "layer is '0'"), ((True,), "layer is True")):
         with pytest.raises(hw.SettingError, match=message):
             heads.layers(*asked)
+
+
+@pytest.mark.parametrize(("head_first", "layout"), [(True, "interleaved"), (False, "fused"), (None, "fused")])
+def test_one_name_of_a_projection_in_two_orders_is_told_by_the_flag_of_its_module(head_first, layout):
+    attention = FusedAttention(interleaved=layout == "interleaved")
+    if head_first is not None:
+        attention.head_first = head_first
+    heads = hw.find_heads(attention)
+    assert [site.layout for site in heads] == [layout]
+    assert hw.verify(heads, (torch.randn(2, 6, 12),)).sites == ("",)

@@ -24,6 +24,8 @@ KEPT = 0.9
 MOST = 100.0
 # A gradient below this share of the loss's tells nothing of the strength.
 LEAST = 1e-12
+# What is kept is in single precision.
+HIGHEST = torch.finfo(torch.float32).max
 
 
 class RelativeWeights:
@@ -163,7 +165,7 @@ class RelativeWeights:
         for name, number in numbers.items():
             if name not in self._parameters:
                 raise SettingError(f"the state of the penalty names {name!r}, which is not among its attentions.")
-            require_range(f"{key} of {name}", number)
+            require_range(f"{key} of {name}", number, low=-HIGHEST, high=HIGHEST)
         return {name: torch.tensor(float(number), dtype=torch.float32) for name, number in numbers.items()}
 
 

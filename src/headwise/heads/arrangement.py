@@ -1,7 +1,8 @@
 """A cheap experiment at `find_heads`: whether heads lie one after another in a user's own module, as they are read.
 
-Weights do not tell "(h d)" from "(d h)". A module that can be called with random tokens does: one feature of a query
-changes the outputs of its own head and no others. `verify` proves far more, and needs inputs of the model.
+Weights do not tell "(h d)" from "(d h)". A module that can be called with random tokens does: one feature of the query
+of a token changes what its own head computes for this token, and nothing else. `verify` proves far more, and needs
+inputs of the model.
 """
 
 import copy
@@ -29,7 +30,7 @@ KNOWN = ("torch.", "transformers.", "headwise.")
 def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
     """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
 
-    One module of each kind is called four times, on four tokens, in a copy that shares its parameters. Nothing is said
+    One module of each kind is called five times, on four tokens, in a copy that shares its parameters. Nothing is said
     of a module that cannot be called with tokens alone, or whose output projection is outside it.
     """
     kinds = {
@@ -41,16 +42,7 @@ def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             found = _find_misread(model, site)
         if found is not None:
-            feature, changed = found
-            strided = all(place % site.num_heads == changed[0] % site.num_heads for place in changed)
-            order = (
-                "; its heads alternate feature by feature, as in 'b n (d h)', and are read where they are stored one "
-                "after another, '(h d)'"
-            )
-            Replay(site, RecordedCall(site.module, (), {})).refuse(
-                f"changing feature {feature} of its first query head changed features {_list_some(changed)} of what "
-                f"W_O gets, and not those from 0 to {site.head_size - 1}{order if strided else ''}"
-            )
+            Replay(site, RecordedCall(site.module, (), {})).refuse(found)
 
 
 def _is_testable(site: Site) -> bool:
@@ -68,8 +60,8 @@ def _is_testable(site: Site) -> bool:
     )
 
 
-def _find_misread(model: nn.Module, site: Site) -> tuple[int, list[int]] | None:
-    """Return a feature of the first query head, and those that it changed, where these are no part of that head."""
+def _find_misread(model: nn.Module, site: Site) -> str | None:
+    """Return what a change of a query did that it does not do where heads are read rightly; None where all is well."""
     try:
         twin = _copy_site(model, site)
     except Exception:
@@ -83,12 +75,11 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[int, list[int]] | None:
             before, again = replay.heads({}), replay.heads({})
             if not torch.equal(before, again) or not before.isfinite().all():
                 return None
-            for feature in (0, 1):
-                changed = _list_changed(replay, before, feature)
-                inside = all(place < site.head_size for place in changed)
-                # more than a head can hold is no order of features, but a mixture of heads
-                if changed and not inside and len(changed) <= site.head_size:
-                    return feature, changed
+            for head, feature in ((0, 0), (0, 1), (site.num_heads - 1, 0)):
+                tokens, changed = _list_changed(replay, before, head, feature)
+                finding = _describe_change(site, head, feature, tokens, changed)
+                if finding is not None:
+                    return finding
         except HeadwiseError:
             return None
         except Exception:
@@ -98,12 +89,38 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[int, list[int]] | None:
     return None
 
 
-def _list_changed(replay: Replay, before: Tensor, feature: int) -> list[int]:
-    def change(features: Tensor) -> None:
-        features[..., 0, feature] = 3.0 - features[..., 0, feature]
+def _list_changed(replay: Replay, before: Tensor, head: int, feature: int) -> tuple[int, list[int]]:
+    """Return for how many tokens a feature of the last one's query changes what W_O gets, and which features there."""
 
-    apart = (replay.heads({"query": change}) - before).abs().amax(0).flatten()
-    return (apart > CHANGED * before.abs().max()).nonzero().flatten().tolist()
+    def change(features: Tensor) -> None:
+        # under causality the first token has no other key
+        last = features.flatten(0, -3)[-1]
+        last[head, feature] = 3.0 - last[head, feature]
+
+    apart = (replay.heads({"query": change}) - before).abs().flatten(1) > CHANGED * before.abs().max()
+    return int(apart.any(1).sum()), apart.any(0).nonzero().flatten().tolist()
+
+
+def _describe_change(site: Site, head: int, feature: int, tokens: int, changed: Sequence[int]) -> str | None:
+    size, which = site.head_size, "first" if head == 0 else "last"
+    if tokens > 1:
+        return (
+            f"changing the query of one token changed what {tokens} tokens get; under softmax attention it would "
+            "change no other token's"
+        )
+    own = range(head * size, (head + 1) * size)
+    # more than a head can hold is no order of features, but a mixture of heads
+    if not changed or len(changed) > size or all(place in own for place in changed):
+        return None
+    strided = all(place % site.num_heads == changed[0] % site.num_heads for place in changed)
+    order = (
+        "; its heads alternate feature by feature, as in 'b n (d h)', and are read where they are stored one after "
+        "another, '(h d)'"
+    )
+    return (
+        f"changing feature {feature} of its {which} query head changed features {_list_some(changed)} of what W_O "
+        f"gets, and not those from {own[0]} to {own[-1]}{order if strided else ''}"
+    )
 
 
 def _copy_site(model: nn.Module, site: Site) -> Site | None:

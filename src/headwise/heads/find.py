@@ -36,7 +36,9 @@ LAYOUTS: tuple[Layout, ...] = (
     AdditiveQueries(),
     SeparateLinears(),
     LatentLinears(),
-    FusedLinear("fused", ("qkv",), ("proj", "projection", "..output.dense")),
+    # timm's MaxViT has both orders
+    FusedLinear("interleaved", ("qkv",), ("proj",), interleaved=True, when=(("head_first", (True,)),)),
+    FusedLinear("fused", ("qkv",), ("proj", "projection", "..output.dense"), when=(("head_first", (None, False)),)),
     FusedLinear("fused", ("Wqkv",), ("Wo", "out_proj")),
     FusedLinear("fused", ("qkv_proj",), ("o_proj",)),
     FusedLinear("fused", ("to_qkv",), ("to_out.0", "to_out")),

@@ -21,6 +21,7 @@ IRREGULAR = (
     ),
     ("approx_mode", "averages blocks of queries and keys, so that tokens have no attention weights of their own"),
     ("global_hidden_states", "projects two sequences with the same weights in each call, and has two outputs"),
+    ("quant_mode", "calls quantized projections, which return a scale besides the tensor"),
     ("query_key", "has one projection for queries and keys"),
     ("A_log", RECURRENT),
     ("slope_rate", RECURRENT),

@@ -226,7 +226,10 @@ def record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], o
             handle.remove()
     silent = [site.label for site in sites if site.name not in seen]
     if silent:
-        raise NotFired(f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs.")
+        raise NotFired(
+            f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs; give inputs that reach "
+            "it, or select the heads that they reach: heads.where(...)."
+        )
     return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
 
 

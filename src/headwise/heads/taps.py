@@ -144,7 +144,8 @@ class Taps(Handle):
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
-                "not tapped (find_heads in the copy), and calls without gradients are dropped when training continues."
+                "not tapped (find_heads in the copy); and calls without gradients, as of a checkpoint with "
+                "use_reentrant=True, are dropped when training continues."
             )
         calls = [call for turn in zip_longest(*taken) for call in turn if call is not None]
         return [call.finish(**{name: getattr(self, name) for name in READS}) for call in calls]

@@ -209,7 +209,7 @@ class Attached:
         """Go on from what `state_dict` returned; where nothing is attached yet, once it is.
 
         Raises:
-            SettingError: It is no such state, or of other methods.
+            SettingError: It is no such state, or of other methods. Nothing is changed then.
         """
         states = state.get("repulsions") if isinstance(state, Mapping) else None
         rules = sum(isinstance(method, Repel) for method in self.methods)
@@ -228,10 +228,15 @@ class Attached:
                 f"the state holds penalties={weights!r}, and {len(self.penalties)} are attached; resume with the "
                 "methods it was saved with."
             )
-        for repulsion, own in zip(self.repulsions, states, strict=True):
-            repulsion.load_state_dict(own)
-        for penalty, own in zip(self.penalties, weights, strict=True):
-            penalty.load_state_dict(own)
+        handles: list[Any] = [*self.repulsions, *self.penalties]
+        before = [handle.state_dict() for handle in handles]
+        try:
+            for handle, own in zip(handles, [*states, *weights], strict=True):
+                handle.load_state_dict(own)
+        except SettingError:
+            for handle, own in zip(handles, before, strict=True):
+                handle.load_state_dict(own)
+            raise
         self._loaded = None
 
     def __str__(self) -> str:
