@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -123,6 +124,9 @@ def reproduce(
     record: Annotated[
         Path | None, typer.Option(help="Folder of the paper's notes; writes its results/ and RESULTS.md.")
     ] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--from", help="Folder of a paper's notes: train nothing, use the runs kept there.")
+    ] = None,
     workers: Workers = None,
 ) -> None:
     """Run the experiments of a paper's table or figure, and test each of its claims."""
@@ -132,6 +136,7 @@ def reproduce(
     from headwise.lab.papers.claims_grids import record_claims
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
+    from headwise.lab.papers.recomputed import find_record, recompute
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -139,6 +144,15 @@ def reproduce(
     require_known("reproduction", identifier, REPRODUCTIONS)
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
+    if kept is not None:
+        given = {"--part": parts, "--record": record, "--dry-run": dry_run, "--data": data}
+        if idle := [name for name, value in given.items() if value]:
+            raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
+        with stoppable("stopped.", [out]), TemporaryDirectory() as place:
+            found = recompute(find_record(kept, identifier, scale), Path(place))
+            reproducing.show(found, out, standard_console(), f"headwise reproduce {identifier} --from {kept}")
+            print_record({"id": identifier, "scale": scale, "claims": record_claims(found.judged)})
+        return
     reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
     seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:

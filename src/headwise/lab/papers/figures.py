@@ -6,8 +6,10 @@ from statistics import fmean
 
 import torch
 
+from headwise.lab.analyses.registry import HEAD_VECTORS
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import analysis_file, read_json
+from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.results.drawing import choose_styles
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
@@ -17,6 +19,29 @@ from headwise.plots.style import drawing, to_png
 from headwise.plots.sweeps import draw_sweep
 
 COLUMNS = 3
+
+
+def draw_pictures(
+    reproduction: Reproduction,
+    places: Mapping[str, Path],
+    evidence: Mapping[str, Evidence],
+    tables: Mapping[str, Table],
+) -> tuple[Picture, ...]:
+    """Return the figures of a reproduction, in addition to those of each table.
+
+    Args:
+        reproduction: What was run.
+        places: Folder of the comparison of each part.
+        evidence: The runs of each part that has any.
+        tables: Their tables.
+    """
+    drawn = [draw_curve(measure, evidence, tables) for measure in reproduction.measures]
+    for part, found in evidence.items():
+        if reproduction.analysis == HEAD_VECTORS:
+            drawn.append(draw_head_map(HEAD_VECTORS, places[part], found, tables[part]))
+        if reproduction.drawn is not None:
+            drawn += reproduction.drawn(part, places[part], found, tables[part])
+    return tuple(picture for picture in drawn if picture is not None)
 
 
 def draw_curve(measure: str, evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:

@@ -10,6 +10,7 @@ from typing import Any
 from headwise.atomic import write_whole
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, write_json, write_text
+from headwise.lab.papers.archive import ARCHIVE, pack_runs
 from headwise.lab.papers.claims import Judged, judge, map_judgements
 from headwise.lab.papers.claims_grids import record_claims
 from headwise.lab.papers.data import InitialRuns
@@ -71,6 +72,12 @@ class Reproduced:
         overview = self.reproduction.overview
         first = None if overview is None else overview(self.judged)
         return self.drawn if first is None else (first, *self.drawn)
+
+    @property
+    def runs(self) -> list[tuple[Path, list[Path]]]:
+        """For each part the folder of its comparison, and those of its runs."""
+        found = [[run.folder for run in one.results.runs] for one in self.evidence.values()]
+        return [(folders[0].parents[1], folders) for folders in found]
 
     @property
     def canonical(self) -> Callable[[str, str], str]:
@@ -165,6 +172,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
         ],
+        "parts": {part: found.data.get(part, "") for part in found.evidence},
         "tables": {part: make_record(table) for part, table in tables.items()},
         "grids": [one.to_record() for one in (build_summed_grid(found), measured, *every) if one is not None],
         "left_out": list(reproduction.left_out),
@@ -174,8 +182,12 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
 
 
 def write_records(found: Reproduced, paper: Path, command: str) -> Path:
-    """Write the record under `paper`/results and render the pages of `paper` anew; return the path of RESULTS.md."""
+    """Write the record under `paper`/results and render the pages of `paper` anew; return the path of RESULTS.md.
+
+    The numbers of every run are in an archive of the record's name, of which `read_archived` makes it again.
+    """
     prepare_folder(paper / FOLDER)
+    write_whole((paper / FOLDER / found.file).with_suffix(ARCHIVE), pack_runs(found.runs))
     for picture in found.pictures:
         write_whole(paper / FOLDER / found.picture_file(picture), picture.for_record.png)
     write_json(paper / FOLDER / found.file, record(found, command))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError
-from headwise.lab.analyses.registry import HEAD_VECTORS, identify_inputs
+from headwise.lab.analyses.registry import identify_inputs
 from headwise.lab.compare import Comparison, find_run_folder, plan_runs, publish_table, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
@@ -34,7 +34,7 @@ from headwise.lab.papers.data import (
     read_initial_runs,
     require_initial_runs,
 )
-from headwise.lab.papers.figures import draw_curve, draw_head_map
+from headwise.lab.papers.figures import draw_pictures
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.records import (
     Reproduced,
@@ -47,9 +47,7 @@ from headwise.lab.papers.records import (
 from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.evidence import Evidence, read_evidence
-from headwise.lab.results.figures import Picture
 from headwise.lab.results.runs import STEP_TIME
-from headwise.lab.results.table import Table
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
@@ -227,11 +225,25 @@ def report(
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = tabulate_parts(reproduction, scale, evidence)
     places = {plan.part.name: plan.comparison.out for plan in plans}
-    drawn = _draw_pictures(reproduction, places, evidence, tables)
+    drawn = draw_pictures(reproduction, places, evidence, tables)
     begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
-    place = out / f"{reproduction.id.partition('/')[0]}-{Path(reproduced.file).stem}"
+    place = find_page_folder(reproduced, out)
     _write_pages(reproduction, plans, evidence, place, console)
+    show(reproduced, out, console, command)
+    if paper is not None:
+        console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
+    return reproduced
+
+
+def find_page_folder(found: Reproduced, out: Path) -> Path:
+    """Return the folder of a reproduction's pages."""
+    return out / f"{found.reproduction.id.partition('/')[0]}-{Path(found.file).stem}"
+
+
+def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> None:
+    """Show tables, claims and the paper's numbers of a reproduction, and write its page and pictures below `out`."""
+    place, reproduction = find_page_folder(reproduced, out), reproduced.reproduction
     for part, table in reproduced.tables.items():
         publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
     for picture in reproduced.pictures:
@@ -243,9 +255,6 @@ def report(
         console.print(grid)
     if reproduction.left_out:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
-    if paper is not None:
-        console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
-    return reproduced
 
 
 def _find_initial_runs(plans: Sequence[Plan], cache: Path) -> InitialRuns:
@@ -253,21 +262,6 @@ def _find_initial_runs(plans: Sequence[Plan], cache: Path) -> InitialRuns:
     data = first.before[0].comparison.data if first.before else None
     scale: Any = first.comparison.scale
     return read_initial_runs(Path(scale.pretrained), data, cache)
-
-
-def _draw_pictures(
-    reproduction: Reproduction,
-    places: Mapping[str, Path],
-    evidence: Mapping[str, Evidence],
-    tables: Mapping[str, Table],
-) -> tuple[Picture, ...]:
-    drawn = [draw_curve(measure, evidence, tables) for measure in reproduction.measures]
-    for part, found in evidence.items():
-        if reproduction.analysis == HEAD_VECTORS:
-            drawn.append(draw_head_map(HEAD_VECTORS, places[part], found, tables[part]))
-        if reproduction.drawn is not None:
-            drawn += reproduction.drawn(part, places[part], found, tables[part])
-    return tuple(picture for picture in drawn if picture is not None)
 
 
 def _write_pages(
