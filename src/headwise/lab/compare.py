@@ -3,6 +3,7 @@
 Run again, it keeps finished runs and resumes interrupted ones; nothing is overwritten.
 """
 
+import importlib.util
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headwise.digests import FILES, OWN, seal
-from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
+from headwise.errors import DataError, HeadwiseError, SettingError, require_choice, require_integer
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.job import Failure, Job
@@ -42,6 +43,9 @@ RESULTS = "results.json"
 REPORT = "report.html"
 FIGURES = "figures"
 CACHE = "data"
+CONFIG = "run.toml"
+# What Hugging Face's Trainer can report to, of what needs no account or can do without.
+REPORTERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Comparison:
         cache: Folder of prepared data; None for one inside `out`.
         options: Options that change the scale; None if there are none.
         launcher: Where the runs are done.
+        report_to: Where each run reports its epochs, as "tensorboard"; see `REPORTERS`.
     """
 
     task: str
@@ -71,9 +76,14 @@ class Comparison:
     cache: Path | None = None
     options: ScaleOptions | None = None
     launcher: Launcher = LOCAL
+    report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named_task(self.task)
+        for name in self.report_to:
+            require_choice("report_to", name, REPORTERS)
+            if importlib.util.find_spec(name) is None:
+                raise SettingError(f"report_to is {name}, which is not installed; pip install {name}.")
         require_integer("workers", self.workers, low=1)
         if not self.arms or not self.seeds:
             raise SettingError(
@@ -84,7 +94,7 @@ class Comparison:
 
 
 def compare(
-    comparison: Comparison, console: Console, *, redundancy: bool = False, step_times: bool = False
+    comparison: Comparison, console: Console, *, redundancy: bool = False, step_times: bool = False, config: str = ""
 ) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
@@ -93,6 +103,7 @@ def compare(
         console: Where progress and table are shown.
         redundancy: Whether to remove each head of each trained model alone afterwards and measure the cost.
         step_times: Whether to time steps of each arm in turn with steps of plain afterwards.
+        config: The options as TOML, kept as run.toml once the folder is known to be this comparison's.
 
     Returns:
         The runs that failed; the table is made from the others.
@@ -105,6 +116,8 @@ def compare(
     """
     out = comparison.out
     jobs = plan_runs(comparison, console)
+    if config:
+        runs.write_text(out / CONFIG, config)
     if redundancy and any(job.settings.whole is not None for job in jobs):
         raise SettingError(
             "--redundancy needs one trained model per run, and with --folds a run has several; omit one of them."
@@ -283,7 +296,7 @@ def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         Job(
             f"{arm.name} seed {seed}",
             find_run_folder(comparison.out, arm.folder, seed),
-            RunSettings(arm=arm, seed=seed, **shared, **places),
+            RunSettings(arm=arm, seed=seed, report_to=comparison.report_to, **shared, **places),
             kind=f"{model} {arm.name}",
         )
         for seed in comparison.seeds

@@ -97,10 +97,13 @@ class Report:
         return "\n".join([self.summary, format_plain_table(*make_layer_rows(self.layers)), *roles, *self.notes])
 
     def __rich__(self) -> Group:
-        shown = stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
-        if self.roles:
-            shown.renderables.append(stack_tables(*make_role_rows(self.layers, self.roles), title=ROLES, columns=3))
-        return shown
+        from rich.console import Group
+
+        layers = stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
+        if not self.roles:
+            return layers
+        # above a narrow table its own title would be as narrow
+        return Group(layers, ROLES, stack_tables(*make_role_rows(self.layers, self.roles), title="", columns=3))
 
 
 @dataclass(frozen=True)

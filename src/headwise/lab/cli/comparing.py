@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.lab.cli.configs import format_config, use_config
+from headwise.lab.cli.configs import format_config, merge_sizes, use_config
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.options import (
     DataFolder,
@@ -99,7 +99,7 @@ def compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    changed = (*(sizes or ()), *parse_lora(lora))
+    changed = merge_sizes(config, (*(sizes or ()), *parse_lora(lora)))
     options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code)
     chosen = choose_scale(task, options)
     asked = tuple(parse_arms(arms))

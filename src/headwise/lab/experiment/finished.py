@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from headwise.digests import FILES, is_sealed, require_unchanged, seal
+from headwise.errors import DataError
 from headwise.input_files import is_file
-from headwise.lab.experiment.run_folder import ANALYSIS, CHECKPOINT, LOG, PROGRESS, RESULT, read_json, write_json
+from headwise.lab.experiment.run_folder import (
+    ANALYSIS,
+    CHECKPOINT,
+    EVENTS,
+    LOG,
+    PROGRESS,
+    RESULT,
+    read_json,
+    write_json,
+)
 
 # Analyses go on writing these.
 GROWING = (LOG, PROGRESS, RESULT)
 # What is temporary, hidden, or has its own digest.
-APART = (".", CHECKPOINT, ANALYSIS, "epoch-", "part-", "unfinished-")
+APART = (".", CHECKPOINT, ANALYSIS, EVENTS, "epoch-", "part-", "unfinished-")
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
@@ -37,6 +47,12 @@ def require_intact(folder: Path, *starts: str) -> None:
     """
     record = read_json(folder / RESULT)
     if not is_sealed(record):
+        # those of every version name the task
+        if not isinstance(record, dict) or "task" not in record:
+            raise DataError(
+                f"{folder / RESULT} holds no result of a run; copy the folder again, or delete the file and run the "
+                "same command again."
+            )
         return
     digests = record.get(FILES)
     kept = digests if isinstance(digests, dict) else {}

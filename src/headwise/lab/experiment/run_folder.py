@@ -30,6 +30,8 @@ WEIGHTS = "model.safetensors"
 VOCABULARY = "vocabulary.json"
 RESULT = "result.json"
 LOG = "log.txt"
+# TensorBoard's files, if they are asked for.
+EVENTS = "events"
 # Prefix of the files of analyses, each {"numbers": {...}, ...}.
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"

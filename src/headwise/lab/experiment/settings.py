@@ -41,6 +41,7 @@ class RunSettings:
         test: Whether the test split is scored at the end; tuning never does.
         save_seconds: Time between two checkpoints inside an epoch.
         whole: The run this is a part of; None where it is a run.
+        report_to: Where the Trainer reports each epoch, as "tensorboard"; it changes no number.
     """
 
     task: str
@@ -53,6 +54,7 @@ class RunSettings:
     test: bool = True
     save_seconds: float = SAVE_SECONDS
     whole: Whole | None = None
+    report_to: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """Return what determines the run's numbers, as JSON data, without the paths of data."""

@@ -239,6 +239,17 @@ def show_signed(value: float) -> Number:
     return Number(value, digits=1, signed=True)
 
 
+def show_p(value: float | None) -> Cell:
+    """Return a p-value with three decimals, or a dash.
+
+    >>> [str(show_p(value)) for value in (0.0421, 0.00012, None)]
+    ['0.042', '<0.001', '–']
+    """
+    if value is None:
+        return NONE
+    return "<0.001" if value < 0.001 else Number(value, digits=3)
+
+
 def show_p_range(values: Sequence[float]) -> Number:
     """Return the range of p-values of different runs.
 

@@ -12,6 +12,7 @@ from headwise.lab.results.cells import (
     Grid,
     Number,
     show_number,
+    show_p,
     show_p_range,
     show_percent,
     show_points,
@@ -19,6 +20,7 @@ from headwise.lab.results.cells import (
 )
 from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
 from headwise.lab.results.table import FEW, PLAIN, Difference, Table
+from headwise.lab.results.verdicts import omit_p
 
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
 DIVERSITY = {
@@ -62,8 +64,8 @@ def verdict_grid(table: Table) -> Grid:
     tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
     columns: dict[str, tuple[str, list[Cell]]] = {
         "arm": ("l", [row.arm for row in table.rows]),
-        "verdict": ("l", ["baseline" if row.baseline else _omit_p(row.verdict) or NONE for row in table.rows]),
-        "p": ("r", [_show_p(_find_adjusted(row.to_control)) for row in table.rows]),
+        "verdict": ("l", ["baseline" if row.baseline else omit_p(row.verdict) or NONE for row in table.rows]),
+        "p": ("r", [show_p(_find_adjusted(row.to_control)) for row in table.rows]),
         "difference,\npoints": (
             "r",
             [show_points(row.to_control and row.to_control.estimate) for row in table.rows],
@@ -231,17 +233,6 @@ def render_terminal(table: Table) -> Group:
 
 def _find_adjusted(found: Difference | None) -> float | None:
     return None if found is None else found.judgement.adjusted
-
-
-def _omit_p(verdict: str) -> str:
-    """Return a verdict without its p-value, which has a column."""
-    return verdict.partition(" (p ")[0]
-
-
-def _show_p(adjusted: float | None) -> Cell:
-    if adjusted is None:
-        return NONE
-    return "<0.001" if adjusted < 0.001 else Number(adjusted, digits=3)
 
 
 def _show_measure(name: str, value: float | None) -> Cell:

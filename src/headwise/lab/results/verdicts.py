@@ -133,6 +133,15 @@ def describe(found: Estimate, adjusted: float | None) -> str:
     return f"{words} (p = {adjusted:.{3 if adjusted < 0.1 else 2}f})"
 
 
+def omit_p(words: str) -> str:
+    """Return a verdict in words without its p-value, where that stands in a column of its own.
+
+    >>> omit_p("better (p = 0.004)"), omit_p("no verdict (3 seeds)")
+    ('better', 'no verdict (3 seeds)')
+    """
+    return words.partition(" (p ")[0]
+
+
 def describe_undecided(found: Estimate) -> str:
     """Return why there is no verdict, "" where there is one.
 

@@ -38,6 +38,7 @@ class RunCallback(TrainerCallback):
         heartbeat: Called after each step; True saves a checkpoint and stops.
         save_seconds: Time between two checkpoints inside an epoch; one is written after each epoch anyway.
         averaged: How many of the last epochs' weights are kept to be averaged; 1 keeps none.
+        reporting: Whether the Trainer reports each epoch, to what its arguments name.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class RunCallback(TrainerCallback):
         heartbeat: Heartbeat,
         save_seconds: float = SAVE_SECONDS,
         averaged: int = 1,
+        reporting: bool = False,
     ) -> None:
         self.folder, self.steps_per_epoch = folder, steps_per_epoch
         self.batches, self.dropout_seed = batches, dropout_seed
         self.evaluate, self.heartbeat, self.save_seconds = evaluate, heartbeat, save_seconds
-        self.averaged = averaged
+        self.averaged, self.reporting = averaged, reporting
         self.records: list[dict[str, Any]] = []
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self.train_seconds = 0.0
@@ -190,6 +192,7 @@ class RunCallback(TrainerCallback):
         self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=self._loss.device)
         self._counted, self._forced = 0, torch.zeros_like(self._forced)
         control.should_save = True
+        control.should_log = self.reporting
         self._saved = time.monotonic()
         self._show(state)
         if state.global_step < state.max_steps and processes.agree(self.heartbeat()):
@@ -213,6 +216,21 @@ class RunCallback(TrainerCallback):
             note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"
         progress = {"step": state.global_step, "steps": state.max_steps, "note": note}
         write_json(self.folder / PROGRESS, progress)
+
+
+def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an epoch's record by path, as reporters take them.
+
+    >>> flatten_numbers({"epoch": 1, "dev": {"pooled": 0.8}, "force_ratio": None})
+    {'dev/pooled': 0.8}
+    """
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": number for inner, number in flatten_numbers(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "epoch":
+            found[name] = float(value)
+    return found
 
 
 def _require_finite(epoch: int, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """One run: data, model, arm, training (or the rest of it), scores on the test split, result."""
 
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from headwise.lab.experiment.settings import RunSettings, load_data, read_versio
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.training import processes
 from headwise.lab.training.attach import Methods, attach_arm
-from headwise.lab.training.callback import RunCallback
+from headwise.lab.training.callback import RunCallback, flatten_numbers
 from headwise.lab.training.checkpoints import (
     delete_epoch_weights,
     load_mean_weights,
@@ -118,6 +119,13 @@ class HeadTrainer(Trainer):
         return prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
         )
+
+    @override
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Report an epoch with all that its record has."""
+        # the last call sums up the training, after its last epoch
+        epoch = {} if "train_runtime" in logs else flatten_numbers(self.run.records[-1])
+        super().log(logs | epoch, start_time)
 
     @override
     def compute_loss(
@@ -252,7 +260,8 @@ def _build_trainer(
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         disable_tqdm=True,
-        report_to="none",
+        report_to=list(settings.report_to) or "none",
+        run_name=f"{settings.arm.name} seed {seed}",
         log_level="error",
         logging_strategy="no",
         eval_strategy="no",
@@ -271,18 +280,35 @@ def _build_trainer(
         heartbeat=heartbeat,
         save_seconds=settings.save_seconds,
         averaged=recipe.averaged,
+        reporting=bool(settings.report_to),
     )
-    return HeadTrainer(
-        model,
-        args,
-        folder=folder,
-        split=data.train,
-        batches=batches,
-        collate=task.collate,
-        methods=methods,
-        run=run,
-        optimizer=build_optimizer(model, rate, recipe, orthogonalize, methods.heads),
-    )
+    with _events_in(folder / run_folder.EVENTS):
+        return HeadTrainer(
+            model,
+            args,
+            folder=folder,
+            split=data.train,
+            batches=batches,
+            collate=task.collate,
+            methods=methods,
+            run=run,
+            optimizer=build_optimizer(model, rate, recipe, orthogonalize, methods.heads),
+        )
+
+
+@contextmanager
+def _events_in(folder: Path) -> Iterator[None]:
+    """Make a Trainer that is built in the block write TensorBoard's files to a folder."""
+    name = "TENSORBOARD_LOGGING_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _evaluate_on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Finished comparisons side by side: one row per arm of each, as values, as a grid, as CSV and as LaTeX."""
+
+import csv
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import DataError
+from headwise.lab.results.cells import NONE, Grid, Number, show_number, show_p, show_percent, show_points
+from headwise.lab.results.runs import COMPARISON
+from headwise.lab.results.table import Row, Table
+from headwise.lab.results.verdicts import omit_p
+
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$"}
+LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"\N{EN DASH}": "--", "<": r"\textless{}", ">": r"\textgreater{}"}
+
+
+def find_comparisons(folders: list[Path]) -> list[Path]:
+    """Return the folders of comparisons that are, or lie inside, the given ones.
+
+    Raises:
+        DataError: A folder holds none.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.rglob(COMPARISON)) if folder.is_dir() else []
+        if not inside:
+            raise DataError(
+                f"{folder} holds no comparison; expected an --out folder of headwise compare, or one above."
+            )
+        found |= dict.fromkeys(inside)
+    return list(found)
+
+
+def list_rows(tables: Mapping[str, Table]) -> list[dict[str, Any]]:
+    """Return one row of values per arm and baseline of comparisons by name; numbers as fractions, None for none."""
+    return [_make_row(name, table, row) for name, table in tables.items() for row in table.rows]
+
+
+def make_grid(tables: Mapping[str, Table]) -> Grid:
+    """Return comparisons as one grid, the verdict next to the arm."""
+    header = ("comparison", "arm", "verdict", "p", "difference, points", "to", "score, %", "effective heads", "seeds")
+    rows = tuple(
+        (
+            name,
+            row.arm,
+            "baseline" if row.baseline else omit_p(row.verdict) or NONE,
+            show_p(None if row.to_control is None else row.to_control.judgement.adjusted),
+            show_points(row.to_control and row.to_control.estimate),
+            row.control or NONE,
+            show_percent(row.score),
+            show_number(row.measures["effective_heads"], 2),
+            Number(len(row.seeds), digits=0),
+        )
+        for name, table in tables.items()
+        for row in table.rows
+    )
+    return Grid("comparisons side by side", header, rows, "lllrrlrrr")
+
+
+def format_csv(tables: Mapping[str, Table]) -> str:
+    """Return the rows as CSV, with numbers as they are and nothing where there is none."""
+    rows = list_rows(tables)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def format_latex(grid: Grid) -> str:
+    r"""Return a grid as a LaTeX table with the rules of booktabs.
+
+    >>> print(format_latex(Grid("t", ("arm", "score, %"), (("a_b", "81.5"),), "lr")))
+    \begin{tabular}{lr}
+    \toprule
+    arm & score, \% \\
+    \midrule
+    a\_b & 81.5 \\
+    \bottomrule
+    \end{tabular}
+    """
+    lines = [" & ".join(_escape_latex(cell) for cell in row) + r" \\" for row in (grid.header, *grid.text)]
+    top, *others = lines
+    rules = rf"\begin{{tabular}}{{{grid.align}}}", r"\toprule", top, r"\midrule"
+    return "\n".join([*rules, *others, r"\bottomrule", r"\end{tabular}"])
+
+
+def _make_row(name: str, table: Table, row: Row) -> dict[str, Any]:
+    found = row.to_control
+    difference = None if found is None else found.estimate
+    return {
+        "comparison": name,
+        "task": table.task,
+        "scale": table.scale,
+        "arm": row.arm,
+        "verdict": "baseline" if row.baseline else omit_p(row.verdict),
+        "p_holm": None if found is None else found.judgement.adjusted,
+        "control": row.control,
+        "difference": None if difference is None else difference.value,
+        "difference_low": None if difference is None else difference.low,
+        "difference_high": None if difference is None else difference.high,
+        "score": row.score.value,
+        "score_low": row.score.low,
+        "score_high": row.score.high,
+        "seeds": len(row.seeds),
+        "effective_heads": row.measures["effective_heads"],
+        "force_ratio": row.measures["force_ratio"],
+        "parameters": row.parameters,
+        "step_ratio": row.step_ratio,
+    }
+
+
+def _escape_latex(text: str) -> str:
+    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(text.split()))

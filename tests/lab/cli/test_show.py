@@ -1,0 +1,157 @@
+"""Finished comparisons shown again without training, and comparisons as files of options."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headwise.lab.cli.configs import format_config
+from headwise.lab.results.tabulate import read_table
+from lab.command import call, refused
+from lab.results.synthetic_comparison import PAPER, write_comparison
+from lab.tasks.logic.logic_toy import TOY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with two comparisons in "runs"."""
+    monkeypatch.chdir(tmp_path)
+    write_comparison(Path("runs/one"), PAPER[1:8], items=40)
+    write_comparison(Path("runs/two"), PAPER[2:4], items=40, seeds=(0, 1))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_one_comparison_is_shown_whole_and_several_side_by_side(capsys):
+    assert call("show", "runs/one") == 0
+    assert "how alike the heads are" in capsys.readouterr().out
+    assert call("show", "runs") == 0
+    shown = capsys.readouterr().out
+    assert "how alike" not in shown
+    assert "runs/one" in shown
+    assert "runs/two" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("folder")
+def test_csv_has_all_digits_and_json_the_same_rows(capsys):
+    assert call("show", "runs", "--csv") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    table = read_table(Path("runs/one"))
+    svgd = next(row for row in rows if (row["comparison"], row["arm"]) == ("runs/one", "svgd"))
+    expected = table.row("svgd")
+    assert expected is not None
+    assert expected.to_control is not None
+    assert float(svgd["difference_low"]) == expected.to_control.estimate.low
+    assert float(svgd["p_holm"]) == expected.to_control.judgement.adjusted
+    assert (svgd["verdict"], svgd["seeds"]) == (expected.verdict.partition(" (p")[0], "5")
+    assert len(rows) == len(table.rows) + 2
+    assert call("show", "runs", "--json") == 0
+    assert [row["arm"] for row in json.loads(capsys.readouterr().out)] == [row["arm"] for row in rows]
+
+
+@pytest.mark.usefixtures("folder")
+def test_latex_and_markdown_have_a_row_an_arm(capsys):
+    assert call("show", "runs/two", "--latex") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == r"\begin{tabular}{lllrrlrrr}"
+    assert sum(line.endswith(r"\\") for line in lines) == 3
+    assert r"score, \%" in lines[2]
+    assert call("show", "runs/two", "--markdown") == 0
+    assert "| runs/two | smooth |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_shown_is_refused(capsys):
+    assert "expected one of --csv, --latex" in refused(capsys, "show", "runs", "--csv", "--latex")
+    Path("empty").mkdir()
+    assert "empty holds no comparison" in refused(capsys, "show", "empty")
+    assert "nowhere holds no comparison" in refused(capsys, "show", "nowhere")
+
+
+# ---- a comparison as a file ----
+
+SIZES = ("--set", "width=12", "--set", "train_examples=40", "--set", "epochs=1")
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: list[str]) -> list[str]:
+    """An empty folder in which the demo of logic is small; the runs that were done."""
+    monkeypatch.chdir(tmp_path)
+    from headwise.lab.tasks.logic import task
+
+    monkeypatch.setattr(task.LogicTask, "scales", {"demo": TOY})
+    return inline
+
+
+def test_a_comparison_writes_its_options_and_runs_again_with_changes(toy: list[str], capsys):
+    asked = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--workers", "1")
+    assert call(*asked, "--set", "epochs=1", "--set", "train_examples=40", "--out", "first") == 0
+    options = tomllib.loads(Path("first/run.toml").read_text())
+    assert options["set"] == ["epochs=1", "train_examples=40"]
+    assert (options["task"], options["arms"], options["seeds"], options["out"]) == ("logic", "plain", 1, "first")
+    assert not toy.clear()
+    # as it was: everything is finished
+    assert call("compare", "--config", "first/run.toml") == 0
+    assert toy == []
+    assert call("compare", "--config", "first/run.toml", "--set", "epochs=2", "--seeds", "2", "--out", "next") == 0
+    assert toy[-1] == "plain seed 1"
+    changed = tomllib.loads(Path("next/run.toml").read_text())
+    assert changed["set"] == ["epochs=2", "train_examples=40"]
+    assert (changed["seeds"], changed["arms"]) == (2, "plain")
+    capsys.readouterr()
+    # another comparison in the same folder is refused, and its options stay
+    assert "choose another --out" in refused(capsys, "compare", "--config", "first/run.toml", "--set", "epochs=3")
+    assert tomllib.loads(Path("first/run.toml").read_text()) == options
+
+
+def test_a_file_that_is_no_file_of_options_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "nowhere.toml cannot be read" in refused(capsys, "compare", "--config", "nowhere.toml")
+    Path("bad.toml").write_text("task = [")
+    assert "bad.toml is not readable as TOML" in refused(capsys, "compare", "--config", "bad.toml")
+    Path("other.toml").write_text('task = "logic"\nsedes = 3\n')
+    assert "other.toml names sedes; expected options of headwise compare" in refused(
+        capsys, "compare", "--config", "other.toml"
+    )
+    Path("wrong.toml").write_text('task = "logic"\nseeds = "many"\n')
+    assert "invalid value for '--seeds'" in refused(capsys, "compare", "--config", "wrong.toml")
+
+
+def test_any_text_survives_toml():
+    options = {"arms": 'svgd:alpha=0.5,"x\\', "data": Path("Ä/\U0001f600\n"), "set": ["a=1"], "controls": True}
+    assert tomllib.loads(format_config(options)) == options | {"data": str(options["data"])}
+
+
+def test_a_reporter_that_is_missing_or_unknown_is_refused(toy, capsys, monkeypatch):  # noqa: ARG001
+    few = ("compare", "logic", "--arms", "plain", "--seeds", "1")
+    assert "report_to is 'paper'; expected one of tensorboard" in refused(capsys, *few, "--report-to", "paper")
+    monkeypatch.setattr("headwise.lab.compare.importlib.util.find_spec", lambda _name: None)
+    assert "report_to is wandb, which is not installed; pip install wandb" in refused(
+        capsys, *few, "--report-to", "wandb"
+    )
+
+
+def test_epochs_are_reported_to_tensorboard_by_the_trainer(toy, capsys):  # noqa: ARG001
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    few = ("--arms", "svgd:alpha=1", "--seeds", "1", "--workers", "1", "--set", "epochs=3", "--out", "o")
+    assert call("compare", "logic", *few, "--report-to", "tensorboard") == 0
+    run = Path("o/svgd@alpha=1.0/seed-0")
+    events = EventAccumulator(str(run / "events"))
+    events.Reload()
+    epochs = [json.loads(line) for line in (run / "epochs.jsonl").read_text().splitlines()]
+    curve = [scalar.value for scalar in events.Scalars("train/dev/pooled")]
+    assert curve == pytest.approx([epoch["dev"]["pooled"] for epoch in epochs])
+    assert len(curve) == 3
+    assert len(events.Scalars("train/force_ratio")) == 3
+    # the events are no part of what is sealed, and reporting changes no number
+    assert call("show", "o") == 0
+    assert call("compare", "logic", *few[:-1], "plain") == 0
+    assert (run / "model.safetensors").read_bytes() == Path("plain", *run.parts[1:], "model.safetensors").read_bytes()
