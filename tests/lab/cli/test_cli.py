@@ -324,14 +324,14 @@ def test_arms_without_their_controls_are_named_before_training_or_run_too(capsys
     assert call("compare", "logic", "--arms", "plain,svgd,em", *few) == 0
     said = capsys.readouterr().out
     assert said.startswith("no verdict without its control: svgd (needs smooth), em (needs trunk). --controls adds ")
-    assert "--controls adds smooth, trunk: 2 runs to these 3." in said.partition("\n")[0]
+    assert "--controls adds smooth, trunk: 2 more runs to these 3." in said.partition("\n")[0]
     assert call("compare", "logic", "--arms", "plain,svgd,em", *few, "--controls") == 0
     said = capsys.readouterr().out
     assert "without its control" not in said
     assert inline[-2:] == ["smooth seed 0", "trunk seed 0"]
     # at the pace of finished runs, the time can be told
     assert call("compare", "logic", "--arms", "simple:iterations=2", *few) == 0
-    assert re.search(r"1 runs to these 1 or about \d+ min", capsys.readouterr().out)
+    assert re.search(r"1 more run to these 1 or about \d+ min", capsys.readouterr().out)
 
 
 def test_completion_of_a_shell_can_be_shown_and_h_is_help(capsys):

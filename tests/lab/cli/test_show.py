@@ -110,6 +110,15 @@ def test_a_comparison_writes_its_options_and_runs_again_with_changes(toy: list[s
     assert tomllib.loads(Path("first/run.toml").read_text()) == options
 
 
+def test_the_log_of_a_run_has_a_line_an_epoch(toy: list[str]):  # noqa: ARG001
+    few = ("--arms", "plain", "--seeds", "1", "--workers", "1", "--set", "epochs=2", "--out", "o")
+    assert call("compare", "logic", *few) == 0
+    lines = Path("o/plain/seed-0/log.txt").read_text().splitlines()
+    epochs = [json.loads(line) for line in Path("o/plain/seed-0/epochs.jsonl").read_text().splitlines()]
+    assert [line.partition(",")[0] for line in lines] == ["epoch 1", "epoch 2"]
+    assert f"train_loss {epochs[1]['train_loss']:.4g}, dev/pooled {epochs[1]['dev']['pooled']:.4g}" in lines[1]
+
+
 def test_a_file_that_is_no_file_of_options_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "nowhere.toml cannot be read" in refused(capsys, "compare", "--config", "nowhere.toml")

@@ -200,7 +200,7 @@ def describe_missing(comparison: Comparison, missing: tuple[Arm, ...]) -> str:
     time = f" or about {minutes:.0f} min" if minutes is not None else ""
     return (
         f"no verdict without its control: {', '.join(without)}. --controls adds {', '.join(sorted(names))}: "
-        f"{runs} runs to these {len(comparison.arms) * len(comparison.seeds)}{time}."
+        f"{runs} more run{'s' * (runs > 1)} to these {len(comparison.arms) * len(comparison.seeds)}{time}."
     )
 
 

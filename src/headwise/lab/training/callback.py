@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from headwise.errors import HeadwiseError
 from headwise.lab.experiment.job import Heartbeat
-from headwise.lab.experiment.run_folder import EPOCHS, PROGRESS, write_json, write_lines
+from headwise.lab.experiment.run_folder import EPOCHS, LOG, PROGRESS, write_json, write_lines
 from headwise.lab.experiment.settings import SAVE_SECONDS
 from headwise.lab.experiment.task import Batches
 from headwise.lab.training import processes
@@ -187,6 +187,7 @@ class RunCallback(TrainerCallback):
         self.records.append(record | {"force_ratio": force_ratio})
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
+            self._log(f"epoch {epoch}, step {state.global_step:,} of {state.max_steps:,}: ")
         if self.averaged > 1 and processes.rank() == 0:
             self.kept_weights |= write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
         self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=self._loss.device)
@@ -206,6 +207,12 @@ class RunCallback(TrainerCallback):
         self.train_seconds += time.monotonic() - self._began
         self._began = time.monotonic()
         self._show(state)
+
+    def _log(self, start: str) -> None:
+        """Add the epoch to the log, which `tail -f` follows."""
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in flatten_numbers(self.records[-1]).items())
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"{start}{numbers}\n")
 
     def _show(self, state: TrainerState) -> None:
         self._shown = time.monotonic()
