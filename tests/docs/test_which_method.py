@@ -1,0 +1,33 @@
+"""Every figure of the page on choosing a method is in one of the records that its section names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "which-method.md"
+# digits with a point, such as -0.327, that are no part of a word, a version or a call
+FIGURE = re.compile(r"(?<![\w.(=])[-+]?\d+\.\d+(?![\w.)])")
+SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+def read_figures(text: str) -> set[str]:
+    text = re.sub(r"version \d+\.\d+", "", text.replace("\N{MINUS SIGN}", "-"))
+    return set(FIGURE.findall(text))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section[0])
+def test_every_figure_is_in_a_record_that_its_section_names(section: str):
+    prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#]+\.md)\)", prose)
+    known = set[str]().union(*(read_figures((PAGE.parent / link).read_text(encoding="utf-8")) for link in links))
+    # prose may give a difference without its sign
+    known |= {figure.lstrip("+-") for figure in known}
+    missing = read_figures(prose) - known
+    assert not missing, f"{sorted(missing)} are in none of {sorted(set(links))}"
+
+
+def test_there_are_figures_to_check():
+    assert sum(len(read_figures(section)) for section in SECTIONS) > 40
