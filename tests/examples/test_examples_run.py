@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from headwise.lab.tasks.lm.tokens import learn_tokens
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -81,6 +84,49 @@ def test_the_loop_by_hand_learns_and_the_penalty_lowers_the_similarity(run: Call
 def test_the_loop_under_accelerate_counts_updates_not_micro_batches(run: Callable[..., str]):
     printed = run(EXAMPLES / "accelerate_loop.py", "--epochs", "2", "--rows", "256")
     assert re.findall(r"updates (\d+)", printed) == ["2", "4"]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("nanogpt.py", ()), ("vit.py", ("--batch-size", "32"))])
+def test_the_users_own_model_and_one_of_images_learn(name: str, arguments: tuple[str, ...], run: Callable[..., str]):
+    printed = run(EXAMPLES / name, "--steps", "40", *arguments)
+    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
+    ratios = [float(value) for value in re.findall(r"driving term (\S+)", printed)]
+    assert len(losses) == len(ratios) == 10
+    assert losses[-1] < 0.8 * losses[0]
+    assert ratios == pytest.approx([0.1] * 10, abs=0.011)
+    effective = [float(value) for value in re.findall(r"(\S+) of 4 heads effective", printed)]
+    assert len(effective) == 2
+    assert all(1 < value <= 4 for value in effective)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("stripped", [False, True])
+def test_a_language_model_is_fine_tuned_with_the_line_and_without(
+    stripped: bool, tmp_path: Path, run: Callable[..., str]
+):
+    words = learn_tokens(lambda: ["the old clock ticks and a bird sings"] * 4, 300)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=words.vocabulary_size, **sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=words.end
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    for name, content in words.files(64).items():
+        (tmp_path / "llama" / name).write_text(content)
+    (tmp_path / "my.txt").write_text("The old clock ticks, and a bird sings.\n" * 40)
+    script = EXAMPLES / "finetune_llm.py"
+    if stripped:
+        text = MARKED.sub("", script.read_text(encoding="utf-8"))
+        assert not re.search(r"\bhw\.", text)
+        script = tmp_path / "plain.py"
+        script.write_text(text, encoding="utf-8")
+    given = (tmp_path / "llama", tmp_path / "my.txt", "--steps", "6", "--length", "16", "--rank", "2")
+    printed = run(script, *given, "--output", tmp_path / "out")
+    before, after = re.search(r"perplexity before (\S+), after (\S+)", printed).groups()
+    assert float(after) < float(before)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert sum(one.numel() for one in model.parameters()) == sum(
+        one.numel() for one in LlamaForCausalLM(config).parameters()
+    )
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
