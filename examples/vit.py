@@ -31,9 +31,16 @@ def draw(number: int) -> tuple[Tensor, Tensor]:
 def main(steps: int = 200, batch_size: int = 64, seed: int = 0) -> None:
     """Train, and print ten times along the way."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    images_of = {"image_size": SIZE, "patch_size": 4, "num_channels": 1, "num_labels": DIRECTIONS}
-    config = ViTConfig(**sizes, **images_of)
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=SIZE,
+        patch_size=4,
+        num_channels=1,
+        id2label={number: str(number) for number in range(DIRECTIONS)},
+    )
     model = ViTForImageClassification(config)
     heads = hw.find_heads(model)  # headwise
     penalty = hw.Disagreement(heads, hw.SquaredCosine(), strength=hw.Relative(0.1))  # headwise
