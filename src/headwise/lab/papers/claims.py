@@ -42,6 +42,8 @@ class Contrast:
         over: Parts whose differences are averaged with equal weight; `part` is then unused, and `less` has parts to
             average too.
         published: What the paper found, in the units of ours; None where it prints no such numbers.
+        doses: Arms of rising strength in equal steps, of which `arm` is the last and `against` the first: the contrast
+            is then the least-squares slope over all of them, per step; see `follow_doses`. Empty for two arms.
     """
 
     arm: str
@@ -55,6 +57,7 @@ class Contrast:
     less: Contrast | None = None
     over: tuple[str, ...] = ()
     published: float | None = None
+    doses: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -84,14 +87,18 @@ class Contrast:
         """Return it with each arm's name replaced by `canonical(part, name)`."""
         one, other = (self.over[0],) * 2 if self.over else self.parts[:2]
         less = None if self.less is None else self.less.named(canonical)
-        return replace(self, arm=canonical(one, self.arm), against=canonical(other, self.against), less=less)
+        doses = tuple(canonical(one, arm) for arm in self.doses)
+        arms = canonical(one, self.arm), canonical(other, self.against)
+        return replace(self, arm=arms[0], against=arms[1], less=less, doses=doses)
 
     def __str__(self) -> str:
         if self.over:
             text = f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
             return text if self.less is None else f"{text}, less that of {', '.join(self.less.over)}"
         one, other = self.parts[:2]
-        if one == other:
+        if self.doses:
+            text = f"slope from {self.against} to {self.arm}" + (f" in {one}" if one else "")
+        elif one == other:
             text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
         else:
             text = f"{self.arm} in {one} over {self.against} in {other}"
@@ -141,6 +148,17 @@ def compare_arms(
 def compare_parts(arm: str, most: str, least: str, measure: str, less: Contrast | None = None) -> Contrast:
     """Return a number of one arm in a part, minus its number in another part."""
     return Contrast(arm, arm, part=most, against_part=least, measure=measure, less=less)
+
+
+def follow_doses(doses: Sequence[str], part: str = "", measure: str | None = None) -> Contrast:
+    """Return the slope of the score, or of a number of each run, over arms of rising strength in equal steps.
+
+    It is sum_k (k - m) s_k / sum_k (k - m)^2 with m the mean of the steps k: one test for all strengths of a method.
+
+    >>> print(follow_doses(("cka:ratio=0.1", "cka", "cka:ratio=1.0"), measure="effective_heads"))
+    effective_heads of slope from cka:ratio=0.1 to cka:ratio=1.0
+    """
+    return Contrast(doses[-1], doses[0], part=part, measure=measure, doses=tuple(doses))
 
 
 def claim_control(statement: str, contrasts: tuple[Contrast, ...]) -> Claim:
@@ -270,6 +288,10 @@ def _estimate_claim(contrast: Contrast, leads: Leads | str) -> Found:
 
 def _list_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
     one, other = contrast.parts[:2]
+    if contrast.doses:
+        steps = np.arange(len(contrast.doses)) - (len(contrast.doses) - 1) / 2
+        weights = sign * steps / (steps**2).sum()
+        return [_Term(float(w), one, arm, contrast.bins) for w, arm in zip(weights, contrast.doses, strict=True)]
     ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
     terms = []
     for weight, bins in ranges:

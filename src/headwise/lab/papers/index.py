@@ -1,6 +1,7 @@
 """Every table and figure of the papers that can be run, and our own, by its id."""
 
 from headwise.lab.papers.diversify.tables import DIVERSIFY
+from headwise.lab.papers.doses import DOSES
 from headwise.lab.papers.guided.tables import GUIDED
 from headwise.lab.papers.ours import OURS
 from headwise.lab.papers.reproduction import Reproduction
@@ -21,5 +22,6 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         *DIVERSIFY,
         *GUIDED,
         *OURS,
+        *DOSES,
     )
 }

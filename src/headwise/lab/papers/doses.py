@@ -1,0 +1,107 @@
+"""Our own question: how score and effective heads follow the strength of a method and the budget of its training."""
+
+from pathlib import Path
+
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims import Claim, follow_doses
+from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.sizes import Size, Sizes
+from headwise.lab.results.drawing import draw_means
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.figures import Picture
+from headwise.lab.results.table import Table
+from headwise.plots.style import GRAY, MARKERS, Style, assign_styles, drawing, to_png
+
+EFFECTIVE = "effective_heads"
+# Shares of the loss's gradient on the heads, in equal steps on a logarithmic axis.
+RATIOS = (0.01, 0.04, 0.17, 0.72, 3.0)
+METHODS = ("svgd-relative", "svgd-span", "output-relative", "cka", "subspace-relative")
+CONTROLS = ("plain", "smooth", "scaled", "trunk", "em", "drophead")
+BUDGETS = ("1x", "3x")
+
+
+def name_doses(method: str) -> tuple[str, ...]:
+    """Return the arms of a method, the weakest first.
+
+    >>> name_doses("cka")[:2]
+    ('cka:ratio=0.01', 'cka:ratio=0.04')
+    """
+    return tuple(f"{method}:ratio={ratio}" for ratio in RATIOS)
+
+
+def draw_doses(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+    """Return the score by effective heads: a line for each method from its weakest to its strongest form."""
+    means = {row.arm: evidence.mean(row.arm, EFFECTIVE) for row in table.arms}
+    scores = {row.arm: row.score.value * 100 for row in table.arms}
+    lines = {
+        method: [(x, scores[arm]) for arm in name_doses(method) if (x := means.get(arm)) is not None]
+        for method in METHODS
+    }
+    dots = {arm: [(x, scores[arm])] for arm in CONTROLS if (x := means.get(arm)) is not None}
+    if not any(len(points) > 1 for points in lines.values()):
+        return ()
+    with drawing(7.2, 4.8) as figure:
+        axes = figure.subplots()
+        styles = assign_styles(METHODS)
+        for method, points in lines.items():
+            if points:
+                color = styles[method].color
+                axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=method)
+                axes.plot(*points[-1], color=color, marker="o", markersize=8)
+        grays = {arm: Style(GRAY, mark, "") for arm, mark in zip(CONTROLS, MARKERS, strict=False)}
+        draw_means(axes, dots, grays)
+        axes.set_xlabel("effective heads")
+        axes.set_ylabel(f"{table.metric.name}, times 100")
+        png = to_png(figure)
+    ends = "; ".join(
+        f"{method} from {points[0][0]:.2f} heads and {points[0][1]:.1f} to {points[-1][0]:.2f} and {points[-1][1]:.1f}"
+        for method, points in lines.items()
+        if points
+    )
+    caption = (
+        f"Score by effective heads, means over seeds; a line for each method from {RATIOS[0]:g} of the loss's gradient "
+        f"to {RATIOS[-1]:g} of it, where the dot is large; controls in gray."
+    )
+    return (Picture(f"doses-{part}" if part else "doses", png, f"{part}: {caption}" if part else caption, ends),)
+
+
+def _study(
+    task: str, name: str, title: str, corpus: str | None = None, methods: tuple[str, ...] = METHODS
+) -> Reproduction:
+    """Return the study of a task on a corpus, each budget a part."""
+    scales = {scale: named_task(task).scales[scale].epochs for scale in ("demo", "cpu")}
+
+    def sizes(times: int) -> Sizes:
+        sets = {scale: () if times == 1 else (f"epochs={times * epochs}",) for scale, epochs in scales.items()}
+        return {scale: Size(scale, corpus=corpus, sets=more) for scale, more in sets.items()}
+
+    arms = (*CONTROLS, *(arm for method in methods for arm in name_doses(method)))
+    return Reproduction(
+        id=f"diversity/dose-{name}",
+        title=f"Dose and response on {title}",
+        source="ours",
+        task=task,
+        parts=tuple(Part(arms, sizes(times), budget) for times, budget in zip((1, 3), BUDGETS, strict=True)),
+        extra=f"everything: strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
+        "many epochs as the scale has, or three times as many",
+        claims=(
+            Claim(
+                "The stronger a method, the more effective heads (ours).",
+                tuple(follow_doses(name_doses(m), budget, EFFECTIVE) for budget in BUDGETS for m in methods),
+            ),
+            Claim(
+                "The stronger a method, the higher the score (the idea of all of it).",
+                tuple(follow_doses(name_doses(m), budget) for budget in BUDGETS for m in methods),
+            ),
+        ),
+        drawn=draw_doses,
+    )
+
+
+DOSES = (
+    _study("logic", "logic", "logical inference"),
+    _study("translation", "translation", "translation"),
+    # one attention, whose heads share their values: there is nothing that the subspace term compares
+    _study("sentence", "pairs", "pairs of sentences (SICK)", corpus="sick", methods=METHODS[:-1]),
+    _study("classification", "questions", "classification of questions (TREC)", corpus="trec"),
+)

@@ -1,0 +1,86 @@
+"""The studies of dose and response: the slope over strengths, its test, and the picture of score by effective heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims import Claim, follow_doses, judge
+from headwise.lab.papers.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.runs import read_results
+from headwise.lab.results.tabulate import make_table
+from lab.results.synthetic_comparison import Drawn, write_comparison
+
+LOGIC = DOSES[0]
+SCALES = named_task(LOGIC.task).scales
+ARMS = LOGIC.arms_at("demo", SCALES)["1x"]
+CKA = tuple(arm for arm in ARMS if arm.startswith("cka"))
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    """Runs in which the score falls and effective heads rise with the strength of CKA."""
+    drawn = [Drawn("plain", None)]
+    drawn += [Drawn(arm, "plain", effect=-0.3 * dose, spread=0.05) for dose, arm in enumerate(CKA)]
+    results = read_results(write_comparison(tmp_path_factory.mktemp("runs"), drawn, items=200))
+    numbers = {
+        (run.arm, run.seed): {EFFECTIVE: 2.0 + (0.5 * CKA.index(run.arm) if run.arm in CKA else 0) + 0.01 * run.seed}
+        for run in results.runs
+    }
+    return Evidence(results, numbers)
+
+
+def test_a_slope_is_that_of_least_squares_and_is_judged_by_one_test(evidence: Evidence):
+    parts = {"1x": evidence}
+    claims = (Claim("up", (follow_doses(CKA, "1x"),)), Claim("more", (follow_doses(CKA, "1x", EFFECTIVE),)))
+    score, heads = judge(claims, parts)
+    means = {arm: [run.statistics.mean() for run in evidence.results.runs if run.arm == arm] for arm in CKA}
+    slope = np.polyfit(np.arange(len(CKA)), [np.mean(means[arm]) for arm in CKA], 1)[0]
+    (found,) = score.found
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(slope)
+    assert found.estimate.seeds == 5
+    assert score.verdict == "contradicted"
+    assert heads.found[0].estimate is not None
+    assert heads.found[0].estimate.value == pytest.approx(0.5)
+    assert heads.found[0].contrast.kind == "manipulation check"
+    assert str(found.contrast) == f"slope from {CKA[0]} to {CKA[-1]} in 1x"
+
+
+def test_a_slope_needs_every_strength(evidence: Evidence):
+    lacking = dataclasses.replace(
+        evidence,
+        results=dataclasses.replace(
+            evidence.results, runs=tuple(run for run in evidence.results.runs if run.arm != CKA[2])
+        ),
+    )
+    (claim,) = judge((Claim("up", (follow_doses(CKA, "1x"),)),), {"1x": lacking})
+    assert "was not run" in claim.verdict
+
+
+def test_strengths_are_equal_steps_and_arms_of_the_laboratory():
+    assert np.diff(np.log(RATIOS)) == pytest.approx([np.log(RATIOS[-1] / RATIOS[0]) / (len(RATIOS) - 1)] * 4, rel=0.03)
+    assert name_doses("cka") == CKA
+    for study in DOSES:
+        scales = named_task(study.task).scales
+        arms = study.arms_at("demo", scales)
+        assert set(arms) == {"1x", "3x"}
+        sizes = {part.name: part.sizes["cpu"].sets for part in study.parts}
+        assert sizes == {"1x": (), "3x": (f"epochs={3 * scales['cpu'].epochs}",)}
+        # one slope for each method, budget and number
+        assert sum(len(claim.contrasts) for claim in study.claims_at("demo", scales)) >= 4 * (len(METHODS) - 1)
+
+
+def test_the_picture_has_a_line_for_each_method_that_was_run(evidence: Evidence):
+    table = make_table(evidence.results)
+    (picture,) = draw_doses("1x", Path(), evidence, table)
+    assert picture.name == "doses-1x"
+    assert picture.alt.startswith("cka from 2.02 heads and ")
+    assert "to 4.02 and " in picture.alt
+    alone = dataclasses.replace(evidence, numbers={})
+    assert draw_doses("1x", Path(), alone, table) == ()
