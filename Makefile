@@ -12,9 +12,11 @@
 #   make bench-importance DATA=FILE  compare first-order importance with removing heads; FILE is dev.tsv of STS-B
 #   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
+#   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
 #   make docs        build the documentation as a site in build/site, running its tutorials
+#   make wheel       build the wheel in build/dist, install it into a bare environment and use it there
 #   make picture     draw docs/heads.png by running the first example of the README
 #   make clean       remove .venv and the tools' caches
 
@@ -29,7 +31,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-graphs api docs picture clean
+.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-graphs api docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -86,6 +88,10 @@ bench-calibration: $(VENV)/.dev
 bench-memory: $(VENV)/.dev
 	$(BIN)/python benchmarks/translation_memory.py $(ARGS)
 
+bench-lm: $(VENV)/.dev
+	@test -n "$(DATA)" || { echo "DATA is not set; give text: make bench-lm DATA=my.txt" >&2; exit 1; }
+	$(ONE_THREAD) $(BIN)/python benchmarks/lm_bare.py --data "$(DATA)" $(ARGS)
+
 bench-graphs: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "DATA is not set; give AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }
 	$(BIN)/python benchmarks/graph_encoder.py --data "$(DATA)" $(ARGS)
@@ -100,6 +106,9 @@ api: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	$(ONE_THREAD) $(BIN)/python docs/build_site.py
+
+wheel: $(VENV)/.made
+	$(BIN)/python tests/package/check_wheel.py
 
 picture: $(VENV)/.dev
 	$(BIN)/python docs/draw_heads.py
