@@ -50,6 +50,13 @@ def test_one_flipped_bit_is_noticed_in_every_file_of_a_finished_run(saved: Path)
     open_frozen(run)
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '"x"', "3"])
+def test_a_result_that_was_emptied_does_not_pass_as_one_without_digests(content: str, saved: Path):
+    (saved / RUN / "result.json").write_text(content)
+    with pytest.raises(DataError, match=r"result\.json holds no result of a run"):
+        open_frozen(saved / RUN)
+
+
 def test_a_table_names_the_changed_file(saved: Path):
     seal_again(saved / RUN)
     read_results(saved / "logic")
