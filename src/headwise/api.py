@@ -1,6 +1,7 @@
 """The public names of headwise, which `import headwise` offers and loads when the first is used."""
 
 from headwise import integrations, nn, plots
+from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -98,6 +99,7 @@ __all__ = [
     "FusedParameter",
     "Gate",
     "Gating",
+    "GroupedQueries",
     "Guidance",
     "HeadBias",
     "HeadBlocks",

@@ -1,5 +1,6 @@
 """Penalties on the similarity of heads."""
 
+from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -42,6 +43,7 @@ __all__ = [
     "CrossCorrelation",
     "Disagreement",
     "Frobenius",
+    "GroupedQueries",
     "LogDeterminant",
     "MapCosine",
     "Output",

@@ -17,6 +17,7 @@ from headwise.nn.compiled import strip_wrappers, unwrap_compiled
 from headwise.nn.scores import Scores
 
 PROJECTIONS = ("query", "key", "value")
+GROUPINGS = ("within", "across")
 KINDS = ("self", "decoder", "cross", "pooling")
 
 
@@ -164,6 +165,18 @@ class Site:
         query = self.slices[0]
         return query.owner._parameters.get(query.attribute), query.axis
 
+    def count_members(self) -> int:
+        """Return how many query heads share a key/value head.
+
+        Raises:
+            LayoutError: Each has its own.
+        """
+        members = self.num_heads // self.key_value_heads
+        if members < 2:
+            told = f"{self.num_heads} query heads and as many key/value heads, so that no group of query heads shares"
+            raise LayoutError(f"{self.label} has {told} one; leave out the grouping, or select other sites.")
+        return members
+
     def gather_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
         """Return `tensor`, of some heads in each process under tensor parallel, for all: `size` along `axis`."""
         return gather_features(tensor, axis, size, *self._query_weight)
@@ -209,6 +222,7 @@ class Heads:
     projections: tuple[str, ...] = PROJECTIONS
     found: tuple[Site, ...] = ()
     replicated: bool = False
+    grouping: str = ""
 
     def __post_init__(self) -> None:
         if not self.found:
@@ -276,6 +290,20 @@ class Heads:
         if not projections:
             raise SettingError("projection() was given nothing; expected some of query, key, value.")
         return replace(self, projections=tuple(p for p in PROJECTIONS if p in projections))
+
+    def grouped(self, grouping: str) -> Heads:
+        """Return the same sites with query heads in groups, one for each key/value head, for repulsion.
+
+        "within": heads repel those of their group. "across": a group is one particle, and groups repel one another.
+
+        Raises:
+            SettingError: There is no such grouping.
+            LayoutError: A site has no grouped queries.
+        """
+        require_choice("grouping", grouping, GROUPINGS)
+        for site in self.sites:
+            site.count_members()
+        return replace(self, grouping=grouping)
 
     def slices(self) -> tuple[HeadSlice, ...]:
         """Return the slices of the selected projections, site by site."""

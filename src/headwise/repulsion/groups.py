@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
 from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
-from headwise.heads.heads import Heads
+from headwise.heads.heads import Heads, Site
+from headwise.heads.query_groups import group_slices
 from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
 from headwise.repulsion.optimizers import find_holder, has_gradient, is_within_step, list_held
@@ -311,8 +312,11 @@ def find_attachments(optimizer: Optimizer) -> list[Attachment]:
 def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ...]:
     """Return one group per projection of each attention, or one per attention when `joint`.
 
+    Of heads that are `grouped`, queries make one group for each key/value head ("within"), or one of as many particles
+    as there are key/value heads ("across").
+
     Raises:
-        SettingError: `joint` for an attention that has fewer key/value heads than query heads.
+        SettingError: `joint` for an attention that has fewer key/value heads than query particles.
     """
     groups: list[ParticleGroup] = []
     taken: set[tuple[int, int]] = set()
@@ -320,22 +324,35 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
         # a parameter tied between layers is one set of particles, acted on once per step
         slices = tuple(
             head_slice
-            for head_slice in site.slices
+            for head_slice in _list_slices(site, heads.grouping)
             if head_slice.projection in heads.projections
             and not any((id(part.parameter), part.start) in taken for part in head_slice.parts)
         )
         taken.update((id(part.parameter), part.start) for head_slice in slices for part in head_slice.parts)
-        if joint and len({head_slice.heads for head_slice in slices}) > 1:
+        if joint and (heads.grouping == "within" or len({head_slice.heads for head_slice in slices}) > 1):
             raise SettingError(
                 f"{site.name}: {site.num_heads} query heads and {site.key_value_heads} key/value heads cannot be "
                 "joined into one particle each; use joint=False."
             )
         particles = [slices] if joint and slices else [(head_slice,) for head_slice in slices]
-        groups += [
-            ParticleGroup(f"{site.name} {'+'.join(part.projection for part in parts)}".strip(), parts)
-            for parts in particles
-        ]
+        for parts in particles:
+            name = f"{site.name} {'+'.join(part.projection for part in parts)}".strip()
+            groups.append(ParticleGroup(name + _name_members(site, parts, heads.grouping), parts))
     return tuple(groups)
+
+
+def _list_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
+    if not grouping:
+        return site.slices
+    return (*group_slices(site, grouping), *(part for part in site.slices if part.projection != "query"))
+
+
+def _name_members(site: Site, parts: tuple[HeadSlice, ...], grouping: str) -> str:
+    """Return which query heads a group holds, as " 4:8"; "" for all."""
+    if grouping != "within" or parts[0].projection != "query":
+        return ""
+    first = (parts[0].start - site.slices[0].start) // parts[0].stride
+    return f" {first}:{first + parts[0].heads}"
 
 
 def divide_groups(optimizers: Sequence[Optimizer], groups: Sequence[ParticleGroup]) -> list[Attachment]:

@@ -45,7 +45,7 @@ class Steering(Handle):
             raise LayoutError(f"{target} counts heads, and no attention has more than one; select others.")
         self.controls = {name: Control() for name in self._sites}
         self._names = {
-            (id(part.parameter), part.start): site.name
+            id(part.parameter): site.name
             for site in heads
             for part in (*site.parts, *(site.output.parts if site.output is not None else ()))
         }
@@ -102,8 +102,7 @@ class Steering(Handle):
         self.controls = read_controls(state, self.controls)
 
     def _find_control(self, group: ParticleGroup) -> Control:
-        first = group.parts[0]
-        return self.controls.get(self._names[id(first.parameter), first.start], Control())
+        return self.controls.get(self._names[id(group.parts[0].parameter)], Control())
 
 
 def make_steering(heads: Heads, rule: object, every: int) -> Steering | None:

@@ -1,0 +1,180 @@
+"""What a head is under grouped queries: inside a group, groups as wholes, key/value heads; each by hand in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
+
+import headwise as hw
+from headwise.reference import disagreement as reference
+from headwise.reference import particles
+from headwise.repulsion.groups import find_groups
+
+HEADS, GROUPS, SIZE, WIDTH = 6, 2, 4, 24
+MEMBERS = HEADS // GROUPS
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": WIDTH,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": SIZE,
+}
+IDS = torch.arange(14).reshape(2, 7)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def model(request) -> nn.Module:
+    torch.manual_seed(3)
+    made = LlamaModel(LlamaConfig(**SIZES)) if request.param == "llama" else Qwen3Model(Qwen3Config(**SIZES))
+    return made.double()
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(input_ids=IDS, use_cache=False).last_hidden_state.square().sum().backward()
+
+
+def repelled(theta: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What the optimizer gets of particles [M, D] under SVGD with alpha 0.4 and step size 0.3."""
+    kappa = particles.rbf(particles.median_bandwidth(theta))
+    settings = {"alpha": 0.4, "epsilon": 0.3, "tau": 0.0, "N": 1.0, "beta": 1.0, "smoothing": True}
+    return particles.svgd(theta, gradient, kappa, particles.repulsion(theta, kappa), **settings)
+
+
+def test_a_key_value_head_serves_the_query_heads_of_its_group(model):
+    heads = hw.find_heads(model)
+    (value,) = (part for part in heads.sites[0].slices if part.projection == "value")
+    outputs = []
+    for change in (0.0, 1.0):
+        with torch.no_grad(), hw.Taps(heads, outputs=True) as taps:
+            value.view(value.parameter)[1] += change
+            model(input_ids=IDS)
+            outputs.append(taps.read()[0].outputs)
+    changed = [not torch.equal(outputs[0][:, :, head], outputs[1][:, :, head]) for head in range(HEADS)]
+    assert changed == [False] * MEMBERS + [True] * MEMBERS
+
+
+@pytest.mark.parametrize("grouping", ["", "within", "across"])
+@pytest.mark.parametrize("projection", ["query", "key", "value"])
+def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping, model):
+    backward(model)
+    heads = hw.find_heads(model).projection(projection)
+    weight = getattr(model.layers[1].self_attn, f"{projection[0]}_proj").weight
+    theta, gradient = weight.detach().clone(), weight.grad.clone()
+    if projection == "query":
+        sets = {"": [list(range(HEADS))], "within": [[0, 1, 2], [3, 4, 5]], "across": [[0, 1]]}[grouping]
+        size = SIZE * MEMBERS if grouping == "across" else SIZE
+    else:
+        sets, size = [list(range(GROUPS))], SIZE
+    expected = torch.zeros_like(gradient)
+    for heads_of_set in sets:
+        rows = torch.cat([torch.arange(head * size, (head + 1) * size) for head in heads_of_set])
+        own = [tensor[rows].reshape(len(heads_of_set), -1) for tensor in (theta, gradient)]
+        expected[rows] = repelled(*own).reshape(len(rows), WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    chosen = heads.grouped(grouping) if grouping else heads
+    handle = hw.repel(optimizer, chosen, hw.SVGD(alpha=0.4, step_size=0.3))
+    handle.apply()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(expected, 0.3 * gradient)
+
+
+def test_groups_join_with_their_keys_and_values(model):
+    backward(model)
+    attention = model.layers[0].self_attn
+    weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    theta, gradient = (
+        torch.cat([tensor.reshape(GROUPS, -1) for tensor in tensors], dim=1)
+        for tensors in ([one.detach() for one in weights], [one.grad for one in weights])
+    )
+    expected = repelled(theta, gradient)
+    heads = hw.find_heads(model)
+    rule = hw.SVGD(alpha=0.4, step_size=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hw.repel(optimizer, heads.grouped("across"), rule, joint=True).apply()
+    found = torch.cat([one.grad.reshape(GROUPS, -1) for one in weights], dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    for chosen in (heads, heads.grouped("within")):
+        with pytest.raises(hw.SettingError, match="6 query heads and 2 key/value heads cannot be joined"):
+            hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), chosen, rule, joint=True)
+
+
+def test_groups_have_names_and_train_under_adapters_and_targets(model):
+    names = [group.name for group in find_groups(hw.find_heads(model).layer(0).grouped("within"))]
+    assert names == [f"layers.0.self_attn {one}" for one in ("query 0:3", "query 3:6", "key", "value")]
+    adapted = get_peft_model(model.float(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], lr=0.1)
+    heads = hw.find_heads(adapted).projection("query").grouped("within")
+    handle = hw.repel(optimizer, heads, hw.SVGD(alpha=hw.Target(2.5)))
+    for _ in range(2):
+        adapted(input_ids=IDS, use_cache=False).last_hidden_state.square().sum().backward()
+        optimizer.step()
+    assert len(handle.last.names) == 2 * GROUPS
+    assert handle.last.finite.all()
+
+
+@pytest.mark.parametrize("grouping", ["within", "across"])
+@pytest.mark.parametrize("name", ["output", "position"])
+def test_a_penalty_compares_what_it_was_given(name, grouping, model):
+    heads = hw.find_heads(model).layer(1)
+    term, by_hand = {
+        "output": (hw.Output(), reference.output_similarity),
+        "position": (hw.Position(), reference.position_similarity),
+    }[name]
+    keep = torch.ones(IDS.shape, dtype=torch.bool)
+    with hw.Taps(heads, outputs=True, weights=True) as taps:
+        model(input_ids=IDS, use_cache=False)
+        (capture,) = taps.read()
+    if name == "output":
+        parts = [capture.outputs[:, :, :MEMBERS], capture.outputs[:, :, MEMBERS:]]
+        joined = torch.stack([part.flatten(2) for part in parts], dim=2)
+    else:
+        parts = [capture.weights[:, :MEMBERS], capture.weights[:, MEMBERS:]]
+        joined = torch.stack([sum(part[:, head] for head in range(MEMBERS)) / MEMBERS for part in parts], dim=1)
+    values = [by_hand(one.detach(), keep) for one in (parts if grouping == "within" else [joined])]
+    penalty = hw.Disagreement(heads, hw.GroupedQueries(term, grouping))
+    model(input_ids=IDS, use_cache=False)
+    found = penalty()
+    value = float(found.detach())
+    assert value == pytest.approx(float(sum(values) / len(values)), rel=1e-9)
+    every = by_hand(torch.cat(parts, dim=2 if name == "output" else 1).detach(), keep)
+    # the overlap of means is that of all pairs
+    assert (value == pytest.approx(float(every))) is (name == "position" and grouping == "across")
+    found.backward()
+    assert model.layers[1].self_attn.v_proj.weight.grad is not None or name == "position"
+
+
+def test_terms_of_calls_are_averaged_over_groups(model):
+    heads = hw.find_heads(model).layer(0)
+    outputs = torch.randn(2, 5, HEADS, SIZE, dtype=torch.float64)
+    site = heads.sites[0]
+    within, count = hw.GroupedQueries(hw.CKA(), "within").sum_and_count_at(site, outputs, None)
+    single = [
+        hw.CKA().sum_and_count_at(site, outputs[:, :, start : start + MEMBERS], None)[0] for start in (0, MEMBERS)
+    ]
+    assert float(within / count) == pytest.approx(float(sum(single) / 2), rel=1e-9)
+
+
+def test_what_has_no_groups_is_refused(model):
+    plain = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    with pytest.raises(hw.LayoutError, match="has 2 query heads and as many key/value heads"):
+        plain.grouped("within")
+    with pytest.raises(hw.SettingError, match="grouping is 'inside'"):
+        hw.find_heads(model).grouped("inside")
+    for term in (hw.Subspace(), hw.SpanOverlap(), hw.CKA(of="contributions")):
+        with pytest.raises(hw.SettingError, match="term is"):
+            hw.GroupedQueries(term)
+    with pytest.raises(hw.SettingError, match="grouping is 'inside'"):
+        hw.GroupedQueries(hw.Output(), "inside")
+    taken = hw.Disagreement(plain, hw.GroupedQueries(hw.Output()))
+    plain.model(torch.randn(2, 3, 8))
+    with pytest.raises(hw.LayoutError, match="no group of query heads shares one"):
+        taken()
