@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
@@ -180,6 +181,25 @@ def test_grouped_queries_compare_maps_of_every_query_head():
     penalty().backward()
     attention = model.layers[0].self_attn
     assert all(part.weight.grad is not None for part in (attention.v_proj, attention.o_proj, attention.k_proj))
+
+
+@pytest.mark.parametrize("term", [*TERMS, hw.CKA(sketch=2)], ids=str)
+def test_nothing_of_tokens_by_heads_by_heads_is_made(term):
+    """16 heads of 2 numbers and 512 tokens: the largest tensor is the projections of all tokens."""
+    model = torch.nn.TransformerEncoderLayer(32, 16, 4, dropout=0.0, batch_first=True)
+    penalty = hw.Disagreement(hw.find_heads(model), term)
+    model(torch.randn(8, 64, 32))
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            sizes.extend(one.numel() for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, torch.Tensor))
+            return made
+
+    with Watch():
+        penalty().backward()
+    assert max(sizes) <= 512 * 3 * 32 < 512 * 16 * 16
 
 
 def test_wrong_settings_are_refused():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, TrainerControl, TrainerState, TrainingArguments
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, TrainerControl, TrainerState, TrainingArguments
 
 from headwise.errors import DataError, HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.gating.attach import gate_heads
@@ -203,8 +203,21 @@ def test_arms_that_a_model_cannot_have_are_refused_in_a_sentence():
     bert = find_heads(make_bert())
     with pytest.raises(LayoutError, match="the arms differential and paired change torch's multi-head attention alone"):
         pair_all_heads(bert, second=True)
-    with pytest.raises(SettingError, match="has no feed_forward of two Linears"):
+    with pytest.raises(SettingError, match="has no feed_forward or mlp of Linears"):
         widen_feed_forward(bert)
+
+
+def test_a_wider_llama_has_the_parameters_of_gates_and_is_built_anew_from_its_configuration():
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    llama = LlamaModel(LlamaConfig(vocab_size=8, pad_token_id=0, **sizes))
+    before = sum(parameter.numel() for parameter in llama.parameters())
+    widen_feed_forward(find_heads(llama))
+    more = sum(parameter.numel() for parameter in llama.parameters()) - before
+    gates = 2 * 24 * 25
+    assert abs(more - gates) <= 2 * 3 * 24 / 2
+    assert {name: one.shape for name, one in LlamaModel(llama.config).named_parameters()} == {
+        name: one.shape for name, one in llama.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("method", [lambda heads: gate_heads(heads, SigmoidGate()), mix_heads], ids=["gates", "mixer"])

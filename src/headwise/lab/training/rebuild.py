@@ -8,6 +8,8 @@ from headwise.errors import LayoutError, SettingError
 from headwise.heads.heads import Heads
 from headwise.nn.difference import pair_heads
 
+FEED_FORWARD = ("feed_forward", "mlp")
+
 
 def pair_all_heads(heads: Heads, *, second: bool) -> None:
     """Pair the heads of each attention; find heads again afterwards.
@@ -27,14 +29,14 @@ def pair_all_heads(heads: Heads, *, second: bool) -> None:
 
 
 def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
-    """Give the feed-forward layer beside each attention further hidden units.
+    """Give the feed-forward layer beside each attention further hidden units, with parameters that are not drawn yet.
 
-    It is the `feed_forward` of the module that holds the attention: a sequence of a Linear, what is between, and
-    another Linear. Attentions of one module share it.
+    It is the `feed_forward` or `mlp` of the module that holds the attention: Linears from the width to the hidden
+    units, and after them one back. Attentions of one module share it.
 
     Args:
         heads: The attentions.
-        units: Number of further units; None for half the width.
+        units: Number of further units; None for about as many parameters as gates on features have, (d + 1) d.
 
     Raises:
         SettingError: A layer has no such feed-forward layer.
@@ -44,17 +46,25 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
         holder: Any = site.model.get_submodule(site.name.rpartition(".")[0])
         holders[id(holder)] = holder
     for holder in holders.values():
-        found = [part for part in getattr(holder, "feed_forward", ()) if isinstance(part, nn.Linear)]
-        if len(found) != 2:
+        layer = next((found for name in FEED_FORWARD if (found := getattr(holder, name, None)) is not None), None)
+        linears = [] if layer is None else [part for part in layer.modules() if isinstance(part, nn.Linear)]
+        sizes = [(part.in_features, part.out_features) for part in linears]
+        if len(sizes) < 2 or {*sizes[:-1]} != {sizes[-1][::-1]}:
             raise SettingError(
-                f"{type(holder).__name__} has no feed_forward of two Linears, which the arm wider would widen; leave "
+                f"{type(holder).__name__} has no feed_forward or mlp of Linears that the arm wider would widen; leave "
                 "that arm out of this task."
             )
-        first, second = found
-        hidden = first.out_features + (first.in_features // 2 if units is None else units)
-        for index, part in enumerate(holder.feed_forward):
-            sizes = {id(first): (first.in_features, hidden), id(second): (hidden, second.out_features)}.get(id(part))
-            if sizes is not None:
-                weight = part.weight
-                new = nn.Linear(*sizes, bias=part.bias is not None, device=weight.device, dtype=weight.dtype)
-                holder.feed_forward[index] = new
+        width, hidden = sizes[0]
+        each = sum(width + (part.bias is not None) for part in linears[:-1]) + width
+        new = hidden + (round((width + 1) * width / each) if units is None else units)
+        for part in linears[:-1]:
+            part.out_features = new
+        linears[-1].in_features = new
+        for part in linears:
+            part.weight = nn.Parameter(part.weight.new_empty(part.out_features, part.in_features))
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.new_empty(part.out_features))
+        config: Any = getattr(layer, "config", None)
+        if getattr(config, "intermediate_size", None) == hidden:
+            # transformers builds the model anew from it
+            config.intermediate_size = new
