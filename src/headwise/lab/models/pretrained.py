@@ -12,15 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from headwise.errors import DataError
+from headwise.gating.link import NAME as GATES
+from headwise.nn.mixing import CHILD as MIXER
 
 # Many folders lack the pooler, which the head in use may not read.
 UNREAD = "pooler"
+# Modules of methods, which transformers passes over in a folder that holds them.
+ADDED = (GATES, MIXER)
 
 
 def require_whole(
     folder: Path, model: Any, said: Mapping[str, Any], *, backbone: str = "", unread: tuple[str, ...] = ()
 ) -> None:
-    """Refuse a model whose backbone has missing, mismatched or non-finite parameters.
+    """Refuse a backbone with missing, mismatched or non-finite parameters, and a model whose gates were passed over.
 
     Args:
         folder: Where it was loaded from.
@@ -32,6 +36,12 @@ def require_whole(
     Raises:
         DataError: As above; the message names the first parameter.
     """
+    lost = next((name for name in said.get("unexpected_keys", ()) if {*ADDED} & {*name.split(".")}), None)
+    if lost is not None:
+        raise DataError(
+            f"{folder} holds {lost!r}, which transformers does not load: its model would be another than the one that "
+            "was trained; go on from a model without gates or talking heads."
+        )
     remedy = "the folder holds a part of that model, or other names; save the whole model with save_pretrained()."
     for key, fault in (("missing_keys", "has no"), ("mismatched_keys", "has another shape of")):
         # of a shape that differs transformers tells both

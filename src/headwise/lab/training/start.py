@@ -13,14 +13,12 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.foreign_code import refuse_foreign_code
-from headwise.gating.link import NAME as GATES
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.run_folder import RESULT, read_json
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
-from headwise.nn.mixing import CHILD as MIXER
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
 
@@ -31,8 +29,6 @@ FORMS = (
 # Folders of finished runs that a model begins with: of pre-training, and of fine-tuning.
 DISCRIMINATOR, MODEL = "discriminator", "model"
 COMPARISON, CONFIG = "comparison.json", "config.json"
-# Modules of methods that no folder of transformers is loaded with.
-ADDED = (GATES, MIXER)
 LAYER = re.compile(r"\.(?:layer|layers|h|block|blocks)\.(\d+)\.")
 
 
@@ -282,12 +278,6 @@ def _open_classifier(folder: Path, classes: int, *, trust_remote_code: bool) -> 
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no model that transformers can load as a classifier ({reason}).") from error
-    lost = next((name for name in said["unexpected_keys"] if {*ADDED} & {*name.split(".")}), None)
-    if lost is not None:
-        raise DataError(
-            f"{folder} holds {lost!r}, which transformers does not load, so that fine-tuning would go on without what "
-            "the arm trained; compare arms with gates or talking heads in one task."
-        )
     require_whole(folder, network, said, backbone=f"{network.base_model_prefix}.")
     return network, {name.rpartition(".")[0] for name in said["missing_keys"]}
 

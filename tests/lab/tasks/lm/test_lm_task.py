@@ -37,7 +37,7 @@ from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
 TASK = LmTask()
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
-ARMS = ("plain", "svgd", "em:layers=0", "talking")
+ARMS = ("plain", "svgd", "em:layers=0", "talking", "mixture:shared=0,active=1")
 TIMED = ("step_seconds", "train_seconds", "record_digest", "file_digests")
 
 
@@ -270,6 +270,7 @@ except (ValueError, OSError, KeyError) as error:
     assert done.stdout.count("refused") == 1
     assert any("votes" in name for name in hw.load(runs["em:layers=0"] / "model").state_dict())
     assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
+    assert not (runs["mixture:shared=0,active=1"] / "model").exists(), "transformers would pass over its gates"
 
 
 def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):

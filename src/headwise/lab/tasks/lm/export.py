@@ -6,21 +6,20 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from headwise.lab.experiment.run_folder import whole_folder, write_text
-from headwise.lab.models.pretrained import quietly
+from headwise.lab.models.pretrained import ADDED, quietly
 from headwise.lab.tasks.lm.data import LmData
 from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.training.start import MODEL
-from headwise.nn.mixing import find_mixer
 from headwise.routing.save import find_aggregators, save
 
 
 def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> None:
     """Write the model of a run and its tokenizer into `folder` / "model", adapters merged into the weights.
 
-    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with talking heads is not
-    written, since transformers would load it without their matrices.
+    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with gates or talking heads
+    is not written, since transformers would load it without them.
     """
-    if any(find_mixer(module) is not None for module in network.modules()):
+    if any({*ADDED} & {*module._modules} for module in network.modules()):
         return
     whole = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
     with quietly(), whole_folder(folder / MODEL) as temporary:
