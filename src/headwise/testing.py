@@ -4,6 +4,7 @@ Each check raises `AssertionError` and names what was violated, so it works in a
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def check_rule(rule: Rule, *, count: int = 4, width: int = 6, seed: int = 0) -> 
 
 
 def check_layout(
-    model: nn.Module, inputs: Sequence | Mapping[str, object], layouts: Sequence[Layout] = LAYOUTS
+    model: nn.Module, inputs: Sequence[Any] | Mapping[str, object], layouts: Sequence[Layout] = LAYOUTS
 ) -> Verification:
     """Check that layout rows read a model's heads rightly and that writing a head writes its rows only.
 

@@ -39,7 +39,7 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify(heads: Heads, inputs: Sequence | Mapping[str, object]) -> Verification:
+def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verification:
     """Prove that the heads found are the model's heads; raise if they are not.
 
     Each attention of a copy in evaluation mode is called again in float64 (float32 where its code says so) with random

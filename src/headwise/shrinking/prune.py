@@ -62,7 +62,7 @@ def prune(
     *,
     keep: float | None = None,
     importance: Importance | Mapping[str, Any] | None = None,
-    inputs: Sequence | Mapping[str, object] | None = None,
+    inputs: Sequence[Any] | Mapping[str, object] | None = None,
     optimizer: Any = None,
 ) -> Pruning:
     """Remove heads from the weights of a model, in place.
