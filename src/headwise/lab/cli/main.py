@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from headwise.lab.cli import commands, comparing
+from headwise.lab.cli import commands, comparing, shrinking
 from headwise.lab.experiment.registry import find_commands
 from headwise.lab.output import asked_output, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
@@ -42,7 +42,7 @@ def headwise(
         typer.echo(context.get_help())
 
 
-for command in (*comparing.COMMANDS, *commands.COMMANDS, *find_commands()):
+for command in (*comparing.COMMANDS, *commands.COMMANDS, *shrinking.COMMANDS, *find_commands()):
     app.command()(with_output_options(command))
 
 

@@ -1,0 +1,165 @@
+"""What `headwise prune` and `headwise merge` do: cut a model, train it again, and write its folder and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headwise.atomic import write_whole
+from headwise.errors import DataError, SettingError
+from headwise.lab.cli.shrink_page import Shrunk
+from headwise.lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
+from headwise.lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
+from headwise.lab.data.progress import make_bars
+from headwise.lab.models.pretrained import quietly
+from headwise.routing.save import save
+from headwise.shrinking.merge import merge
+from headwise.shrinking.prune import prune
+from headwise.strict_json import encode_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PAGE, RECORD = "shrinking.html", "shrinking.json"
+WHOLE, CUT, RECOVERED = "before", "after", "trained again"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What both commands are given.
+
+    Attributes:
+        folder: The model's folder.
+        text: A file with one text per line.
+        out: The folder to write, which must be new.
+        lines: Lines to choose and calibrate by.
+        recover: Steps of training after the cut.
+        rate: Their first learning rate.
+        command: The command as typed.
+        trust_remote_code: Whether code that the folder names may run.
+    """
+
+    folder: Path
+    text: Path
+    out: Path
+    lines: int
+    recover: int
+    rate: float
+    command: str
+    trust_remote_code: bool = False
+
+
+def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
+    """Prune a model to a share of its heads, chosen one way, and compare the ways to choose."""
+    with make_bars(console=console) as bars:
+        subject = _open(request)
+        whole, before = copy_whole(subject.model), _Before(subject)
+        bar = bars.add_task("forwards without a head", total=None)
+        ways = weigh_heads(subject, lambda done, total: bars.update(bar, completed=done, total=total))
+        way = WAYS[by]
+        if way not in ways:
+            raise SettingError(f"--by {by} needs what each head contributes, which cannot be read in this model.")
+        curves = draw_curves(subject, ways, keep)
+        pruning = prune(subject.heads, keep=keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
+        states = _compare(subject, whole, before, request, bars)
+    title = f"{subject.name} with {keep:.0%} of its heads"
+    shrunk = Shrunk(
+        title, request.command, subject.score_name, states, str(pruning), _tell(pruning.stock), curves=curves
+    )
+    return _write(subject, shrunk, request, console)
+
+
+def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
+    """Merge the key/value heads of a model, and tell what each step of that costs."""
+    with make_bars(console=console) as bars:
+        subject = _open(request)
+        whole, before = copy_whole(subject.model), _Before(subject)
+        bars.add_task("merging", total=None)
+        merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
+        states = _compare(subject, whole, before, request, bars)
+    title = f"{subject.name} with {groups} key/value heads"
+    steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
+    shrunk = Shrunk(title, request.command, subject.score_name, states, str(merging), _tell(merging.stock), steps=steps)
+    return _write(subject, shrunk, request, console)
+
+
+def _open(request: Request) -> Subject:
+    if request.out.exists() and (not request.out.is_dir() or any(request.out.iterdir())):
+        raise DataError(f"{request.out} exists and is not an empty folder; choose another with --out.")
+    with quietly():
+        return open_subject(request.folder, request.text, request.lines, trust_remote_code=request.trust_remote_code)
+
+
+class _Before:
+    """Numbers of the model before it is cut, as it is changed in place."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.numbers = _count(subject) | {"score": subject.score()}
+
+
+def _count(subject: Subject) -> dict[str, float]:
+    heads = subject.heads
+    return {
+        "query heads": float(sum(site.num_heads for site in heads)),
+        "key/value heads": float(sum(site.key_value_heads for site in heads)),
+        "parameters": float(sum(parameter.numel() for parameter in subject.model.parameters())),
+        "bytes of parameters": float(count_bytes(subject.model)),
+        **({"bytes of cache per token": float(count_cache(heads))} if subject.causal else {}),
+    }
+
+
+def _compare(
+    subject: Subject, whole: nn.Module, before: _Before, request: Request, bars: Any
+) -> dict[str, dict[str, float]]:
+    """Return the numbers of the model before and after, and train it again where that is wanted."""
+    times = subject.time({WHOLE: whole, CUT: subject.model})
+    states = {WHOLE: before.numbers, CUT: _count(subject) | {"score": subject.score()}}
+    if request.recover:
+        bar = bars.add_task("training", total=request.recover)
+        advance: Callable[[], None] = lambda: bars.advance(bar)  # noqa: E731
+        torch.manual_seed(0)
+        subject.recover(request.recover, whole, request.rate, advance)
+        states[RECOVERED] = states[CUT] | {"score": subject.score()}
+    for name, numbers in states.items():
+        score = numbers.pop("score")
+        numbers |= {f"ms per {what}": value for what, value in times[CUT if name == RECOVERED else name].items()}
+        numbers["score"] = score
+    return states
+
+
+def _tell(stock: str | None) -> str:
+    if stock is None:
+        return "The folder is loaded by transformers alone: AutoModel.from_pretrained(folder)."
+    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
+
+
+def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console) -> Shrunk:
+    """Write model, tokenizer, numbers and page, and print the tables."""
+    from rich.table import Table
+
+    model: Any = subject.model
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+        with quietly():
+            (model.save_pretrained if hasattr(model, "save_pretrained") else lambda place: save(model, place))(
+                request.out
+            )
+            subject.tokenizer.save_pretrained(request.out)
+    except OSError as error:
+        raise DataError(f"{request.out} cannot be written ({error.strerror}); choose another with --out.") from None
+    write_whole(request.out / RECORD, (encode_json(shrunk.record(), indent=1) + "\n").encode())
+    shrunk.make_page().write(request.out / PAGE)
+    for header, rows in (shrunk.list_states(), shrunk.list_curves(), shrunk.list_steps()):
+        if rows:
+            table = Table(*header)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+    console.print(shrunk.loading, soft_wrap=True)
+    console.print(f"written to {request.out}; the page is {request.out / PAGE}", soft_wrap=True)
+    return shrunk

@@ -1,0 +1,184 @@
+"""`headwise prune` and `headwise merge`: a folder of Hugging Face goes in, a smaller one and a page come out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import headwise as hw
+from headwise.lab.cli.shrink_subject import open_subject
+from headwise.lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
+from lab.command import call, refused
+
+WORDS = ["[PAD]", "[UNK]", *"abcdefghijklmnop"]
+SIZES: dict[str, Any] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.model_max_length = 64
+    torch.manual_seed(0)
+    llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=1))
+    bert: Any = BertModel(BertConfig(**SIZES))
+    for name, model in (("llama", llama), ("bert", bert)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4) if parameter.dim() == 2 else None
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    generator = torch.Generator().manual_seed(0)
+    lines = [
+        " ".join(WORDS[2 + int(start + place) % 16] for place in range(10 + int(start) % 5))
+        for start in torch.randint(16, (60,), generator=generator)
+    ]
+    (root / "text.txt").write_text("\n".join(lines))
+    return root
+
+
+def read(out: Path) -> dict[str, Any]:
+    return json.loads((out / "shrinking.json").read_text())
+
+
+def test_a_decoder_is_pruned_trained_again_and_loaded_by_transformers(folders: Path, tmp_path: Path, capsys):
+    out = tmp_path / "small"
+    options = (
+        "--text",
+        str(folders / "text.txt"),
+        "--out",
+        str(out),
+        "--lines",
+        "20",
+        "--recover",
+        "20",
+        "--rate",
+        "3e-3",
+    )
+    assert call("prune", str(folders / "llama"), "--keep", "0.5", *options) == 0
+    states = read(out)["states"]
+    assert list(states) == ["before", "after", "trained again"]
+    assert (states["before"]["query heads"], states["after"]["query heads"]) == (8, 4)
+    assert states["after"]["bytes of cache per token"] * 2 == states["before"]["bytes of cache per token"] == 256
+    assert states["after"]["score"] != states["before"]["score"]
+    assert states["trained again"]["score"] > states["after"]["score"] + 0.1
+    assert states["after"]["ms per generated token"] > 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert [site.num_heads for site in hw.find_heads(model)] == [2, 2]
+    curves = read(out)["curves"]
+    assert list(curves) == ["removed one by one", "first order", "redundancy", "random"]
+    assert {share: len(runs) for share, runs in curves["random"].items()} == {"1": 1, "0.75": 3, "0.5": 3, "0.25": 3}
+    assert curves["removed one by one"]["0.5"] == [pytest.approx(states["after"]["score"], abs=1e-5)]
+    shown = capsys.readouterr().out
+    assert "removed one by one" in shown
+    assert "loaded by transformers alone" in shown.replace("\n", " ")
+    page = (out / "shrinking.html").read_text()
+    assert "Ways to choose the heads" in page
+    assert "data:image/png" in page
+    assert "log-likelihood per token" in page
+
+
+def test_an_encoder_is_pruned_to_keep_its_states_and_loaded_by_headwise(folders: Path, tmp_path: Path, capsys):
+    out = tmp_path / "small"
+    options = (
+        "--text",
+        str(folders / "text.txt"),
+        "--out",
+        str(out),
+        "--by",
+        "redundancy",
+        "--recover",
+        "10",
+        "--json",
+    )
+    assert call("prune", str(folders / "bert"), "--keep", "0.75", *options) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == read(out)
+    states = record["states"]
+    assert states["before"]["score"] == pytest.approx(1.0)
+    assert states["after"]["score"] < states["trained again"]["score"] < 1.0
+    assert "bytes of cache per token" not in states["before"]
+    with pytest.raises((OSError, ValueError)):
+        AutoModel.from_pretrained(out)
+    assert [site.num_heads for site in hw.find_heads(hw.load(out))] == [3, 3]
+
+
+def test_a_decoder_is_merged_and_each_step_told(folders: Path, tmp_path: Path):
+    out = tmp_path / "small"
+    options = ("--text", str(folders / "text.txt"), "--out", str(out))
+    assert call("merge", str(folders / "llama"), "--kv-heads", "2", *options) == 0
+    record = read(out)
+    states = record["states"]
+    assert states["after"]["bytes of cache per token"] * 2 == states["before"]["bytes of cache per token"]
+    assert [step["way"] for step in record["steps"]][:3] == [
+        "whole model",
+        "averaged as they are, neighbors",
+        "averaged as they are, neighbors, W_O refitted",
+    ]
+    assert record["steps"][-1]["score"] == pytest.approx(states["after"]["score"], abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 2
+    assert "Ways to merge" in (out / "shrinking.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prune", "--keep", "0.5", "--by", "size"), "there is no --by 'size'"),
+        (("prune", "--keep", "1.5"), "invalid value for '--keep'"),
+        (("merge", "--kv-heads", "3"), "expected one of 1, 2"),
+        (("merge", "--kv-heads", "4"), "has 4 key/value heads; expected fewer"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_sentence(folders: Path, tmp_path: Path, capsys, arguments, message: str):
+    command, *options = arguments
+    places = (str(folders / "llama"), "--text", str(folders / "text.txt"), "--out", str(tmp_path / "small"))
+    assert message in refused(capsys, command, *places, *options)
+    assert not (tmp_path / "small" / "config.json").exists()
+
+
+def test_a_folder_that_holds_something_and_a_text_of_one_line_are_refused(folders: Path, tmp_path: Path, capsys):
+    (tmp_path / "kept").write_text("kept")
+    given = ("prune", str(folders / "llama"), "--text", str(folders / "text.txt"))
+    assert "is not an empty folder" in refused(capsys, *given, "--out", str(tmp_path))
+    (tmp_path / "line.txt").write_text("a b c")
+    given = ("prune", str(folders / "llama"), "--text", str(tmp_path / "line.txt"))
+    assert "has 1 lines; expected at least 2" in refused(capsys, *given, "--out", str(tmp_path / "new"))
+
+
+def test_the_score_without_heads_is_that_of_the_pruned_model_and_ways_differ(folders: Path):
+    subject = open_subject(folders / "bert", folders / "text.txt", 20)
+    removed = {site.name: [0, 2] for site in subject.heads}
+    expected = score_without(subject, removed)
+    ways = weigh_heads(subject, lambda _done, _total: None)
+    assert len(ways["random"]) == 3
+    assert len({tuple(next(iter(draws[0].values())).tolist()) for draws in ways.values()}) == 4
+    hw.prune(subject.heads, {0: [0, 2], 1: [0, 2]})
+    assert subject.score() == pytest.approx(expected, abs=1e-6)
+
+
+def test_of_two_heads_that_are_alike_the_one_more_like_the_rest_goes():
+    pairs = [[1.0, 0.9, 0.1, 0.3], [0.9, 1.0, 0.4, 0.2], [0.1, 0.4, 1.0, 0.8], [0.3, 0.2, 0.8, 1.0]]
+    assert rank_unlike(pairs) == [2.0, 0.0, 3.0, 1.0]
