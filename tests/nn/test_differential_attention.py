@@ -93,6 +93,16 @@ def test_gradients_are_those_of_central_differences():
     assert torch.autograd.gradcheck(run, (x, *parameters.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_under_autocast_it_is_the_same_to_the_digits_of_bfloat16(need_weights: bool):
+    module, x = attention().float(), X.float()
+    wanted = module(x, x, x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = module(x, x, x, need_weights=need_weights)[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=0.0, atol=0.05)
+
+
 def test_the_control_has_one_map_of_the_whole_width_and_the_same_norm():
     module = attention(second=False)
     q, k, v = (part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in module._project(X, X, X))

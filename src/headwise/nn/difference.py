@@ -117,7 +117,9 @@ class HeadDifference(nn.Module):
             mask, empty = (None, None) if mask is None else clear_empty_rows(mask)
             heads = F.scaled_dot_product_attention(q, k, v.repeat_interleave(repeated, 1), mask, dropout, causal)
             heads = self.subtract(heads if empty is None else heads.masked_fill(empty, 0.0))
-        return (1.0 - self.start) * self.norm(heads), first, dropped
+        # under autocast heads are of less precision than the gain
+        normed = self.norm(heads.to(self.norm.weight.dtype)).to(heads.dtype)
+        return (1.0 - self.start) * normed, first, dropped
 
     def extra_repr(self) -> str:
         """Return what it has, for printing."""
