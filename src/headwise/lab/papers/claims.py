@@ -360,7 +360,9 @@ def _read_number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str,
     found = [parts[term.part].of(term.arm, measure) for term in terms]
     seeds = sorted(set.intersection(*(set(values) for values in found)))
     if not seeds:
-        return "was not run"
+        ran = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
+        # what heads are worth is not measured where the score is zero with all of them
+        return "was not measured" if set.intersection(*map(set, ran)) else "was not run"
     leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
     runs = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
     return Leads(np.array(leads)[:, None], _find_starts(runs, seeds))

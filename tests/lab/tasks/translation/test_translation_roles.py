@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,14 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.translation import task as translation_module
-from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks, make_parser
+from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.attach import attach_arm
 from headwise.roles.align import words_of_tokens
 from headwise.roles.word_table import WordTable
-from lab.sentences import parsed
 from lab.stopping import assert_goes_on_to_the_same_bits
-from lab.tasks.translation.translation_toy import WORDS, write_toy_corpus
+from lab.tasks.translation.translation_toy import WORDS, parse_without_spacy, write_toy_corpus
 
 TASK = TranslationTask()
 TOY = dataclasses.replace(
@@ -62,11 +60,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(pipeline: Path | None, cache: Path) -> Callable:
-        return make_parser(None, cache) if pipeline is None else lambda texts: [parsed(text.split()) for text in texts]
-
-    monkeypatch.setattr(translation_module, "make_parser", made)
+def parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse_without_spacy(monkeypatch)
 
 
 def subwords() -> Subwords:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from headwise.lab.tasks.translation import task as translation_module
+from headwise.lab.tasks.translation.role_masks import make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from lab.inline import do_inline
+from lab.sentences import parsed
 
 WORDS = {"red": "rot", "dog": "hund", "runs": "rennt", "two": "zwei", "small": "klein", "sees": "sieht"}
 SMALLEST = dataclasses.replace(
@@ -51,7 +54,17 @@ def write_toy_corpus(
     return folder
 
 
-def make_demo_smallest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def make_demo_smallest(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> list[str]:
     """Make the demo scale the smallest and do jobs in this process; return the list their names are added to."""
-    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    smallest = dataclasses.replace(SMALLEST, **sizes)
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": smallest})
     return do_inline(monkeypatch)
+
+
+def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw a parse that follows from the words wherever a pipeline is named."""
+
+    def made(pipeline: Path | None, cache: Path) -> Callable:
+        return make_parser(None, cache) if pipeline is None else lambda texts: [parsed(text.split()) for text in texts]
+
+    monkeypatch.setattr(translation_module, "make_parser", made)
