@@ -11,7 +11,7 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.results import figures
-from headwise.lab.results.drawing import choose_styles, draw_means, span_a_point
+from headwise.lab.results.drawing import choose_styles, draw_means, label_arm, span_a_point
 from headwise.lab.results.figures import (
     draw_dev_by_epoch,
     draw_figures,
@@ -111,7 +111,7 @@ def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_
         draw_means(axes, dots, assign_styles(list(dots), reference="plain"), plain)
         figure.draw_without_rendering()
         (legend,) = figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == list(dots)
+        assert [text.get_text() for text in legend.get_texts()] == [label_arm(arm) for arm in dots]
         assert legend.get_window_extent().x0 > axes.get_window_extent().x1
         assert [text.get_text() for text in axes.texts] == ["plain"]
 
@@ -238,3 +238,10 @@ def test_bins_of_a_few_test_items_are_left_out_of_the_figure_and_named(table):
     assert f"Not shown, with fewer than 20 test items: {table.bins[-1]} (9)." in picture.caption
     assert f"from {table.bins[0]} to {table.bins[-2]}: " in picture.alt
     assert draw_score_by_bin(dataclasses.replace(table, items=(30, *[9] * (len(table.items) - 1)))) is None
+
+
+def test_an_arm_looks_the_same_in_every_comparison(tmp_path):
+    whole = choose_styles(read_table(write_comparison(tmp_path / "whole", items=30, seeds=(0, 1))))
+    few = choose_styles(read_table(write_comparison(tmp_path / "few", [PAPER[2], PAPER[7], PAPER[9]], items=30)))
+    assert few == {arm: whole[arm] for arm in ("plain", "output", "em")}
+    assert len({(look.color, look.marker, str(look.dash)) for look in whole.values()}) == len(whole)

@@ -55,7 +55,7 @@ def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -
     if table.missing:
         page.paragraph(f"Not finished, and not included below: {_join_words(table.missing)}.")
     _add_scores(page, table)
-    page.heading(f"Score by {table.difficulty}")
+    page.heading(f"Score by {table.bin_words}")
     _add_grids(page, bins_grid(table), caption=f"{table.axis}, with 95 % intervals over seeds and test items")
     page.paragraph(f"Test items: {_describe_items(table)}.", kind="note")
     of_heads = [picture for picture in pictures if picture.name.startswith(HEADS_PREFIX)]
@@ -165,10 +165,12 @@ def _describe_protocol(table: Table) -> str:
 
 
 def _describe_items(table: Table) -> str:
+    if len(table.bins) == 1:
+        return f"{table.items[0]:,}"
     if len(set(table.items)) == 1:
-        return f"{table.items[0]:,} of each {table.difficulty}"
+        return f"{table.items[0]:,} in each bin"
     counted = zip(table.bins, table.items, strict=True)
-    return f"by {table.difficulty}: " + ", ".join(f"{count:,} of {number}" for number, count in counted)
+    return f"by {table.bin_words}: " + ", ".join(f"{count:,} of {number}" for number, count in counted)
 
 
 def _add_scores(page: Page, table: Table) -> None:

@@ -18,11 +18,52 @@ if TYPE_CHECKING:
 
 # Height of a line of text, in points.
 LINE = 12.0
+# Of a scale with many changed sizes, so much is shown in a figure.
+LONGEST_SCALE = 44
+
+
+# Place of usual arms in the styles: the same arm looks the same in all comparisons, and near arms differ.
+PLACES = {"svgd": 0, "output": 1, "em": 2, "output+em": 3, "smooth": 4, "scaled": 5, "svgd-relative": 6, "trunk": 7}
+SHORT = {name: name.upper() for name in ("svgd", "spos", "sgld", "em", "cka", "hsic")}
 
 
 def choose_styles(table: Table) -> dict[str, Style]:
-    """Return the style of each arm: plain is black, the others follow their order in the table."""
-    return assign_styles([row.arm for row in table.arms], reference=PLAIN)
+    """Return the style of each arm: plain is black; the usual arms have theirs everywhere, others what is left."""
+    names = [row.arm for row in table.arms if row.arm != PLAIN]
+    # of arms with equal letters before the settings the first has the usual place
+    usual: dict[int, str] = {}
+    for name in names:
+        place = PLACES.get(name.partition(":")[0])
+        if place is not None and place not in usual:
+            usual[place] = name
+    others = iter(name for name in names if name not in usual.values())
+    ordered = [usual[place] if place in usual else next(others, "") for place in range(len(PLACES))]
+    # an empty name holds a place that no arm of this table has
+    held = [name or f" {place}" for place, name in enumerate([*ordered, *others])]
+    found = assign_styles([PLAIN, *held], reference=PLAIN)
+    return {name: found[name] for name in (PLAIN, *names)}
+
+
+def label_arm(name: str) -> str:
+    """Return an arm's name as a figure has it.
+
+    >>> label_arm("svgd:alpha=1.0,layers=0/1"), label_arm("output+em"), label_arm("svgd-relative")
+    ('SVGD, alpha 1, layers 0/1', 'output + EM', 'SVGD-relative')
+    """
+    words, _, settings = name.partition(":")
+    methods = ["-".join(SHORT.get(word, word) for word in method.split("-")) for method in words.split("+")]
+    given = [
+        setting.replace("=", " ").replace("_", " ").removesuffix(".0") for setting in settings.split(",") if setting
+    ]
+    return ", ".join([" + ".join(methods), *given])
+
+
+def name_data(axes: Axes, table: Table) -> None:
+    """Write above the axes what was compared: task, scale and number of seeds."""
+    seeds = max(len(row.seeds) for row in table.rows)
+    scale = table.scale if len(table.scale) <= LONGEST_SCALE else f"{table.scale[:LONGEST_SCALE]}..."
+    said = f"{table.task}, scale {scale}, {seeds} seed{'s' * (seeds > 1)}"
+    axes.set_title(said, loc="left", fontsize=9, color=GRAY)
 
 
 def draw_line(
@@ -103,7 +144,14 @@ def draw_means(
         mean = fmean(x for x, _ in found), fmean(y for _, y in found)
         axes.scatter(*zip(*found, strict=True), s=18, color=look.color, marker=look.marker, alpha=0.45, linewidths=0)
         axes.scatter(
-            *mean, s=95, color=look.color, marker=look.marker, edgecolors="white", linewidths=1.2, zorder=3, label=arm
+            *mean,
+            s=95,
+            color=look.color,
+            marker=look.marker,
+            edgecolors="white",
+            linewidths=1.2,
+            zorder=3,
+            label=label_arm(arm),
         )
     axes.margins(0.08, 0.1)
     span_a_point(axes)

@@ -12,7 +12,16 @@ from typing import TypeVar
 
 from headwise.atomic import write_whole
 from headwise.lab.results.cells import MINUS
-from headwise.lab.results.drawing import choose_styles, draw_differences, draw_line, draw_means, name_ends, span_a_point
+from headwise.lab.results.drawing import (
+    choose_styles,
+    draw_differences,
+    draw_line,
+    draw_means,
+    label_arm,
+    name_data,
+    name_ends,
+    span_a_point,
+)
 from headwise.lab.results.head_drops import LOSS
 from headwise.lab.results.table import FEW, PLAIN, Table
 from headwise.plots.heads import draw_ablations
@@ -97,8 +106,9 @@ def draw_score_by_bin(table: Table) -> Picture | None:
             if row.baseline:
                 draw_line(upper, bins, kept(row.bins), GRAY_DASHED, width=1.2)
             else:
-                draw_line(upper, bins, kept(row.bins), style[row.arm], label=row.arm)
+                draw_line(upper, bins, kept(row.bins), style[row.arm], label=label_arm(row.arm))
         upper.set_ylabel(table.axis)
+        name_data(upper, table)
         span_a_point(upper)
         if lower is not None:
             lower.axhline(0, color=style[PLAIN].color, linewidth=1.4)
@@ -115,7 +125,7 @@ def draw_score_by_bin(table: Table) -> Picture | None:
             figure.legend(loc="outside right upper", frameon=False)
         name_ends(figure, upper, {row.arm: 100 * kept(row.bins)[-1].value for row in table.rows if row.baseline})
         png = to_png(figure)
-    title = f"{_capitalize_metric(table)} by {table.difficulty}"
+    title = f"{_capitalize_metric(table)} by {table.bin_words}"
     caption = f"{title} with 95 % intervals over seeds and test items"
     caption += "; below, each arm's difference to plain on the same seeds and items." if compared else "."
     if table.hidden_bins:
@@ -140,10 +150,11 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
             places = range(1, len(epochs) + 1)
             ends = [*map(min, epochs)], [*map(fmean, epochs)], [*map(max, epochs)]
             look = style[arm] if len(epochs) <= MARKED else replace(style[arm], marker="")
-            draw_range(axes, places, *ends, look, label=arm)
+            draw_range(axes, places, *ends, look, label=label_arm(arm))
         span_a_point(axes)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"{table.axis} on dev")
+        name_data(axes, table)
         use_integer_ticks(axes)
         figure.legend(loc="outside right upper", frameon=False)
         png = to_png(figure)
@@ -197,6 +208,7 @@ def draw_score_by_similarity(table: Table) -> Picture | None:
         axes = figure.subplots()
         axes.set_xlabel("mean cosine between outputs of two heads (further left: more diverse)")
         axes.set_ylabel(table.axis)
+        name_data(axes, table)
         draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
     caption = f"Diversity against {table.metric.name}: small markers are seeds, large ones the mean of an arm."
@@ -220,6 +232,7 @@ def draw_score_by_force(table: Table) -> Picture | None:
         use_log_axis(axes)
         axes.set_xlabel("force ratio: norm of what pushes heads apart over norm of the gradient")
         axes.set_ylabel(table.axis)
+        name_data(axes, table)
         plain = table.row(PLAIN)
         draw_means(axes, dots, choose_styles(table), None if plain is None else plain.score)
         png = to_png(figure)

@@ -90,7 +90,7 @@ def list_notes(table: Table) -> tuple[str, ...]:
     return (
         NOTE if tested else INTERVALS,
         *([FORCE_NOTE] if strong else []),
-        *([f"Not shown by {table.difficulty}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
+        *([f"Not shown by {table.bin_words}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
     )
 
 
@@ -116,7 +116,7 @@ def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
         (row.arm, *(show_percent(row.bins[place], interval=intervals) for place in shown)) for row in table.rows
     )
     header = ("arm", *(str(table.bins[place]) for place in shown))
-    title = f"{table.metric.name} by {table.difficulty}, {table.metric.unit}".removesuffix(", ")
+    title = f"{table.metric.name} by {table.bin_words}, {table.metric.unit}".removesuffix(", ")
     return Grid(title, header, rows, "l" + "r" * len(shown))
 
 

@@ -151,6 +151,12 @@ class Table:
         return next((row for row in self.rows if row.arm == arm), None)
 
     @property
+    def bin_words(self) -> str:
+        """The quantity that bins are made of inside a sentence, where no number follows it."""
+        name, comma, _ = self.difficulty.partition(", up to")
+        return f"{name} (bins by their upper ends)" if comma else name
+
+    @property
     def readable_bins(self) -> tuple[int, ...]:
         """Places of the bins with enough test items to read; all of them if none has enough."""
         enough = tuple(place for place, items in enumerate(self.items) if items >= FEW)
