@@ -36,22 +36,19 @@ class PackedRows(Dataset):
     """Rows of a prepared folder, whose documents begin at position 0."""
 
     def __init__(self, files: list[Path], start: int, most: int | None = None) -> None:
-        self.rows = np.concatenate([np.load(file) for file in files])[:most].astype(np.int64)
-        self.start = start
+        rows = np.concatenate([np.load(file) for file in files])[:most].astype(np.int64)
+        positions = np.zeros_like(rows)
+        for column in range(1, rows.shape[1]):
+            positions[:, column] = np.where(rows[:, column] == start, 0, positions[:, column - 1] + 1)
+        labels = np.where(rows == start, -100, rows)
+        named = {"input_ids": rows, "position_ids": positions, "labels": labels}
+        self.tensors = {name: torch.from_numpy(array) for name, array in named.items()}
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.tensors["labels"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row, positions = self.rows[index], []
-        for token in row.tolist():
-            positions.append(0 if token == self.start or not positions else positions[-1] + 1)
-        labels = [-100 if token == self.start else token for token in row.tolist()]
-        return {
-            "input_ids": torch.from_numpy(row),
-            "position_ids": torch.tensor(positions),
-            "labels": torch.tensor(labels),
-        }
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
 
 
 def train_bare(scale: LmScale, prepared: Path, seed: int, folder: Path) -> tuple[float, float]:

@@ -183,13 +183,15 @@ def test_a_last_word_counts_only_whole():
 
 def test_the_baseline_predicts_frequencies(text):
     data = open_toy(text)
-    statistics = score_unigrams(data.train, data.test, data.words.vocabulary_size, 10**6)
+    answers = score_unigrams(data.train, data.test, data.words, 10**6)
     counts = np.ones(data.words.vocabulary_size)
     for number in range(len(data.train)):
         np.add.at(counts, data.train.ids(number), 1)
     row = data.test[2]
     kept = row.labels[1:][row.labels[1:] >= 0]
-    assert statistics[2] == pytest.approx([-np.log(counts[kept] / counts.sum()).sum(), len(kept)])
+    assert answers.statistics[2] == pytest.approx([-np.log(counts[kept] / counts.sum()).sum(), len(kept)])
+    assert answers.measures["loss"] == pytest.approx(answers.statistics[:, 0].sum() / answers.statistics[:, 1].sum())
+    assert answers.measures["bits_per_byte"] > 0
 
 
 @pytest.mark.parametrize("stopped", [3, 11])

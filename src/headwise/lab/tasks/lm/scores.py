@@ -115,18 +115,20 @@ def describe_contexts(sums: NDArray[np.float64], counts: NDArray[np.float64]) ->
     return found | ({"context_gain": seen[short] - seen[max(seen)]} if len(seen) > 1 else {})
 
 
-def score_unigrams(train: Rows, rows: Rows, vocabulary_size: int, most: int) -> NDArray[np.float64]:
-    """Return the statistics of predicting each token by its frequency in training, [N, 2].
+def score_unigrams(train: Rows, rows: Rows, words: TextTokens, most: int) -> Answers:
+    """Return the likelihoods of predicting each token by its frequency in training.
 
     p(token) = (count + 1) / (tokens + V) over at most `most` training rows.
     """
-    counts = np.ones(vocabulary_size)
+    counts = np.ones(words.vocabulary_size)
     for number in range(min(most, len(train))):
-        counts += np.bincount(train.ids(number), minlength=vocabulary_size)
+        counts += np.bincount(train.ids(number), minlength=words.vocabulary_size)
     losses = np.log(counts.sum()) - np.log(counts)
     labels = [rows[number].labels[1:] for number in range(len(rows))]
     kept = [one[one != IGNORED] for one in labels]
-    return np.array([[losses[one].sum(), len(one)] for one in kept])
+    statistics = np.array([[losses[one].sum(), len(one)] for one in kept])
+    measures = describe_losses(statistics, int(sum(words.bytes[one].sum() for one in kept)))
+    return Answers(statistics, np.zeros(len(statistics), dtype=np.int64), measures)
 
 
 def compute_likelihood(statistics: NDArray[np.float64]) -> float:

@@ -141,8 +141,7 @@ class LmTask(Task):
 
     def baseline(self, name: str, data: LmData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
         """Return the likelihoods of tokens by their frequency in training."""
-        statistics = score_unigrams(data.train, data.test, data.words.vocabulary_size, COUNTED)
-        return Answers(statistics, np.zeros(len(statistics), dtype=np.int64))
+        return score_unigrams(data.train, data.test, data.words, COUNTED)
 
     def extra_files(self, data: LmData) -> dict[str, str]:
         """Return the tokenizer."""
