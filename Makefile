@@ -1,6 +1,6 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
-#   make demo        install, then train and compare five arms on a small task
+#   make demo        install, then compare repulsion and a penalty with their controls on a small task
 #   make test        install with the development tools, then run the tests
 #   make test-slow   run the tests that take minutes
 #   make lint        run ruff and pyright
@@ -10,6 +10,8 @@
 #   make bench-roles   time role masks: making them, and a guided step
 #   make bench-measure  time measure, which removes every head, against separate evaluations
 #   make bench-importance DATA=FILE  compare first-order importance with removing heads; FILE is dev.tsv of STS-B
+#   make bench-shrinking  time pruned and merged models against the whole one
+#   make bench-merging TEXT=FILE HELD_OUT=FILE  what merging key/value heads costs small decoders, in an hour
 #   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
@@ -31,7 +33,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-graphs api docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-graphs api docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,6 +83,13 @@ bench-measure: $(VENV)/.dev
 bench-importance: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "DATA is not set; give dev.tsv of STS-B: make bench-importance DATA=FILE" >&2; exit 1; }
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/importance.py --data "$(DATA)" $(ARGS)
+
+bench-shrinking: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python benchmarks/shrinking.py $(ARGS)
+
+bench-merging: $(VENV)/.dev
+	@test -n "$(TEXT)" -a -n "$(HELD_OUT)" || { echo "give texts: make bench-merging TEXT=FILE HELD_OUT=FILE" >&2; exit 1; }
+	$(ONE_THREAD) $(BIN)/python benchmarks/merging.py --text "$(TEXT)" --held-out "$(HELD_OUT)" $(ARGS)
 
 bench-calibration: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python benchmarks/calibration.py $(ARGS)

@@ -29,8 +29,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def timed(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the seconds of one run, on CUDA between two events."""
+def timed(device: torch.device, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one run by a clock, on CUDA between two events."""
     synchronize(device)
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -39,19 +39,23 @@ def timed(device: torch.device, run: Callable[[], object]) -> float:
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1e3
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def interleaved(
-    device: torch.device, runs: Mapping[str, Callable[[], object]], rounds: int, description: str
+    device: torch.device,
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    description: str,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return the seconds of each run in each round, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in track(range(rounds + 1), description, console=console, transient=True):
         for name, run in runs.items():
-            elapsed = timed(device, run)
+            elapsed = timed(device, run, clock)
             if number:
                 seconds[name].append(elapsed)
     return seconds

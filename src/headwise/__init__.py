@@ -4,6 +4,7 @@ The names are in `headwise.api`; they and torch are loaded when the first is use
 wait for them.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,14 @@ else:
     def __getattr__(name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        api = import_module("headwise.api")
+        collecting = gc.isenabled()
+        # a full collection passes over all objects of torch, and would take longer than the import
+        gc.disable()
+        try:
+            api = import_module("headwise.api")
+        finally:
+            if collecting:
+                gc.enable()
         # from here on they are found without this function
         globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
         if name not in globals():

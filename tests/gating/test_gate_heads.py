@@ -382,5 +382,5 @@ def test_gates_stand_before_an_aggregator_that_was_there(order: str, tmp_path: A
 def test_a_model_with_gates_alone_is_not_for_headwise_save(tmp_path: Any):
     model = encoder(1)
     hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    with pytest.raises(hw.DataError, match="holds no aggregator, and no sizes .*; save it as you would without headwise"):
+    with pytest.raises(hw.DataError, match=r"no aggregator, and no sizes .*; save it as you would without headwise"):
         hw.save(model, tmp_path)

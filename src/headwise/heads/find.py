@@ -69,14 +69,12 @@ LAYOUTS: tuple[Layout, ...] = (
         when=(("new_decoder_architecture", (True,)),),
     ),
     FusedLinear("interleaved", ("in_proj",), ("..output.dense",), interleaved=True),
-    # CodeGen: the parts of four devices
-    FusedLinear(
-        "fused in parts",
-        ("qkv_proj",),
-        ("out_proj",),
-        order=("query", "value", "key"),
-        parts=4,
-        when=(("pos_embd_dim", (...,)),),
+    # CodeGen: the parts of four devices; its mark since transformers 5.24, and before
+    *(
+        FusedLinear(
+            "fused in parts", ("qkv_proj",), ("out_proj",), order=("query", "value", "key"), parts=4, when=(mark,)
+        )
+        for mark in (("mp_num", (4,)), ("pos_embd_dim", (...,)))
     ),
     SeparateParameters(),
     FusedParameter(),

@@ -11,6 +11,8 @@ from torch import nn
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Hook
 
+# since transformers 5.24, and before
+CACHES = ("cache", "past_key_values")
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 _partial: ContextVar[bool] = ContextVar("partial forwards", default=False)
@@ -71,7 +73,7 @@ class ForwardScope:
     def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
             self.inside = True
-            self.generating = kwargs.get("past_key_values") is not None
+            self.generating = any(kwargs.get(name) is not None for name in CACHES)
             self._at_edge()
 
     def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from headwise.lab.compare import Comparison
     from headwise.lab.experiment.arm import Arm
 
-DEFAULT_ARMS = "plain,smooth,svgd,output,trunk,em"
+DEFAULT_ARMS = "plain,smooth,svgd,output"
 
 
 @printing_record
@@ -51,7 +51,7 @@ def compare(
     controls: Annotated[
         bool, typer.Option("--controls", help="Also run the controls of these arms, without which they get no verdict.")
     ] = False,
-    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 5,
     scale: ScaleName = "demo",
     data: DataFolder = None,
     pipeline: Pipeline = None,

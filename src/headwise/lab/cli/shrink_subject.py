@@ -162,10 +162,7 @@ class Subject:
 
 def _generate(model: Any, ids: Tensor) -> None:
     """Have a model generate tokens one by one with a cache."""
-    found = model(input_ids=ids, use_cache=True)
-    for _ in range(GENERATED):
-        following = found.logits[:, -1:].argmax(-1)
-        found = model(input_ids=following, past_key_values=found.past_key_values, use_cache=True)
+    model.generate(ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False, pad_token_id=0)
 
 
 def _synchronize() -> None:

@@ -3,6 +3,7 @@
 `Seq2Seq` is a Hugging Face model, so `generate()` decodes it: greedy, sampling or beam search with a cache.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from headwise.lab.models.encoder import ScaledEmbedding, sinusoids
 from headwise.nn.multihead import MultiheadAttention
 
 IGNORED = -100
+# its name since transformers 5.24, and before
+CACHE = "cache" if "cache" in {field.name for field in fields(Seq2SeqLMOutput)} else "past_key_values"
 
 
 class Seq2SeqConfig(PreTrainedConfig):
@@ -115,6 +118,7 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
         decoder_input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        cache: EncoderDecoderCache | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         **_unused: Any,
@@ -129,8 +133,9 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             decoder_input_ids: Target ids, int64 [B, T]; the labels shifted right when None.
             labels: Ids to predict, int64 [B, T]; -100 where there is none.
             encoder_outputs: States of the encoder, to run it once for many steps.
-            past_key_values: Projected keys and values of earlier steps.
-            use_cache: Whether to return `past_key_values` for the next step.
+            cache: Projected keys and values of earlier steps.
+            past_key_values: The same, under its name before transformers 5.24.
+            use_cache: Whether to use the cache, and return it for the next step.
             **_unused: What generate() hands to every model and this one has no use for.
 
         Raises:
@@ -142,12 +147,13 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             decoder_input_ids = shift_right(labels)
         if encoder_outputs is None and input_ids is None:
             raise SettingError("Seq2Seq was given neither input_ids nor encoder_outputs; expected one of them.")
+        cache = (past_key_values if cache is None else cache) if use_cache else None
         encoded: Any = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
         memory: Tensor = encoded[0]
         if attention_mask is None:
             attention_mask = torch.ones(memory.shape[:2], device=memory.device) if input_ids is None else input_ids != 0
         padding = _mask_padding(attention_mask)
-        states = self.decoder(decoder_input_ids, memory, padding, past_key_values if use_cache else None)
+        states = self.decoder(decoder_input_ids, memory, padding, cache)
         logits = F.linear(states, self.embedding.weight)
         loss = None
         if labels is not None:
@@ -155,12 +161,8 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(
                 logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
             )
-        return Seq2SeqLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values if use_cache else None,
-            encoder_last_hidden_state=memory,
-        )
+        kept: dict[str, Any] = {CACHE: cache}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory, **kept)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every module as it drew itself."""
