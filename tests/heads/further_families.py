@@ -24,6 +24,7 @@ from heads.family import (
     self_attention,
     text,
 )
+from heads.transformers_versions import CODEGEN_AND_GPTJ_USE_THE_INTERFACE
 
 GPT = {
     "vocab_size": VOCABULARY,
@@ -180,8 +181,8 @@ FURTHER: tuple[Family, ...] = (
                 output="h.0.attn.out_proj.weight",
             ),
         ),
-        interface=False,
-        note="[query; value; key] for each of four devices",
+        interface=CODEGEN_AND_GPTJ_USE_THE_INTERFACE,
+        note="[query; value; key] for each of four devices; weights and biases since transformers 5.24",
     ),
     Family(
         "BitNet",
@@ -247,7 +248,8 @@ FURTHER: tuple[Family, ...] = (
         _make("GPTJ", **GPT, rotary_dim=4),
         text,
         (self_attention("h.{}.attn", output="h.0.attn.out_proj.weight"),),
-        interface=False,
+        interface=CODEGEN_AND_GPTJ_USE_THE_INTERFACE,
+        note="weights and biases since transformers 5.24",
     ),
     Family(
         "Bloom",

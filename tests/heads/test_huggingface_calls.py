@@ -18,6 +18,7 @@ from heads.test_huggingface_taps import (
     results,
     without_dropout,
 )
+from heads.transformers_versions import given_cache
 
 FROM_A_CACHE = r"called with a cache, which holds keys whose values the call itself did not compute.*use_cache=False"
 TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -76,11 +77,11 @@ def test_values_of_a_call_that_fills_a_part_of_a_static_cache_are_refused():
     padded = BY_NAME["Llama"].inputs(padded=True)
     for given, weights, slots in ((inputs, True, 7), (inputs, False, 12), (padded, False, 7)):
         with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
-            model(**given, past_key_values=StaticCache(config=model.config, max_cache_len=slots))
+            model(**given, **given_cache(StaticCache(config=model.config, max_cache_len=slots)))
             assert all(capture.values.shape[1] == 7 for capture in taps.read())
     for given, weights in ((inputs, True), (padded, False)):
         with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
-            model(**given, past_key_values=StaticCache(config=model.config, max_cache_len=12))
+            model(**given, **given_cache(StaticCache(config=model.config, max_cache_len=12)))
             with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
                 taps.read()
 
@@ -93,7 +94,7 @@ def test_values_behind_a_prefix_given_as_a_cache_are_refused():
     for layer in range(model.config.num_hidden_layers):
         prefix.update(*torch.randn(2, 2, 2, 3, 8), layer)
     with hw.Taps(hw.find_heads(model), values=True) as taps:
-        model(input_ids=inputs["input_ids"], past_key_values=prefix)
+        model(input_ids=inputs["input_ids"], **given_cache(prefix))
         with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
             taps.read()
 

@@ -28,7 +28,7 @@ class Method:
     Attributes:
         attach: Attaches it to heads for the length of a block, and checks at its end what it read; `call` runs the
             model for a method that does so itself.
-        reads: What it needs of the heads.
+        reads: What it needs of the heads; "groups" are query heads that share their key and value.
         exact: Whether the attention stays as it is, to the bit. Otherwise it is computed with explicit weights.
     """
 
@@ -37,7 +37,7 @@ class Method:
     exact: bool = True
 
 
-def penalty(term: Any, reads: str, *, exact: bool = True) -> Method:
+def penalty(term: Any, *reads: str, exact: bool = True) -> Method:
     @contextmanager
     def attach(heads: hw.Heads, _call: Call) -> Iterator[None]:
         with hw.Disagreement(heads, term) as handle:
@@ -49,7 +49,7 @@ def penalty(term: Any, reads: str, *, exact: bool = True) -> Method:
                 for slope in torch.autograd.grad(value, learned, allow_unused=True, materialize_grads=True):
                     assert slope.isfinite().all(), "the gradient of the penalty is not finite"
 
-    return Method(attach, (reads,), exact)
+    return Method(attach, reads, exact)
 
 
 def taps(*reads: str, beside: bool = False) -> Method:
@@ -121,6 +121,9 @@ METHODS = {
     "LogDeterminant": penalty(hw.LogDeterminant(), "outputs"),
     "SpanOverlap": penalty(hw.SpanOverlap(), "parameters"),
     "MapCosine": penalty(hw.MapCosine(), "parameters"),
+    "GroupedQueries": penalty(hw.GroupedQueries(hw.CKA()), "outputs", "groups"),
+    "GroupedQueries across": penalty(hw.GroupedQueries(hw.Output(), "across"), "outputs", "groups"),
+    "GroupedQueries of weights": penalty(hw.GroupedQueries(hw.Position()), "weights", "groups", exact=False),
     "a sum of terms": penalty(hw.Output() + 0.3 * hw.Frobenius(), "weights", exact=False),
     "outputs": taps("outputs"),
     "values": taps("values"),

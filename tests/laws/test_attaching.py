@@ -152,7 +152,12 @@ LAYOUTS = {
     "encoder": Layout(build_stack, run_encoder),
     "decoder layer": Layout(lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, 16, **SMOOTH, dropout=0.0), run_decoder),
     # a user's modules call the fused kernel themselves
-    "grouped, a user's": Layout(lambda: SeparateAttention(WIDTH, 4, 2, 3), run_own, masks=pads),
+    "grouped, a user's": Layout(
+        lambda: SeparateAttention(WIDTH, 4, 2, 3),
+        run_own,
+        ("outputs", "values", "weights", "mean_weights", "parameters", "groups"),
+        pads,
+    ),
     "nanoGPT": Layout(lambda: NanoGPT(WIDTH, HEADS, 2, dropout=0.3), run_bare, masks=lambda name: name == "none"),
     "parameters": Layout(
         lambda: EinsumAttention(WIDTH, HEADS, WIDTH // HEADS), run_bare, masks=lambda name: name == "none"
@@ -252,6 +257,8 @@ def broken_in_family(family: Family, implementation: str, mask: str, dtype: torc
             cast(Any, model).config.layerdrop = 0.0
     elif any(site.scores is None for site in hw.find_heads(models[0])):
         reads = reads[:3]
+    if all(attention.key_value_heads < attention.heads for attention in family.attentions):
+        reads = (*reads, "groups")
     methods = methods_of(*reads)
     if implementation == "eager":
         # its own weights are read

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.test_head_bias import generator, prompt
+from heads.transformers_versions import given_cache
 
 DECODERS = ["GPT-2", "Llama"]
 ENCODER_DECODERS = ["T5", "BART", "Marian"]
@@ -39,9 +40,8 @@ def greedy(model: nn.Module, inputs: dict[str, Tensor], guidance: hw.Guidance, s
             tokens = torch.cat([tokens, found.logits[:, -1:].argmax(-1)], dim=1)
             keep = torch.cat([keep, torch.ones_like(keep[:, :1])], dim=1)
             if step < steps - 1:
-                found = model(
-                    input_ids=tokens[:, -1:], attention_mask=keep, past_key_values=found.past_key_values, use_cache=True
-                )
+                cache = given_cache(found.past_key_values)
+                found = model(input_ids=tokens[:, -1:], attention_mask=keep, **cache, use_cache=True)
     return logits
 
 

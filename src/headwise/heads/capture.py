@@ -210,10 +210,12 @@ def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, obj
 def count_cached(module: nn.Module, arguments: Iterable[object]) -> int | None:
     """Return how many tokens were in the cache that an attention module was called with; None without a cache."""
     cache: Any = next((value for value in arguments if hasattr(value, "get_seq_length")), None)
+    if cache is None:
+        return None  # before the layer is read, for whose number torch.compile would compile each layer anew
     # GPT Neo and XLM name their place in the cache otherwise
     places = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
     layer = next((place for place in places if isinstance(place, int)), 0)
-    return None if cache is None else int(cache.get_seq_length(layer))
+    return int(cache.get_seq_length(layer))
 
 
 def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:

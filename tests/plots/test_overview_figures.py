@@ -57,6 +57,16 @@ def test_every_head_is_a_dot_and_the_line_goes_through_the_means():
     np.testing.assert_allclose(panel(figure, "CKA with the other heads").lines[0].get_ydata(), [0.2, 0.3])
 
 
+def test_effective_heads_come_first_and_contributions_before_outputs():
+    one = layer(0)
+    contributions = tuple(tuple(0.5 + value / 2 for value in row) for row in one.pairs["output_cka"])
+    pairs = {**one.pairs, "contribution_cka": contributions}
+    figure = hw.plots.overview(report(dataclasses.replace(one, pairs=pairs, effective_heads=2.25)))
+    assert figure.axes[0].get_title(loc="left") == "effective heads"
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), [2.25])
+    np.testing.assert_allclose(panel(figure, "CKA with the other heads").lines[0].get_ydata(), [0.6])
+
+
 def test_a_role_stands_beside_what_chance_gives_it():
     axes = panel(hw.plots.overview(report(layer(0), layer(1))), f"attention on {ROLE}")
     chance = [segment[0, 1] for lines in axes.collections[1:] for segment in lines.get_segments()]
