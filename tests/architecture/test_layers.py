@@ -33,7 +33,8 @@ LAYERS = """
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare
-    lab/tune lab/papers
+    lab/tune
+    lab/papers
     lab/cli
     __main__
 """

@@ -2,19 +2,29 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from headwise.errors import HeadwiseError, SettingError
+from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.integrations.methods import Repel
 from headwise.lab.experiment.arm import named_arms
+from headwise.lab.experiment.arm_record import restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm
 from headwise.lab.experiment.job import Failure
+from headwise.lab.experiment.registry import named_task
 from headwise.lab.jobs import pool
-from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, tune
+from headwise.lab.results.runs import read_results
+from headwise.lab.results.tabulate import read_table
+from headwise.lab.tasks.glue.scales import GLUE_SCALES
+from headwise.lab.tasks.logic.task import LogicTask
+from headwise.lab.training.attach import attach_arm, build_model
+from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, expect_best, read_tuned, tune
+from lab.command import call
 from lab.tasks.logic.logic_toy import TOY
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -22,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("inline")
 SMALL = dataclasses.replace(TOY, train_examples=96)
 
 
-def tuning(arm: str, out: Path = Path("unused"), draws: int = 3, seed: int = 1) -> Tuning:
-    return Tuning("logic", arm, draws, seed, SMALL, out)
+def tuning(arm: str, out: Path = Path("unused"), draws: int = 3, seed: int = 1, seeds: int = 1) -> Tuning:
+    return Tuning("logic", arm, draws, seed, SMALL, out, seeds=seeds)
 
 
 def quiet() -> Console:
@@ -105,3 +115,74 @@ def test_a_failed_draw_is_left_out_and_all_failed_is_an_error(tmp_path, monkeypa
     monkeypatch.setattr(pool, "run_jobs", fail)
     with pytest.raises(HeadwiseError, match=r"every draw of output failed; the first: draw 0 output failed: no\."):
         tune(tuning("output", tmp_path), quiet())
+
+
+def test_every_arm_sees_the_same_dropouts_and_the_model_has_them(tmp_path):
+    drawn = [[draw_arm(tuning(arm), index).dropout for index in range(1, 9)] for arm in ("plain", "em", "svgd")]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 8
+    assert all(0 <= dropout <= 0.5 for dropout in drawn[0])
+    assert draw_arm(tuning("plain:dropout=0.25"), 3).dropout == 0.25
+    assert draw_arm(tuning("plain"), 3, dropout=False).dropout is None
+    task = named_task("logic")
+    data = task.load(None, SMALL, tmp_path)
+    for arm, expected in (("plain:dropout=0.25", 0.25), ("plain", SMALL.dropout)):
+        model, _ = attach_arm(task, parse_arm(arm), data, SMALL, seed=1)
+        found = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+        assert found == {expected}
+
+
+def test_dropout_is_refused_where_a_task_has_none():
+    with pytest.raises(SettingError, match="sets dropout, which task glue has none of"):
+        build_model(named_task("glue"), parse_arm("plain:dropout=0.1"), None, GLUE_SCALES["demo"], seed=0)
+
+
+def test_a_draw_of_several_seeds_scores_their_mean(tmp_path, inline):
+    found = tune(tuning("plain", tmp_path, draws=2, seed=7, seeds=3), quiet())
+    assert len(inline) == 6
+    means = []
+    for draw in range(2):
+        runs = [tmp_path / "plain" / f"draw-{draw}{turn}" for turn in ("", "-seed-1", "-seed-2")]
+        results = [json.loads((run / "result.json").read_text()) for run in runs]
+        assert [result["settings"]["seed"] for result in results] == [7, 8, 9]
+        means.append(sum(result["dev_score"] for result in results) / 3)
+    assert found.dev_score == pytest.approx(max(means))
+    assert found.expected == pytest.approx((sum(means) / 2, max(means)))
+
+
+def test_the_expected_best_is_that_of_all_subsets():
+    scores = [0.3, 0.9, 0.5, 0.5]
+    for tried, expected in enumerate(expect_best(scores), start=1):
+        best = [max(subset) for subset in itertools.combinations(scores, tried)]
+        assert expected == pytest.approx(sum(best) / len(best))
+
+
+def test_a_comparison_takes_the_best_draws_under_the_names_of_the_arms(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = dataclasses.replace(SMALL, name="demo")
+    monkeypatch.setattr(LogicTask, "scales", {**LogicTask.scales, "demo": small})
+    arms = "plain,smooth,svgd"
+    given = ("logic", arms, "--draws", "3", "--seed", "5", "--out", "tuned", "--workers", "1")
+    assert call("tune", *given) == 0
+    best = {arm: json.loads((tmp_path / "tuned" / arm / "tuned.json").read_text())["arm"] for arm in arms.split(",")}
+    assert call("compare", "logic", "--arms", arms, "--seeds", "2", "--tuned", "tuned", "--workers", "1") == 0
+    runs = [run for run in read_results(tmp_path / "runs" / "logic-demo").runs if not run.baseline]
+    assert {(run.arm, run.control) for run in runs} == {("plain", None), ("smooth", "scaled"), ("svgd", "smooth")}
+    for run in runs:
+        arm = restore_arm(json.loads((run.folder / "result.json").read_text())["settings"]["arm"])
+        assert dataclasses.replace(arm, name="", control=None) == dataclasses.replace(
+            parse_arm(best[run.arm]), name="", control=None
+        )
+    assert read_table(tmp_path / "runs" / "logic-demo").row("svgd").to_plain is not None
+    assert "--tuned tuned" in " ".join((tmp_path / "runs/logic-demo/report.html").read_text().split())
+
+
+def test_arms_that_were_not_tuned_alike_are_refused(tmp_path):
+    tune(tuning("plain", tmp_path), quiet())
+    plain, em = parse_arm("plain"), parse_arm("em")
+    with pytest.raises(DataError, match=r"no best draw of em; .*headwise tune logic em --draws 3 --seed 1 --seeds 1"):
+        read_tuned(tmp_path, [plain, em], "logic", SMALL)
+    with pytest.raises(SettingError, match=r"was tuned for sizes .*expected the task and the sizes"):
+        read_tuned(tmp_path, [plain], "logic", dataclasses.replace(SMALL, width=2 * SMALL.width))
+    with pytest.raises(DataError, match=r"has no tuning\.json; give the --out of headwise tune"):
+        read_tuned(tmp_path / "plain", [plain], "logic", SMALL)

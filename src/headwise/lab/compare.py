@@ -64,6 +64,7 @@ class Comparison:
         options: Options that change the scale; None if there are none.
         launcher: Where the runs are done.
         report_to: Where each run reports its epochs, as "tensorboard"; see `REPORTERS`.
+        tuned: Folder of the tuning that the arms' settings come from; None for the arms as they are named.
     """
 
     task: str
@@ -77,6 +78,7 @@ class Comparison:
     options: ScaleOptions | None = None
     launcher: Launcher = LOCAL
     report_to: tuple[str, ...] = ()
+    tuned: Path | None = None
 
     def __post_init__(self) -> None:
         named_task(self.task)
@@ -208,6 +210,7 @@ def write_command(comparison: Comparison) -> str:
     words += ["--seeds", str(max(record["seeds"]) + 1)]
     words += (comparison.options or ScaleOptions(comparison.scale.name)).words()
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
+    words += [] if comparison.tuned is None else ["--tuned", str(comparison.tuned)]
     return shlex.join([*words, "--out", str(comparison.out)])
 
 

@@ -74,6 +74,10 @@ Sizes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SIZE=VALUE", help="Override a preset field, e.g. layers=4; repeatable."),
 ]
+TunedFolder = Annotated[
+    Path | None,
+    typer.Option("--tuned", help="Folder of headwise tune; every arm is run with the settings of its best draw."),
+]
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Number of parallel workers, one thread each (default: CPU count).")
 ]

@@ -1,15 +1,17 @@
-"""Tuning an arm by random search: the same number of draws for every arm, scored on dev; the test split is not used."""
+"""Tuning arms by random search: the same number of draws for every arm, scored on dev; the test split is not used."""
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from typing_extensions import override
 
-from headwise.errors import HeadwiseError, SettingError, require_integer
+from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
 from headwise.lab.compare import CACHE, require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm, named_arms
@@ -66,8 +68,10 @@ RANGES: dict[str, Uniform | Choice] = {
     "rate": Uniform(0.02, 0.3),
     "iterations": Choice(("1", "2", "3", "4", "5")),
 }
-# Every arm, plain included, is tuned over the learning rate: this much below and above that of the scale.
+# Every arm, plain included, is tuned over the learning rate, this much below and above that of the scale, and over the
+# dropout of the model where it has any.
 RATE_FACTOR = LogUniform(1 / 3, 3.0)
+DROPOUT = Uniform(0.0, 0.5)
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,12 @@ class Tuning:
         arm: The arm as text; settings given in it are kept and not drawn.
         draws: Number of draws, at least 1. The arm as it is given is the first; every arm tuned into one folder
             has the same number.
-        seed: Seed of the draws and of every run.
+        seed: Seed of the draws, and of the first run of each.
         scale: Sizes of data, model and training.
         out: Folder of the tuning.
         data: Folder of the data; None generates it.
         workers: Number of parallel runs, each on one thread.
+        seeds: Number of runs of each draw, under seeds from `seed` on; a draw's score is their mean.
     """
 
     task: str
@@ -94,10 +99,12 @@ class Tuning:
     out: Path
     data: Path | None = None
     workers: int = 1
+    seeds: int = 1
 
     def __post_init__(self) -> None:
         named_task(self.task)
         require_integer("draws", self.draws, low=1)
+        require_integer("seeds", self.seeds, low=1)
         require_integer("seed", self.seed, low=0, high=2**32 - 1)
         require_integer("workers", self.workers, low=1)
         parse_arm(self.arm)
@@ -105,10 +112,18 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best draw: its arm, its score on dev, and the draws that failed."""
+    """The best draw of an arm.
+
+    Attributes:
+        arm: Its arm.
+        dev_score: Its score on dev, which is biased upward as the best of several.
+        expected: The score on dev that the best of 1, 2, ... of these draws has in expectation.
+        failures: The runs that failed; their draws are left out.
+    """
 
     arm: Arm
     dev_score: float
+    expected: tuple[float, ...]
     failures: tuple[Failure, ...] = ()
 
 
@@ -131,52 +146,113 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         "data": data.fingerprint,
         "draws": tuning.draws,
         "seed": tuning.seed,
+        "seeds": tuning.seeds,
     }
     run_folder.require_same(tuning.out / TUNING, record)
-    if len(list_scales(task, _make_job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0).settings)) > 1:
+    first = _make_job(tuning, data.fingerprint, tuning.out, parse_arm(tuning.arm), 0, 0)
+    if len(list_scales(task, first.settings)) > 1:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
-    arms = [draw_arm(tuning, index) for index in range(tuning.draws)]
+    has_dropout = hasattr(tuning.scale, "dropout")
+    arms = [draw_arm(tuning, index, dropout=has_dropout) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)
     run_folder.write_json(tuning.out / TUNING, record)
     home = tuning.out / parse_arm(tuning.arm).folder
-    jobs = [_make_job(tuning, data.fingerprint, home, arm, index) for index, arm in enumerate(arms)]
+    jobs = [
+        _make_job(tuning, data.fingerprint, home, arm, index, turn)
+        for turn in range(tuning.seeds)
+        for index, arm in enumerate(arms)
+    ]
     left = [job for job in jobs if not run_folder.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
-    scored = [
-        (float(run_folder.read_json(job.folder / run_folder.RESULT)["dev_score"]), arm)
-        for job, arm in zip(jobs, arms, strict=True)
-        if run_folder.is_finished(job.folder)
-    ]
+    scored = []
+    for index, arm in enumerate(arms):
+        runs = jobs[index :: len(arms)]
+        if all(run_folder.is_finished(job.folder) for job in runs):
+            scored.append((fmean(_read_dev_score(job) for job in runs), arm))
     if not scored:
         raise HeadwiseError(f"every draw of {tuning.arm} failed; the first: {failures[0]}")
     # of equals the first, which is nearest to the arm as given
     score, best = max(scored, key=lambda item: item[0])
     draws = [{"arm": arm.name, "dev_score": score} for score, arm in scored]
-    run_folder.write_json(home / TUNED, {"arm": best.name, "dev_score": score, **record, "tried": draws})
-    return Tuned(best, score, tuple(failures))
+    expected = expect_best([score for score, _ in scored])
+    kept = {"arm": best.name, "dev_score": score, **record, "expected": expected, "tried": draws}
+    run_folder.write_json(home / TUNED, kept)
+    return Tuned(best, score, tuple(expected), tuple(failures))
 
 
-def draw_arm(tuning: Tuning, index: int) -> Arm:
+def expect_best(scores: Sequence[float]) -> list[float]:
+    """Return the expected best of t scores for t = 1, 2, ..., drawn without replacement from those there are.
+
+    Dodge et al. 2019, with replacement there: a curve still rising at its end says that more draws would gain.
+
+    >>> expect_best([0.5, 0.7, 0.6])
+    [0.6, 0.6666666666666666, 0.7]
+    """
+    ranked = sorted(scores)
+    every = len(ranked)
+    return [
+        math.fsum(math.comb(rank, tried - 1) * score for rank, score in enumerate(ranked)) / math.comb(every, tried)
+        for tried in range(1, every + 1)
+    ]
+
+
+def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tuple[tuple[Arm, ...], dict[str, str]]:
+    """Return arms with the settings of their best draws, under the names and controls they had, and these settings.
+
+    Args:
+        folder: The folder that they were tuned into, with equal draws for each.
+        arms: The arms.
+        task: Name of the task.
+        scale: Sizes of data, model and training.
+
+    Returns:
+        The arms, and for each name the text of the arm as tuned.
+
+    Raises:
+        DataError: The folder is not that of a tuning, or an arm was not tuned there.
+        SettingError: It was tuned on another task or at other sizes.
+    """
+    if not (folder / TUNING).exists():
+        raise DataError(f"{folder} has no {TUNING}; give the --out of headwise tune.")
+    record = run_folder.read_json(folder / TUNING)
+    wanted = {"task": task, "sizes": run_folder.as_record(scale)}
+    if differing := [name for name, value in wanted.items() if record.get(name) != value]:
+        found = ", ".join(f"{name} {record.get(name)}" for name in differing)
+        raise SettingError(f"{folder} was tuned for {found}; expected the task and the sizes of this comparison.")
+    missing = [arm.name for arm in arms if not (folder / arm.folder / TUNED).exists()]
+    if missing:
+        draws, seed, seeds = (record.get(name, 1) for name in ("draws", "seed", "seeds"))
+        raise DataError(
+            f"{folder} has no best draw of {', '.join(missing)}; every arm and every control needs the same draws: "
+            f"headwise tune {task} {','.join(missing)} --draws {draws} --seed {seed} --seeds {seeds} --out {folder}"
+        )
+    found = {arm.name: str(run_folder.read_json(folder / arm.folder / TUNED)["arm"]) for arm in arms}
+    return tuple(replace(parse_arm(found[arm.name]), name=arm.name, control=arm.control) for arm in arms), found
+
+
+def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
     """Return one draw of an arm; draw 0 is the arm as it is given.
 
     A draw depends on the seed, its number and the setting alone, so that all arms see the same learning rates and
-    more draws add to the earlier ones.
+    dropouts, and more draws add to the earlier ones. `dropout` says whether the model has any.
     """
     if index == 0:
         return parse_arm(tuning.arm)
     parts = []
     rate = tuning.scale.recipe.learning_rate * float(_draw(RATE_FACTOR, tuning.seed, index, "learning_rate"))
-    given = parse_arm(tuning.arm).learning_rate is not None
+    given = parse_arm(tuning.arm)
     for number, part in enumerate(parse_arm(tuning.arm).name.split("+")):
         name, _, rest = part.partition(":")
         settings = dict(piece.split("=") for piece in rest.split(",") if piece)
         for setting in list_settings(named_arms()[name]):
             if setting in RANGES and setting not in settings:
                 settings[setting] = _draw(RANGES[setting], tuning.seed, index, f"{name} {setting}")
-        if number == 0 and not given:
+        if number == 0 and given.learning_rate is None:
             settings["learning_rate"] = f"{rate:.3g}"
+        if number == 0 and given.dropout is None and dropout:
+            settings["dropout"] = _draw(DROPOUT, tuning.seed, index, "dropout")
         parts.append(name + (":" if settings else "") + ",".join(f"{s}={value}" for s, value in settings.items()))
     return parse_arm("+".join(parts))
 
@@ -185,15 +261,21 @@ def _draw(where: Uniform | Choice, seed: int, index: int, name: str) -> str:
     return where.draw(random.Random(derive_key(seed, "tune", index, name)))
 
 
-def _make_job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int) -> Job:
+def _read_dev_score(job: Job) -> float:
+    result: Mapping[str, Any] = run_folder.read_json(job.folder / run_folder.RESULT)
+    return float(result["dev_score"])
+
+
+def _make_job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int, turn: int) -> Job:
     settings = RunSettings(
         tuning.task,
         tuning.scale,
         arm,
-        tuning.seed,
+        tuning.seed + turn,
         data=tuning.data,
         cache=tuning.out / CACHE,
         fingerprint=fingerprint,
         test=False,
     )
-    return Job(f"draw {index} {arm.name}", home / f"draw-{index}", settings)
+    folder = home / (f"draw-{index}-seed-{turn}" if turn else f"draw-{index}")
+    return Job(f"draw {index} {arm.name}" + (f" seed {turn}" if turn else ""), folder, settings)

@@ -100,7 +100,7 @@ def test_what_cannot_be_reproduced_is_refused(capsys):
 def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
     assert call("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1") == 0
     arm = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"output(:weight=[\d.]+,learning_rate=[\d.e-]+)?", arm)
+    assert re.fullmatch(r"output(:weight=[\d.]+,learning_rate=[\d.e-]+,dropout=[\d.]+)?", arm)
     assert call("compare", "logic", "--arms", f"plain,{arm}", "--seeds", "1", "--workers", "1") == 0
 
 

@@ -307,7 +307,7 @@ def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
         ("nothing-like-it", r"there is no arm 'nothing-like-it'; choose \(all: plain, "),
         (
             "svgd:alfa=1",
-            r"arm svgd has no setting 'alfa'; it has alpha, step_size, kernel, bandwidth, smoothing, .*learning_rate\.",
+            r"arm svgd has no setting 'alfa'; it has alpha, step_size, kernel, bandwidth, smoothing, .*learning_rate, dropout\.",
         ),
         ("svgd:alpha=big", r"svgd:alpha is 'big'; expected a number\."),
         ("svgd:alpha=-1", r"alpha"),

@@ -24,6 +24,7 @@ from headwise.lab.options import (
     Sizes,
     TaskName,
     TrustRemoteCode,
+    TunedFolder,
     Workers,
     choose_scale,
     parse_lora,
@@ -39,9 +40,10 @@ RUNS = Path("runs")
 @printing_record
 def tune(
     task: TaskName,
-    arm: Annotated[str, typer.Argument(help="An arm; settings given in it are fixed.")],
+    arms: Annotated[str, typer.Argument(metavar="ARMS", help="Arms; settings given in them are fixed.")],
     draws: Annotated[int, typer.Option(help="Number of draws, the same for all arms in a folder.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed for draws and runs.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of runs of each draw; its score is their mean.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the draws and the first run; compare takes 0, 1, ...")] = 1000,
     scale: ScaleName = "demo",
     data: DataFolder = None,
     pipeline: Pipeline = None,
@@ -53,8 +55,9 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="Folder for the draws (default: runs/tune-TASK-SCALE).")] = None,
     workers: Workers = None,
 ) -> None:
-    """Search an arm's settings at random, score each draw on dev, and print the best as an arm for --arms."""
+    """Search the settings of arms at random, score each draw on dev, and print the best of each as an arm."""
     require_task(task)
+    from headwise.lab.experiment.arm_text import parse_arms
     from headwise.lab.jobs.pool import count_workers
     from headwise.lab.tune import Tuning
     from headwise.lab.tune import tune as run
@@ -74,22 +77,19 @@ def tune(
             f"scale {scale} is a cross-validation, and an arm is tuned on one split: judge it there too (--folds 1), "
             "because the dev texts of that split are test texts of some fold."
         )
-    tuning = Tuning(
-        task,
-        arm,
-        draws,
-        seed,
-        chosen,
-        out or Path("runs") / f"tune-{task}-{chosen.name}",
-        data,
-        count_workers() if workers is None else workers,
-    )
-    with stoppable(folders=[tuning.out]):
-        tuned = run(tuning, standard_console())
-    say(f"dev {100 * tuned.dev_score:.1f} with")
-    say(tuned.arm.name)
-    print_record({"arm": tuned.arm.name, "dev_score": tuned.dev_score})
-    end_with(tuned.failures)
+    folder = out or Path("runs") / f"tune-{task}-{chosen.name}"
+    parallel = count_workers() if workers is None else workers
+    failures, records = [], []
+    for arm in parse_arms(arms):
+        tuning = Tuning(task, arm.name, draws, seed, chosen, folder, data, parallel, seeds)
+        with stoppable(folders=[folder]):
+            tuned = run(tuning, standard_console())
+        say(f"dev {100 * tuned.dev_score:.1f} with")
+        say(tuned.arm.name)
+        records.append({"arm": tuned.arm.name, "dev_score": tuned.dev_score, "expected": list(tuned.expected)})
+        failures += tuned.failures
+    print_record(records[0] if len(records) == 1 else records)
+    end_with(failures)
 
 
 @printing_record
@@ -118,6 +118,7 @@ def reproduce(
     out_of_domain: OutOfDomain = None,
     folds: Folds = None,
     sizes: Sizes = None,
+    tuned: TunedFolder = None,
     out: Annotated[Path, typer.Option(help="Folder for runs, shared by all reproductions, and pages.")] = Path(
         "runs/reproductions"
     ),
@@ -145,7 +146,7 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     if kept is not None:
-        given = {"--part": parts, "--record": record, "--dry-run": dry_run, "--data": data}
+        given = {"--part": parts, "--record": record, "--dry-run": dry_run, "--data": data, "--tuned": tuned}
         if idle := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
         with stoppable("stopped.", [out]), TemporaryDirectory() as place:
@@ -162,7 +163,7 @@ def reproduce(
         scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained, trust_remote_code
     )
     plans = reproducing.make_plans(
-        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options
+        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options, tuned=tuned
     )
     if dry_run:
         for plan in (*plans[0].before, *plans):
@@ -174,6 +175,7 @@ def reproduce(
     command += "".join(f" --part {shlex.quote(part)}" for part in parts or ())
     # the record is for others, whose folders have other names
     command += "" if data is None else " --data FOLDER"
+    command += "" if tuned is None else " --tuned TUNING"
     with stoppable(folders=[out] if record is None else [out, record]):
         failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):

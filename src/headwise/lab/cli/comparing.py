@@ -20,6 +20,7 @@ from headwise.lab.options import (
     Sizes,
     TaskName,
     TrustRemoteCode,
+    TunedFolder,
     Workers,
     choose_scale,
     parse_launch_options,
@@ -61,6 +62,7 @@ def compare(
     trust_remote_code: TrustRemoteCode = False,
     folds: Folds = None,
     sizes: Sizes = None,
+    tuned: TunedFolder = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")
     ] = None,
@@ -104,9 +106,14 @@ def compare(
     chosen = choose_scale(task, options)
     asked = tuple(parse_arms(arms))
     missing = find_missing_controls(asked)
+    run_arms = (*asked, *missing) if controls else asked
+    if tuned is not None:
+        from headwise.lab.tune import read_tuned
+
+        run_arms, _ = read_tuned(tuned, run_arms, task, chosen)
     comparison = Comparison(
         task,
-        (*asked, *missing) if controls else asked,
+        run_arms,
         tuple(range(seeds)),
         chosen,
         out or Path("runs") / f"{task}-{chosen.name}",
@@ -115,6 +122,7 @@ def compare(
         options=options,
         launcher=Launcher(launcher, parse_launch_options(launch or ())),
         report_to=tuple(filter(None, report_to.split(","))),
+        tuned=tuned,
     )
     options_given = {
         "task": task,
@@ -129,6 +137,7 @@ def compare(
         "pretrained": pretrained,
         "trust-remote-code": trust_remote_code,
         "folds": folds,
+        "tuned": tuned,
         "out": out,
         "launcher": launcher,
         "launch": launch,

@@ -19,7 +19,7 @@ from headwise.disagreement.invariant import (
     SquaredCosine,
 )
 from headwise.disagreement.similarities import Frobenius, Output, Position, Subspace, Sum
-from headwise.errors import SettingError, require_positive
+from headwise.errors import SettingError, require_positive, require_range
 from headwise.gating.settings import MixtureOfHeads, SigmoidGate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.guided import PARSED, ROLES, Guided
@@ -64,6 +64,7 @@ class Arm:
         name: Its name in tables and folders, and what `--arms` takes.
         methods: Its methods, at most one of each type.
         learning_rate: Peak learning rate; None for that of the scale.
+        dropout: The model's dropout, in [0, 1); None for that of the scale.
         control: Name of the arm it is compared with; None for plain itself.
 
     Example:
@@ -74,11 +75,14 @@ class Arm:
     name: str
     methods: tuple[Method, ...] = ()
     learning_rate: float | None = None
+    dropout: float | None = None
     control: str | None = "plain"
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:
             require_positive("learning_rate", self.learning_rate)
+        if self.dropout is not None:
+            require_range("dropout", self.dropout, low=0.0, high=0.999)
         types = [type(method) for method in self.methods]
         if len(set(types)) != len(types):
             raise SettingError(f"methods has {[kind.__name__ for kind in types]}; expected at most one of each type.")
@@ -205,6 +209,7 @@ def combine(arms: Iterable[Arm]) -> Arm:
         "+".join(arm.name for arm in parts),
         _combine_methods(parts),
         learning_rate=_agree("learning rate", [(arm.name, arm.learning_rate) for arm in parts]),
+        dropout=_agree("dropout", [(arm.name, arm.dropout) for arm in parts]),
         control="+".join(dict.fromkeys(str(name) for name in controls)) or "plain",
     )
 

@@ -95,7 +95,10 @@ def record_arm(arm: Arm) -> dict[str, Any]:
         else:
             held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
             values |= {key: value for key, value in held.items() if key != LATER or value is not None}
-    return {"kind": "Arm", "name": arm.name, **values, "learning_rate": arm.learning_rate, "control": arm.control}
+    values["learning_rate"] = arm.learning_rate
+    if arm.dropout is not None:
+        values["dropout"] = arm.dropout
+    return {"kind": "Arm", "name": arm.name, **values, "control": arm.control}
 
 
 def restore_arm(record: Mapping[str, Any]) -> Arm:
@@ -114,7 +117,13 @@ def restore_arm(record: Mapping[str, Any]) -> Arm:
         if values[first] != OFF[first]:
             methods.append(kind(**{field: values[key] for field, key in keys.items()}))
     methods += [values[key] for key in WHOLE.values() if values[key] is not None]
-    return Arm(record["name"], sort_methods(methods), record.get("learning_rate"), record.get("control", "plain"))
+    return Arm(
+        record["name"],
+        sort_methods(methods),
+        record.get("learning_rate"),
+        record.get("dropout"),
+        record.get("control", "plain"),
+    )
 
 
 def _name_settings(value: Any) -> Any:

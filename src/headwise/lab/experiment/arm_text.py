@@ -31,7 +31,7 @@ PLACES = {"layers", "kinds", "projections"}
 # Settings that replace some roles of an arm, which its control has all.
 REPLACED = {"drop", "random", "shuffled"}
 # Settings that an arm and its control are each tuned in.
-TUNED = {"learning_rate"}
+TUNED = {"learning_rate", "dropout"}
 # What makes a control a control cannot be set.
 FIXED = {
     "smooth": {"alpha", "smoothing"},

@@ -65,7 +65,8 @@ def render(paper: Path) -> dict[Path, str]:
 
 def name_section(found: Mapping[str, Any]) -> str:
     """Return the heading of a record in RESULTS.md."""
-    return f"{found['id']} at scale {found['scale']}: {found['title']}"
+    tuned = ", tuned" if found.get("tuned") else ""
+    return f"{found['id']} at scale {found['scale']}{tuned}: {found['title']}"
 
 
 def _render_section(found: Mapping[str, Any], details: str) -> str:

@@ -59,7 +59,7 @@ def recompute(path: Path, place: Path) -> Reproduced:
             evidence[part] = found
     tables = tabulate_parts(reproduction, scale, evidence)
     drawn = draw_pictures(reproduction, dict(zip(corpora, folders, strict=True)), evidence, tables)
-    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn)
+    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=dict(record.get("tuned", {})))
 
 
 def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: tuple[Any, ...]) -> Reproduction:

@@ -1,7 +1,7 @@
 """The JSON record of a reproduction."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +37,7 @@ class Reproduced:
         tables: The table of each of these parts.
         drawn: Its figures of parts, in addition to those of each table.
         initial_runs: What its runs began with; None where they began with nothing.
+        tuned: The text of each arm with the settings that were tuned, by its name; empty for arms as they are.
     """
 
     reproduction: Reproduction
@@ -46,6 +47,7 @@ class Reproduced:
     tables: Mapping[str, Table]
     drawn: tuple[Picture, ...] = ()
     initial_runs: InitialRuns | None = None
+    tuned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -55,7 +57,8 @@ class Reproduced:
         names = [*([version] if version else []), name, self.scale]
         if self.initial_runs is not None and self.initial_runs.scale != self.scale:
             names.append(f"after-{self.initial_runs.task}-{self.initial_runs.scale}")
-        return "-".join(names + [name for name in dict.fromkeys(self.data.values()) if name]) + ".json"
+        names += [name for name in dict.fromkeys(self.data.values()) if name]
+        return "-".join([*names, *(["tuned"] if self.tuned else [])]) + ".json"
 
     def picture_file(self, picture: Picture) -> str:
         """Return the name of a figure's file."""
@@ -144,6 +147,13 @@ def build_summed_grid(found: Reproduced) -> Grid | None:
     return None if summed is None else summed(found.evidence, found.tables)
 
 
+def build_tuned_grid(found: Reproduced) -> Grid | None:
+    """Return the settings that each arm was tuned to, or None where arms were run as they are named."""
+    if not found.tuned:
+        return None
+    return Grid("the best draw of each arm on dev", ("arm", "run as"), tuple(found.tuned.items()), "ll")
+
+
 def record(found: Reproduced, command: str) -> dict[str, Any]:
     """Return everything that RESULTS.md shows of a reproduction, as JSON data."""
     reproduction, tables = found.reproduction, found.tables
@@ -174,7 +184,12 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         ],
         "parts": {part: found.data.get(part, "") for part in found.evidence},
         "tables": {part: make_record(table) for part, table in tables.items()},
-        "grids": [one.to_record() for one in (build_summed_grid(found), measured, *every) if one is not None],
+        "tuned": dict(found.tuned),
+        "grids": [
+            one.to_record()
+            for one in (build_tuned_grid(found), build_summed_grid(found), measured, *every)
+            if one is not None
+        ],
         "left_out": list(reproduction.left_out),
         "missing": [f"{run} in {part}" if part else run for part, table in tables.items() for run in table.missing],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},

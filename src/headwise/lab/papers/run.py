@@ -7,7 +7,7 @@ folder with the page of each reproduction.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from headwise.lab.papers.records import (
     build_measures_grid,
     build_published_grid,
     build_summed_grid,
+    build_tuned_grid,
     tabulate_parts,
     write_records,
 )
@@ -48,6 +49,7 @@ from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.runs import STEP_TIME
+from headwise.lab.tune import read_tuned
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
@@ -61,11 +63,13 @@ class Plan:
         part: The part.
         comparison: Its runs; the folder may hold those of other reproductions too.
         before: The parts of another reproduction whose runs its own begin with.
+        tuned: The text of each arm with the settings that were tuned, by its name; empty for arms as they are.
     """
 
     part: Part
     comparison: Comparison
     before: tuple[Plan, ...] = ()
+    tuned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folders(self) -> list[Path]:
@@ -95,6 +99,7 @@ def make_plans(
     out: Path,
     workers: int,
     options: ScaleOptions | None = None,
+    tuned: Path | None = None,
 ) -> tuple[Plan, ...]:
     """Return the comparisons of a reproduction; nothing is written.
 
@@ -106,10 +111,11 @@ def make_plans(
         out: Folder that holds the comparisons' folders.
         workers: Number of parallel runs.
         options: Changes of the scale from the command line.
+        tuned: Folder of a tuning, of which every arm takes its best draw; None for arms as they are.
 
     Raises:
-        DataError: The data cannot be found.
-        SettingError: An option is none of the task's.
+        DataError: The data or an arm's best draw cannot be found.
+        SettingError: An option is none of the task's, or the tuning is of other sizes.
     """
     task, before, text = named_task(reproduction.task), (), data
     data, plans = find_data(reproduction, data), []
@@ -133,9 +139,13 @@ def make_plans(
         if options is not None:
             chosen = options if begun is None else replace(options, pretrained=begun)
             model = with_options(model, chosen, reproduction.task)
-        words = reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))
-        place = out / "-".join(word for word in words if word)
+        words = [reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))]
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
+        chosen_settings: dict[str, str] = {}
+        if tuned is not None:
+            arms, chosen_settings = read_tuned(tuned, arms, reproduction.task, model)
+            words.append("tuned")
+        place = out / "-".join(word for word in words if word)
         comparison = Comparison(
             reproduction.task,
             arms,
@@ -147,7 +157,7 @@ def make_plans(
             cache=out / CACHE,
             options=options,
         )
-        plans.append(Plan(part, comparison, before))
+        plans.append(Plan(part, comparison, before, chosen_settings))
     return tuple(plans)
 
 
@@ -227,7 +237,8 @@ def report(
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = draw_pictures(reproduction, places, evidence, tables)
     begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
-    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun)
+    tuned = {arm: text for plan in plans for arm, text in plan.tuned.items()}
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned)
     place = find_page_folder(reproduced, out)
     _write_pages(reproduction, plans, evidence, place, console)
     show(reproduced, out, console, command)
@@ -250,7 +261,8 @@ def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> N
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
         console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
-    made = build_summed_grid(reproduced), build_measures_grid(reproduced), build_published_grid(reproduced)
+    builders = (build_tuned_grid, build_summed_grid, build_measures_grid, build_published_grid)
+    made = [build(reproduced) for build in builders]
     for grid in filter(None, (*made, *build_claims_grids(record_claims(reproduced.judged)))):
         console.print(grid)
     if reproduction.left_out:

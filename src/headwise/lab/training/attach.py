@@ -56,10 +56,15 @@ def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) ->
     """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
 
     Raises:
-        SettingError: The task has no such model, or no words that roles could be made from.
+        SettingError: The task has no such model, no words that roles could be made from, or no dropout to change.
         DataError: A role needs what the data does not have.
     """
     other, guided = arm.find(OtherModel), arm.find(Guided)
+    if arm.dropout is not None:
+        if not hasattr(scale, "dropout"):
+            raise SettingError(f"arm {arm.name} sets dropout, which task {task.name} has none of; leave it out.")
+        changed: Any = scale
+        scale = replace(changed, dropout=arm.dropout)
     if other is not None:
         if other.model not in task.models:
             raise SettingError(
