@@ -66,6 +66,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/floors.py $(ARGS)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/penalties.py $(ARGS)
 

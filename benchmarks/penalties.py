@@ -1,9 +1,9 @@
 """Cost of each diversity term, rule and rival in a training step of encoder layers of base shape, against plain torch.
 
 All variants run interleaved in one process, and the median over rounds of the ratio within a round is the result. The
-plain model runs twice per round, so that the A/A ratio shows the noise of the machine. A strength by share or by
-target measures every 20 steps: "measured" is the step in which it does, "between" one in which it does not. Run by
-`make bench`.
+plain model runs twice per round, so that the A/A ratio shows the noise of the machine. Ratios are of CPU time on a CPU,
+with those of wall time beside. A strength by share or by target measures every 20 steps: "measured" is the step in
+which it does, "between" one in which it does not. Run by `make bench`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headwise.lab.training.muon import MuonAndRest
 from headwise.nn.difference import pair_heads
 from headwise.nn.multihead import adopt
 from headwise.repulsion.rules import Rule
-from timing import console, default_device, interleaved, new_record, ratio, write
+from timing import console, default_device, interleaved_clocks, new_record, ratio, write
 
 WIDTH, HEADS, INNER, LAYERS = 512, 8, 2048, 2
 BATCH, LENGTH = 16, 64
@@ -160,7 +160,8 @@ def main(given: Sequence[str] | None = None) -> None:
     runs: dict[str, Callable[[], object]] = {
         name: (lambda variant=variant: variant.step(x)) for name, variant in make_variants(device).items()
     }
-    seconds = interleaved(device, runs, arguments.rounds, f"{LAYERS} layers, batch {BATCH} x {LENGTH}")
+    wall, cpu = interleaved_clocks(device, runs, arguments.rounds, f"{LAYERS} layers, batch {BATCH} x {LENGTH}")
+    seconds = cpu if device.type == "cpu" else wall
     ratios = {name: ratio(seconds, name, PLAIN) for name in runs if name != PLAIN}
     record |= {
         "layers": LAYERS,
@@ -169,9 +170,12 @@ def main(given: Sequence[str] | None = None) -> None:
         "batch": BATCH,
         "length": LENGTH,
         "rounds": arguments.rounds,
-        "plain step seconds": statistics.median(seconds[PLAIN]),
+        "plain step seconds": statistics.median(wall[PLAIN]),
+        "plain step CPU seconds": statistics.median(cpu[PLAIN]),
         "ratio to plain": ratios,
-        "seconds": seconds,
+        "ratio of wall time": {name: ratio(wall, name, PLAIN) for name in ratios},
+        "seconds": wall,
+        "CPU seconds": cpu,
     }
     console.print(f"{LAYERS} layers of width {WIDTH}, batch {BATCH} x {LENGTH}; step time relative to plain")
     for name, value in ratios.items():

@@ -61,6 +61,35 @@ def interleaved(
     return seconds
 
 
+def interleaved_clocks(
+    device: torch.device, runs: Mapping[str, Callable[[], object]], rounds: int, description: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return what `interleaved` does by two clocks: seconds of wall time (events on CUDA), and of CPU time.
+
+    CPU time is that of all threads: on a shared machine it does not count what others compute, and on CUDA it is what
+    launching costs.
+    """
+    spent: list[float] = []
+
+    def clocked(run: Callable[[], object]) -> Callable[[], object]:
+        def both() -> None:
+            start = time.process_time()
+            run()
+            spent.append(time.process_time() - start)
+
+        return both
+
+    wall = interleaved(device, {name: clocked(run) for name, run in runs.items()}, rounds, description)
+    # the first round is the warm-up
+    cpu = {name: spent[index :: len(runs)][1:] for index, name in enumerate(runs)}
+    return wall, cpu
+
+
+def flushes_subnormal() -> bool:
+    """Return whether arithmetic on this CPU flushes subnormal numbers to zero (`torch.set_flush_denormal`)."""
+    return not bool(torch.full((8,), 1e-38).mul(1e-2).any())
+
+
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, against: str) -> float:
     """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[against], strict=True))
@@ -92,6 +121,7 @@ def _machine(device: torch.device) -> dict[str, object]:
     return {
         "device": name,
         "threads": torch.get_num_threads(),
+        "flushes subnormal numbers": flushes_subnormal(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),

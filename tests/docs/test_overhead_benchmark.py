@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -27,12 +28,27 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark as it runs on CUDA, of a model that takes no time and without a compiler."""
     module = load("overhead", monkeypatch)
-    tiny = {"VOCABULARY": 20, "WIDTH": 16, "HEADS": 4, "LAYERS": 6, "INNER": 8, "MODULE_TOKENS": 6, "REPEATS": 2}
-    others = {"SCALING": [(2, 3, 4)], "COPIED": {"cpu": 64}, "COMPILE": False, "HALF": True, "WHOLE_STEPS": True}
+    tiny = {"VOCABULARY": 20, "WIDTH": 16, "HEADS": 4, "LAYERS": 6, "INNER": 8, "MODULE_TOKENS": 6}
+    others = {"COMPILE": False, "HALF": True, "WHOLE_STEPS": True}
     for name, value in (tiny | others).items():
         assert hasattr(module, name)
         monkeypatch.setattr(module, name, value)
     return module
+
+
+@pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
+def test_a_step_whose_gradients_are_subnormal_is_refused_and_the_model_of_the_benchmark_has_none(monkeypatch):
+    module = load("overhead", monkeypatch)
+    for name, value in {"VOCABULARY": 500, "LAYERS": 1, "INNER": 32}.items():
+        monkeypatch.setattr(module, name, value)
+    source, target = torch.randint(500, (2, 8, 64), generator=torch.Generator().manual_seed(0))
+    share = module.measure_subnormal(module.Translation(), source, target)
+    assert share < 1e-4
+    module.require_normal(share)
+    # wide embeddings, tied to the output layer, are certain of the token they are given from the first step on
+    monkeypatch.setattr(module, "DEVIATION", 0.3)
+    with pytest.raises(SystemExit, match="subnormal"):
+        module.model_table(torch.device("cpu"), 8, 64, 1, False, [])
 
 
 @pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
@@ -45,13 +61,30 @@ def test_a_tiny_run_measures_every_method_and_writes_a_record(benchmark, tmp_pat
     wanted = ("plain again", "svgd, all layers", "output", "position", "position, recomputed", "em in 2 encoder layers")
     assert set(wanted) <= set(ratios)
     assert all(math.isfinite(value) and value > 0 for value in ratios.values())
-    traffic = record["traffic"]
+
+
+def test_a_tiny_run_of_floors_counts_bytes_operators_and_time(benchmark, monkeypatch, tmp_path):
+    # the tiny model is that of the fixture
+    monkeypatch.setitem(sys.modules, "overhead", benchmark)
+    module = load("floors", monkeypatch)
+    tiny = {"COPIED": {"cpu": 64}, "TOKENS": (2, 5), "WIDE": 16, "WIDE_HEADS": (2, 4), "NARROW": 8, "DEEP": 2}
+    for name, value in (tiny | {"ATTACHED": 3, "SCALING": [(2, 3, 4)]}).items():
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, value)
+    out = tmp_path / "record.json"
+    module.main(["--device", "cpu", "--rounds", "2", "--out", str(out)])
+    record = json.loads(out.read_text())
+    rows = record["bytes"]["rows"]
     # 3 projections of 18 attentions; read, read and written in float32
-    assert traffic["ensembles"] == 54
-    assert traffic["bytes a step"] == 54 * 16 * 16 * 4 * 3
-    assert traffic["share of copying"] == pytest.approx(
-        traffic["bytes a second"] / traffic["bytes a second of copying"]
-    )
+    assert rows["svgd, 54 groups"]["bytes"] == 54 * 16 * 16 * 4 * 3
+    assert rows["output penalty, 18 attentions"]["bytes"] == 18 * 2 * 5 * 16 * 4 * 3
+    speed = record["bytes"]["bytes a second of copying"]
+    for row in rows.values():
+        assert row["floor milliseconds"] == pytest.approx(1e3 * row["bytes"] / speed)
+        assert row["times the floor"] == pytest.approx(row["milliseconds"] / row["floor milliseconds"])
+    operators = record["python"]["operators"]
+    assert operators["plain"] == operators["plain again"]
+    assert operators["plain"] < operators["output"] < operators["three terms"]
 
 
 def test_a_step_with_repulsion_differs_and_one_in_bf16_too(benchmark):
