@@ -13,6 +13,7 @@ from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
 from headwise.report.prefix_cache import record
 from headwise.report.removal_cost import measure_removal
+from headwise.report.tables import make_comparison_rows, make_layer_rows
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20, "vocab_size": 30}
 
@@ -313,9 +314,20 @@ def test_two_reports_stand_beside_one_another_only_if_their_models_have_one_shap
     shown = str(after.compare(before))
     change = after.layers[1].mean("output_cosine") - before.layers[1].mean("output_cosine")
     assert f"{change:+.3f}".replace("-", "\N{MINUS SIGN}") in shown
+    weighted = after.layers[1].effective_heads_weighted - before.layers[1].effective_heads_weighted
+    assert f"{weighted:+.3f}".replace("-", "\N{MINUS SIGN}") in shown
     other = Stack("plain", layers=2)
     with pytest.raises(SettingError, match="3 and 2 modules"):
         hw.measure(other, hw.find_heads(other), tensors()).compare(before)
+
+
+def test_effective_heads_come_first_then_what_no_trick_fools_then_the_papers_measures():
+    header, _ = make_layer_rows(measured().layers)
+    order = ["effective heads", "by variance", "CKA", "attention JS", "output CKA", "output cosine"]
+    assert [name for name in header if name in order] == order
+    header, _ = make_comparison_rows(measured().layers, measured().layers)
+    order = ["effective heads", "by variance", "CKA", "attention JS", "output cosine"]
+    assert [name for name in header if name in order] == order
 
 
 def test_the_tables_hold_the_numbers(capsys):

@@ -35,10 +35,11 @@ class _Panel:
 def overview(report: Report, *, before: Report | None = None, labels: tuple[str, str] = ("before", "now")) -> Figure:
     """Return one figure of a report: how similar the heads are, where they attend, what each contributes.
 
-    One panel for each measure in the report: linear CKA of each head's outputs with those of the other heads (mean over
-    pairs), Jensen-Shannon divergence from their attention and entropy of attention, both in nats, drop of the score
-    without the head, and share of attention on each role's pairs, with the share of an equally sparse random mask
-    dotted. One dot per head; the line connects the layer means.
+    One panel for each measure in the report: effective heads of each layer, debiased CKA of each head's contribution
+    with those of the other heads (mean over pairs; linear CKA of outputs where W_O is not known), Jensen-Shannon
+    divergence from their attention and entropy of attention, both in nats, drop of the score without the head, and
+    share of attention on each role's pairs, with the share of an equally sparse random mask dotted. One dot per head;
+    the line connects the layer means.
 
     Args:
         report: A report that `hw.measure` returned.
@@ -87,12 +88,17 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
 
 def _make_panels(report: Report) -> list[_Panel]:
     kinds = [
-        _Panel("CKA with the other heads", lambda layer: layer.of_heads("output_cka")),
+        _Panel("effective heads", lambda layer: () if layer.effective_heads is None else (layer.effective_heads,)),
+        _Panel("CKA with the other heads", _align),
         _Panel("divergence of attention, nats", lambda layer: layer.of_heads("attention_js")),
         _Panel("entropy of attention, nats", lambda layer: layer.entropy),
         _Panel(f"fall of {report.score} without the head", lambda layer: [drop.value for drop in layer.drops]),
     ]
     return kinds + [_make_role_panel(place, name) for place, name in enumerate(report.roles)]
+
+
+def _align(layer: LayerReport) -> Sequence[float]:
+    return layer.of_heads("contribution_cka") or layer.of_heads("output_cka")
 
 
 def _make_role_panel(place: int, name: str) -> _Panel:

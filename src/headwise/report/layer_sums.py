@@ -75,13 +75,13 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
     if sums.moments is not None:
         of = "queries" if site.kind == "pooling" else "tokens"
         if sums.moments.count < 2:
-            notes.append(f"CKA was omitted: it needs at least two {of}.")
+            notes.append(f"output CKA was omitted: it needs at least two {of}.")
         else:
             pairs["output_cka"] = _to_rows(sums.moments.linear_cka_matrix())
         if 1 < sums.moments.count < 10 * site.head_size:
             notes.append(
-                f"CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, fewer "
-                f"than {10 * site.head_size} bias it upward."
+                f"output CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, "
+                f"fewer than {10 * site.head_size} bias it upward."
             )
     effective = None
     if sums.contributions is not None and sums.contributions.count >= FEWEST_TOKENS:

@@ -17,9 +17,10 @@ MINUS = "\N{MINUS SIGN}"
 MAX_COLUMNS = 6
 # Columns of the table of layers: header and measure.
 COLUMNS = {
-    "output cosine": "output_cosine",
-    "CKA": "output_cka",
+    "CKA": "contribution_cka",
     "attention JS": "attention_js",
+    "output CKA": "output_cka",
+    "output cosine": "output_cosine",
     "value cosine": "value_cosine",
     "output distance": "output_distance",
     "query cosine": "query_cosine",
@@ -30,7 +31,8 @@ COLUMNS = {
     "V span": "value_span",
     "O span": "output_span",
 }
-COMPARED = {"output cosine": "output_cosine", "CKA": "output_cka", "attention JS": "attention_js"}
+# What two reports are compared by after their effective heads, and heads with one another.
+COMPARED = {"CKA": "contribution_cka", "attention JS": "attention_js", "output cosine": "output_cosine"}
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -77,16 +79,16 @@ def make_head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple
     """Return header and rows of a table with one row per head."""
     rows: list[list[str]] = []
     for layer in layers:
-        cosine, cka, js = (layer.of_heads(name) for name in ("output_cosine", "output_cka", "attention_js"))
+        pairs = [layer.of_heads(name) for name in COMPARED.values()]
         for head in range(layer.heads):
             drop = layer.drops[head] if layer.drops else None
             interval = f"{format_signed(drop.low)} to {format_signed(drop.high)}" if drop else ""
-            measured = [format_number(_get(values, head)) for values in (cosine, cka, js, layer.entropy)]
+            measured = [format_number(_get(values, head)) for values in (*pairs, layer.entropy)]
             rows.append(
                 [name_layer(layer), str(head), *measured, format_signed(drop.value) if drop else "", interval]
                 + [_format_role_share(layer, role, head) for role in range(len(roles))]
             )
-    header = ["layer", "head", "output cosine", "CKA", "attention JS", "entropy", "drop", "95 % interval"]
+    header = ["layer", "head", *COMPARED, "entropy", "drop", "95 % interval"]
     header += [f"on {role}" for role in roles]
     kept = [column for column in range(len(header)) if column < 2 or any(row[column] for row in rows)]
     return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
@@ -114,7 +116,10 @@ def make_comparison_rows(
     """Return header and rows comparing two models: after, before and change, one row per layer."""
     header, rows = ["layer"], [[name_layer(layer)] for layer in after]
     paired = list(zip(after, before, strict=True))
-    compared = {"effective heads": [(one.effective_heads, other.effective_heads) for one, other in paired]}
+    compared = {
+        "effective heads": [(one.effective_heads, other.effective_heads) for one, other in paired],
+        "by variance": [(one.effective_heads_weighted, other.effective_heads_weighted) for one, other in paired],
+    }
     compared |= {name: [(one.mean(key), other.mean(key)) for one, other in paired] for name, key in COMPARED.items()}
     for name, pairs in compared.items():
         if all(one is None or other is None for one, other in pairs):

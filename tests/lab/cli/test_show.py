@@ -51,6 +51,7 @@ def test_csv_has_all_digits_and_json_the_same_rows(capsys):
     assert float(svgd["p_holm"]) == expected.to_control.judgement.adjusted
     assert (svgd["verdict"], svgd["seeds"]) == (expected.verdict.partition(" (p")[0], "5")
     assert len(rows) == len(table.rows) + 2
+    assert list(rows[0]).index("effective_heads") + 1 == list(rows[0]).index("effective_heads_weighted")
     assert call("show", "runs", "--json") == 0
     assert [row["arm"] for row in json.loads(capsys.readouterr().out)] == [row["arm"] for row in rows]
 
@@ -59,7 +60,7 @@ def test_csv_has_all_digits_and_json_the_same_rows(capsys):
 def test_latex_and_markdown_have_a_row_an_arm(capsys):
     assert call("show", "runs/two", "--latex") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == r"\begin{tabular}{lllrrlrrr}"
+    assert lines[0] == r"\begin{tabular}{lllrrlrrrr}"
     assert sum(line.endswith(r"\\") for line in lines) == 3
     assert r"score, \%" in lines[2]
     assert call("show", "runs/two", "--markdown") == 0

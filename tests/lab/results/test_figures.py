@@ -91,6 +91,20 @@ def test_a_figure_without_data_is_left_out(tmp_path):
     assert draw_score_by_force(one_strength) is None
 
 
+def test_the_score_stands_by_effective_heads_where_they_were_measured(tmp_path):
+    table = small(tmp_path, [PAPER[2], PAPER[3]])
+    earlier = draw_score_by_similarity(table)
+    assert earlier is not None
+    assert earlier.alt.startswith("Output cosine and accuracy")
+    rows = []
+    for row in table.rows:
+        points = tuple(dataclasses.replace(point, effective_heads=2.5) for point in row.points)
+        rows.append(dataclasses.replace(row, points=points))
+    now = draw_score_by_similarity(dataclasses.replace(table, rows=tuple(rows)))
+    assert now is not None
+    assert now.alt.startswith("Effective heads and accuracy: plain 2.50")
+
+
 def test_every_arm_looks_different_and_plain_is_black(tmp_path):
     arms = [PAPER[2], *(Drawn(f"arm-{index}") for index in range(30))]
     found = choose_styles(small(tmp_path, arms, seeds=(0,), bins=(1,)))

@@ -9,6 +9,7 @@ import pytest
 
 from headwise.errors import DataError, NotFired
 from headwise.lab.results.comparison_page import write_headline
+from headwise.lab.results.grids import list_notes
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
 from headwise.lab.results.table import Row, Table
@@ -171,6 +172,22 @@ def copy_of_plain(out: Path, *, seeds: tuple[int, ...], name: str = "inert", **c
 def test_an_arm_that_did_what_plain_did_is_an_error_that_names_it(out):
     copy_of_plain(out, seeds=(0, 1))
     with pytest.raises(NotFired, match=r"arm inert gave the answers of plain on all 60 .* its method did not act"):
+        read_table(out)
+
+
+def test_an_arm_whose_target_was_met_from_the_start_is_no_error_and_is_said(out):
+    copy_of_plain(out, seeds=(0, 1), name="cka-target", force_ratio=0.0)
+    with pytest.raises(NotFired, match="arm cka-target gave the answers of plain"):
+        read_table(out)
+    for seed in (0, 1):
+        arm = {"kind": "Arm", "name": "cka-target", "penalty_weight": {"kind": "Target", "effective_heads": 3.0}}
+        change(out / "cka-target" / f"seed-{seed}" / "result.json", settings={"seed": seed, "arm": arm})
+    table = read_table(out)
+    assert table.row("cka-target") is not None
+    assert "cka-target: the target was met from the start, and nothing pushed the heads." in list_notes(table)
+    # where it pushed and nothing came of it, something is wrong
+    change(out / "cka-target" / "seed-1" / "result.json", force_ratio=0.2)
+    with pytest.raises(NotFired, match="arm cka-target gave the answers of plain"):
         read_table(out)
 
 

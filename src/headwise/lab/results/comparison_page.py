@@ -21,12 +21,15 @@ from headwise.report.html import Page
 
 # Explanations of the columns.
 COLUMNS = (
-    "Dist is the mean distance between the outputs of two heads (An et al. 2020), which grows with their size; the "
-    "cosine and CKA between outputs do not depend on size, and 1 means identical. Attention JS is the Jensen-Shannon "
-    "divergence between the attention rows of two heads, 0 if they are equal. Param. cosine is the mean absolute "
-    "cosine between the parameters of two heads and norm the mean norm of a head's parameters: repulsion that only "
-    "inflates the norm does not make heads differ. Force ratio is the norm of the repulsion over that of the driving "
-    "term."
+    "Effective heads are how many different things the heads of an attention contribute to its output, from 1 for "
+    "copies to their number; by variance, a head that says next to nothing does not count. CKA is their mean debiased "
+    "alignment, 0 for independent heads and 1 for copies in any basis, and attention JS the Jensen-Shannon divergence "
+    "between the attention rows of two heads, 0 if they are equal. The others are under their papers' names and can be "
+    "met by copies: Dist is the mean distance between the outputs of two heads (An et al. 2020), which grows with "
+    "their size; their cosine (Li et al. 2021) is least for copies of opposite sign; of runs of version 0.1 also their "
+    "linear CKA and the mean absolute cosine of heads' parameters. Norm is the mean norm of a head's "
+    "parameters: repulsion that only inflates it does not make heads differ. Force ratio is the norm of the repulsion "
+    "over that of the driving term."
 )
 PAIRED = (
     "sacreBLEU tests two trained systems against each other: would another sample of sentences reverse their "

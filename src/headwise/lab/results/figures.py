@@ -196,23 +196,30 @@ def _draw_costs(table: Table, score: str) -> Picture:
 
 
 def draw_score_by_similarity(table: Table) -> Picture | None:
-    """Draw the score against the similarity of the outputs of heads; None if it was not measured."""
-    dots = {
-        row.arm: [(point.output_cosine, 100 * point.score) for point in row.points if point.output_cosine is not None]
-        for row in table.arms
-    }
-    dots = {arm: found for arm, found in dots.items() if found}
+    """Draw the score against the effective number of heads; None if nothing tells how alike heads are.
+
+    Runs of version 0.1 measured no such number, and are drawn by the cosine of outputs.
+    """
+    measured = any(point.effective_heads is not None for row in table.arms for point in row.points)
+    dots = {}
+    for row in table.arms:
+        pairs = [
+            (point.effective_heads if measured else point.output_cosine, 100 * point.score) for point in row.points
+        ]
+        if found := [(x, y) for x, y in pairs if x is not None]:
+            dots[row.arm] = found
     if not dots:
         return None
+    label = "effective heads" if measured else "mean cosine between outputs of two heads (further left: more diverse)"
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
-        axes.set_xlabel("mean cosine between outputs of two heads (further left: more diverse)")
+        axes.set_xlabel(label)
         axes.set_ylabel(table.axis)
         name_data(axes, table)
         draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
     caption = f"Diversity against {table.metric.name}: small markers are seeds, large ones the mean of an arm."
-    alt = f"Output cosine and {table.metric.name}: " + "; ".join(
+    alt = f"{'Effective heads' if measured else 'Output cosine'} and {table.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
     return Picture("diversity-against-score", png, caption, alt)

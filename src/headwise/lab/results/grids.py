@@ -19,6 +19,7 @@ from headwise.lab.results.cells import (
     show_signed,
 )
 from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
+from headwise.lab.results.runs import has_met_target
 from headwise.lab.results.table import FEW, PLAIN, Difference, Table
 from headwise.lab.results.verdicts import omit_p
 
@@ -87,9 +88,11 @@ def list_notes(table: Table) -> tuple[str, ...]:
     tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
     strong = any((row.measures["force_ratio"] or 0.0) > OVERWHELMING for row in table.arms)
     hidden = table.hidden_bins
+    met = [row.arm for row in table.arms if has_met_target(row.settings, [row.measures["force_ratio"]])]
     return (
         NOTE if tested else INTERVALS,
         *([FORCE_NOTE] if strong else []),
+        *([f"{', '.join(met)}: the target was met from the start, and nothing pushed the heads."] if met else []),
         *([f"Not shown by {table.bin_words}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
     )
 

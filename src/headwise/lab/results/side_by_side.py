@@ -41,7 +41,8 @@ def list_rows(tables: Mapping[str, Table]) -> list[dict[str, Any]]:
 
 def make_grid(tables: Mapping[str, Table]) -> Grid:
     """Return comparisons as one grid, the verdict next to the arm."""
-    header = ("comparison", "arm", "verdict", "p", "difference, points", "to", "score, %", "effective heads", "seeds")
+    header = ("comparison", "arm", "verdict", "p", "difference, points", "to", "score, %")
+    header += ("effective heads", "by variance", "seeds")
     rows = tuple(
         (
             name,
@@ -52,12 +53,13 @@ def make_grid(tables: Mapping[str, Table]) -> Grid:
             row.control or NONE,
             show_percent(row.score),
             show_number(row.measures["effective_heads"], 2),
+            show_number(row.measures["effective_heads_weighted"], 2),
             Number(len(row.seeds), digits=0),
         )
         for name, table in tables.items()
         for row in table.rows
     )
-    return Grid("comparisons side by side", header, rows, "lllrrlrrr")
+    return Grid("comparisons side by side", header, rows, "lllrrlrrrr")
 
 
 def format_csv(tables: Mapping[str, Table]) -> str:
@@ -107,6 +109,7 @@ def _make_row(name: str, table: Table, row: Row) -> dict[str, Any]:
         "score_high": row.score.high,
         "seeds": len(row.seeds),
         "effective_heads": row.measures["effective_heads"],
+        "effective_heads_weighted": row.measures["effective_heads_weighted"],
         "force_ratio": row.measures["force_ratio"],
         "parameters": row.parameters,
         "step_ratio": row.step_ratio,

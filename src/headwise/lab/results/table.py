@@ -49,6 +49,7 @@ class Point:
     Attributes:
         seed: Its seed.
         score: The metric pooled over all test bins.
+        effective_heads: See `runs.MEASURES`.
         output_cosine: See `runs.MEASURES`.
         force_ratio: See `runs.MEASURES`.
         answered: Further numbers about its answers, by key.
@@ -57,6 +58,7 @@ class Point:
 
     seed: int
     score: float
+    effective_heads: float | None
     output_cosine: float | None
     force_ratio: float | None
     answered: Mapping[str, float | None]

@@ -12,7 +12,7 @@ from headwise.errors import NotFired
 from headwise.lab.experiment.metrics import Metric
 from headwise.lab.results.head_drops import HeadDrops
 from headwise.lab.results.paired_tests import PairedTests
-from headwise.lab.results.runs import MEASURES, Results, Run, read_results, read_starts
+from headwise.lab.results.runs import MEASURES, Results, Run, has_met_target, read_results, read_starts
 from headwise.lab.results.statistics import difference, score
 from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
 from headwise.lab.results.verdicts import Judgement, judge_family
@@ -45,7 +45,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
 
     Raises:
         NotFired: An arm has as many parameters as plain, its answers on all test items under every seed, and its
-            measures to 1e-6: its method did not act.
+            measures to 1e-6: its method did not act. A target that was met from the start is none.
     """
     arms: dict[str, list[Run]] = {}
     for run in results.runs:
@@ -127,6 +127,7 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
             Point(
                 run.seed,
                 float(metric.values(run.statistics).mean()),
+                run.measures["effective_heads"],
                 run.measures["output_cosine"],
                 run.measures["force_ratio"],
                 run.answered,
@@ -203,6 +204,8 @@ def _judge(row: Row, judged: Mapping[tuple[str, str], Judgement], metric: Metric
 def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:
     # Adam divides the constant factor of "scaled" out again, up to its epsilon and to clipping
     if runs[0].baseline or runs[0].arm.partition(":")[0] in (PLAIN, "scaled"):
+        return
+    if has_met_target(runs[0].settings, [run.measures["force_ratio"] for run in runs]):
         return
     pairs = _pair_runs(runs, plain)
     if pairs and all(_have_same_results(run, other) for run, other in pairs):
