@@ -216,20 +216,23 @@ def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tu
     """
     if not (folder / TUNING).exists():
         raise DataError(f"{folder} has no {TUNING}; give the --out of headwise tune.")
-    record = run_folder.read_json(folder / TUNING)
+    record = _read_object(folder / TUNING)
     wanted = {"task": task, "sizes": run_folder.as_record(scale)}
     if differing := [name for name, value in wanted.items() if record.get(name) != value]:
-        found = ", ".join(f"{name} {record.get(name)}" for name in differing)
+        found = ", ".join(f"{name} {str(record.get(name))[:200]}" for name in differing)
         raise SettingError(f"{folder} was tuned for {found}; expected the task and the sizes of this comparison.")
     missing = [arm.name for arm in arms if not (folder / arm.folder / TUNED).exists()]
     if missing:
-        draws, seed, seeds = (record.get(name, 1) for name in ("draws", "seed", "seeds"))
+        draws, seed, seeds = (str(record.get(name, 1))[:20] for name in ("draws", "seed", "seeds"))
         raise DataError(
             f"{folder} has no best draw of {', '.join(missing)}; every arm and every control needs the same draws: "
             f"headwise tune {task} {','.join(missing)} --draws {draws} --seed {seed} --seeds {seeds} --out {folder}"
         )
-    found = {arm.name: str(run_folder.read_json(folder / arm.folder / TUNED)["arm"]) for arm in arms}
-    return tuple(replace(parse_arm(found[arm.name]), name=arm.name, control=arm.control) for arm in arms), found
+    found = {arm.name: _read_best(folder / arm.folder / TUNED) for arm in arms}
+    best = (
+        replace(tuned, name=arm.name, control=arm.control) for arm, (_, tuned) in zip(arms, found.values(), strict=True)
+    )
+    return tuple(best), {name: text for name, (text, _) in found.items()}
 
 
 def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
@@ -259,6 +262,22 @@ def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
 
 def _draw(where: Uniform | Choice, seed: int, index: int, name: str) -> str:
     return where.draw(random.Random(derive_key(seed, "tune", index, name)))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    record = run_folder.read_json(path)
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is not what headwise tune wrote; delete it and tune again.")
+    return record
+
+
+def _read_best(path: Path) -> tuple[str, Arm]:
+    """Return the best draw of an arm, as text and read."""
+    text = str(_read_object(path).get("arm", ""))
+    try:
+        return text, parse_arm(text)
+    except SettingError as error:
+        raise DataError(f"{path} holds no arm ({str(error)[:300]}); delete it and tune again.") from None
 
 
 def _read_dev_score(job: Job) -> float:

@@ -9,7 +9,12 @@ from typing import Any
 
 import typer
 
+from headwise.errors import DataError
+from headwise.input_files import read_whole
 from headwise.strict_json import encode_json
+
+# Options that may be given several times.
+LISTS = ("set", "launch")
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -32,11 +37,19 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options in a file; raises BadParameter if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be read ({error.strerror}); expected a file of TOML.") from None
+        found = tomllib.loads(read_whole(path).decode("utf-8"))
+    except DataError as error:
+        raise typer.BadParameter(str(error)) from None
     except ValueError as error:
-        raise typer.BadParameter(f"{path} is not readable as TOML ({error}).") from None
+        raise typer.BadParameter(f"{path} is not readable as TOML ({str(error)[:200]}).") from None
+    except RecursionError:
+        raise typer.BadParameter(f"{path} is not readable as TOML (brackets are nested too deeply).") from None
+    for name, value in found.items():
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not texts and (name in LISTS or not isinstance(value, str | int | float)):
+            expected = "a list of texts" if name in LISTS else "a text, a number, true, false or a list of texts"
+            raise typer.BadParameter(f"{path}: {name[:60]} is {str(value)[:60]}; expected {expected}.")
+    return found
 
 
 def format_config(options: Mapping[str, Any]) -> str:

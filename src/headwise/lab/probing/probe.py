@@ -144,9 +144,22 @@ class ProbedTask:
         Raises:
             TypeError: It is not such a record.
             KeyError: Likewise.
+            ValueError: Likewise.
         """
-        found = [{**one, "heads": tuple((layer, head) for layer, head in one["heads"])} for one in record["found"]]
-        return cls(**{**record, "found": tuple(Probed(**one) for one in found)})
+        texts = {name: str(record[name]) for name in ("task", "data", "title", "said")}
+        counts = {name: int(record[name]) for name in ("labels", "train", "dev", "test")}
+        found = tuple(map(_read_probed, record["found"]))
+        return cls(**texts, **counts, majority=float(record["majority"]), found=found)
+
+
+def _read_probed(record: dict[str, Any]) -> Probed:
+    return Probed(
+        name=str(record["name"]),
+        layer=None if record["layer"] is None else int(record["layer"]),
+        heads=tuple((int(layer), int(head)) for layer, head in record["heads"]),
+        converged=bool(record["converged"]),
+        **{name: float(record[name]) for name in ("dev", "accuracy", "low", "high", "p", "penalty")},
+    )
 
 
 def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int], Chosen]:

@@ -1,0 +1,108 @@
+"""Mutated files that a command is told of or that another left: options, a tuning, probes, a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_text
+from headwise.errors import SettingError
+from headwise.lab.cli.configs import format_config, merge_sizes, read_config
+from headwise.lab.experiment import run_folder
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.frozen.open import open_folder
+from headwise.lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
+from headwise.lab.probing.run import _read_finished
+from headwise.lab.results.head_drops import read_head_drops
+from headwise.lab.tasks.lm.tokens import learn_tokens, read_tokens
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise.lab.tune import TUNED, TUNING, read_tuned
+from lab.tasks.glue.glue_toy import write_model
+from lab.tasks.pretraining.pretraining_toy import document
+
+Reader = tuple[Path, Callable[[], object], Mutation]
+SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
+SAVED = Path(__file__).parents[1] / "compatibility" / "saved"
+
+
+def options(place: Path) -> Reader:
+    path = place / "run.toml"
+    path.write_text(format_config({"task": "logic", "seeds": 3, "set": ["layers=4", "width=8"]}), encoding="utf-8")
+
+    def read() -> object:
+        try:
+            return read_config(path), merge_sizes(path, ["layers=2"])
+        except typer.BadParameter as error:
+            raise SettingError(str(error)) from None
+
+    return path, read, mutate_text
+
+
+def tuning(place: Path, file: str = TUNING) -> Reader:
+    arm = parse_arm("em")
+    scale = LOGIC_SCALES["demo"]
+    record = {"task": "logic", "sizes": run_folder.as_record(scale), "draws": 2, "seed": 0, "seeds": 1}
+    run_folder.write_json(place / TUNING, record)
+    (place / arm.folder).mkdir()
+    run_folder.write_json(place / arm.folder / TUNED, {"arm": "em:capsules=4,learning_rate=0.01"})
+    path = place / TUNING if file == TUNING else place / arm.folder / TUNED
+    return path, lambda: read_tuned(place, [arm], "logic", scale), mutate_json
+
+
+def tuned(place: Path) -> Reader:
+    return tuning(place, TUNED)
+
+
+def probes(place: Path) -> Reader:
+    path = Path(shutil.copy(SAVED / "probed" / "past_present.json", place))
+
+    def read() -> object:
+        found = _read_finished(place, "past_present", SAVED / "past_present.txt")
+        assert found is not None
+        return make_layers_grid([found]), make_heads_grid([found]), make_sets_grid([found])
+
+    return path, read, mutate_json
+
+
+def costs_of_heads(place: Path) -> Reader:
+    run = SAVED / "logic/svgd+em@capsules=4/seed-0"
+    path = Path(shutil.copy(run / "analysis-redundancy.json", place))
+    return path, lambda: read_head_drops(place), mutate_json
+
+
+MAKERS = (options, tuning, tuned, probes, costs_of_heads)
+
+
+@pytest.mark.parametrize("inputs", [300, SLOW])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_mutated_file_that_a_command_is_told_of(maker: Callable[[Path], Reader], inputs: int, tmp_path: Path):
+    path, read, mutate = maker(tmp_path)
+    tally = fuzz(read, path, mutate=mutate, inputs=inputs)
+    assert all(str(path) in message or str(path.parent) in message for message in tally.messages.values())
+
+
+@pytest.mark.parametrize("inputs", [40, SLOW])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_mutated_file_of_a_folder_of_hugging_face(file: str, inputs: int, tmp_path: Path):
+    folder = write_model(tmp_path / "electra")
+    mutate = mutate_bytes if file.endswith(".safetensors") else mutate_json
+    tally = fuzz(lambda: open_folder(folder), folder / file, mutate=mutate, inputs=inputs // 4)
+    assert all(str(folder) in message for message in tally.messages.values())
+
+
+@pytest.mark.parametrize("inputs", [100, SLOW])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_mutated_tokenizer_of_a_language_model(file: str, inputs: int, tmp_path: Path):
+    for name, text in learn_tokens(lambda: [document(number) for number in range(8)], 280).files(32).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+
+    def read() -> object:
+        found = read_tokens(tmp_path)
+        return found.decode(found.encode_batch(["a small bird"])[0])
+
+    tally = fuzz(read, tmp_path / file, mutate=mutate_json, inputs=inputs // 2)
+    assert all(str(tmp_path) in message for message in tally.messages.values())
