@@ -56,6 +56,20 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Waits(TorchDispatchMode):
+    """Counts the calls for which the host would wait for an accelerator, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in WAITING or _by_mask(packet, args) or _crosses(packet, args, kwargs or {}):
+            self.counts[str(packet)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def _crosses(packet: Any, args: Any, kwargs: Any) -> bool:
     """Whether a tensor goes from one device to another."""
     given = [argument.device for argument in args if isinstance(argument, torch.Tensor) and argument.dim() > 0]

@@ -29,6 +29,7 @@ class _Removal:
 
     site: Site
     reached: bool = False
+    factors: Tensor | None = None
 
 
 class Ablation(Handle):
@@ -103,6 +104,15 @@ class Ablation(Handle):
                 "or gradients."
             )
         removal.reached = True
+        if torch.compiler.is_compiling():
+            return self._multiply_by(site, outputs)
+        # made once: the indices are numbers of the host
+        kept = removal.factors
+        if kept is None or kept.dtype != outputs.dtype or kept.device != outputs.device:
+            kept = removal.factors = self._multiply_by(site, outputs)
+        return kept
+
+    def _multiply_by(self, site: Site, outputs: Tensor) -> Tensor:
         keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
         keep[list(self.indices)] = 0.0
         return keep

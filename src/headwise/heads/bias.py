@@ -46,6 +46,8 @@ class HeadBias(Handle):
             raise MaskError(f"bias is a {type(bias).__name__}; expected a tensor, or a function of (site, call).")
         super().__init__()
         self.heads, self.bias = heads, bias
+        # a given tensor on another device, and its version there; not where it is trained
+        self._moved: dict[torch.device, tuple[int, Tensor]] = {}
         self._counts = [_Count(site) for site in heads.sites]
         try:
             for count in self._counts:
@@ -77,7 +79,21 @@ class HeadBias(Handle):
         return f"{what} on {len(self.heads)} sites"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "bias": None, "_counts": [_Count(site) for site in self.heads.sites]}
+        return {
+            **super().__getstate__(),
+            "bias": None,
+            "_moved": {},
+            "_counts": [_Count(site) for site in self.heads.sites],
+        }
+
+    def _move(self, bias: Tensor, device: torch.device) -> Tensor:
+        """Return the bias on a device: copied there once, and again where it was changed in place."""
+        if bias.device == device or bias.requires_grad or torch.compiler.is_compiling():
+            return bias.to(device)
+        moved = self._moved.get(device)
+        if moved is None or moved[0] != bias._version:
+            moved = self._moved[device] = (bias._version, bias.to(device))
+        return moved[1]
 
     def _compute(self, count: _Count, call: ScoreCall) -> Tensor | None:
         """Return the bias of one call of one site, broadcastable to [B, H, Q, K]; None where it has none."""
@@ -87,7 +103,7 @@ class HeadBias(Handle):
             call = replace(call, first_key=call.first + call.queries - call.keys)
         computed, call = call.heads, replace(call, heads=site.count_all(call.heads, site.num_heads))
         if isinstance(self.bias, Tensor):
-            found = _select_part(self.bias, call)
+            found = _select_part(self._move(self.bias, call.device), call)
         else:
             found = self.bias(site, call)
             if found is None:

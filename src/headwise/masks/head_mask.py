@@ -117,12 +117,14 @@ class HeadMask:
             itself = torch.eye(size, dtype=torch.bool, device=role.device) & regular
             role = role | (itself & empty)
         role = role.expand(self.batch, -1, size, size)
-        free = regular.expand(self.batch, total - role.shape[1], size, size)
-        placed = torch.cat([role, free], dim=1)
-        order = [*self.heads, *(head for head in range(total) if head not in self.heads)]
-        if order == list(range(total)):
-            return placed
-        return placed[:, torch.tensor(order, device=placed.device).argsort()]
+        if self.heads == tuple(range(len(self.heads))):
+            free = regular.expand(self.batch, total - role.shape[1], size, size)
+            return torch.cat([role, free], dim=1)
+        # indices in a list would be copied from the host
+        every = [regular.expand(self.batch, 1, size, size)] * total
+        for place, head in enumerate(self.heads):
+            every[head] = role[:, place : place + 1]
+        return torch.cat(every, dim=1)
 
     def additive(self, dtype: torch.dtype = torch.float32, *, causal: bool | None = None) -> Tensor:
         """Return 0 where a head may attend and -inf elsewhere, [B, H, n, n]; a row may be -inf throughout."""

@@ -96,7 +96,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v = self._append(k, v)
         extra = resolve_request(self, self.observers, self.biases, call)
         if extra.biases:
-            biases = [F.pad(bias, (0, k.shape[2] - call.keys)) for bias in extra.biases]
+            appended = k.shape[2] - call.keys
+            biases = [F.pad(bias, (0, appended)) if appended else bias for bias in extra.biases]
             mask = sum_masks(mask, causal_hint, biases, call.queries, k.shape[2], q.dtype)
             causal_hint = False
         heads, weights, dropped, mean = self._attend(q, k, v, mask, causal_hint, need_weights, extra)

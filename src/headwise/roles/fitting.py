@@ -63,7 +63,8 @@ def require_self_attention(heads: Heads) -> None:
 def select_keys(bias: Tensor, call: ScoreCall) -> Tensor:
     """Return the columns of a bias for the keys of a call; the model masks unfilled places of a cache."""
     columns = bias[..., call.first_key : call.first_key + call.keys]
-    return F.pad(columns, (0, call.keys - columns.shape[-1]))
+    missing = call.keys - columns.shape[-1]
+    return F.pad(columns, (0, missing)) if missing else columns
 
 
 def find_max_length(model: nn.Module) -> int | None:

@@ -275,7 +275,9 @@ class Guidance:
 def _build_bias(mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
     """Return the mask as a bias that is 0 in regular heads: the model itself masks padding and causality."""
     bias = mask.to(call.device).additive(call.dtype, causal=causal)
-    bias[:, [head for head in range(mask.num_heads) if head not in mask.heads]] = 0.0
+    # one by one: indices in a list would be copied from the host
+    for head in set(range(mask.num_heads)).difference(mask.heads):
+        bias[:, head].zero_()
     return bias
 
 
