@@ -97,6 +97,17 @@ def test_what_cannot_be_reproduced_is_refused(capsys):
     assert "translation needs --data" in refused(capsys, "reproduce", "repulsive/table-6", "--scale", "demo")
 
 
+def test_the_statistics_of_data_are_shown_and_nothing_is_written(capsys, tmp_path):
+    write_sentences(tmp_path / "my.tsv", 60)
+    assert call("data", "classification", "--data", "my.tsv", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(r"texts: \d+ train, \d+ dev, \d+ test; labels .*; \d+ token ids", found["summary"])
+    assert call("data", "logic") == 0
+    assert capsys.readouterr().out.startswith("pairs: 96 train, ")
+    assert [path.name for path in tmp_path.iterdir()] == ["my.tsv"]
+    assert refused(capsys, "data", "classification", "--data", "none.tsv").startswith("headwise: none.tsv ")
+
+
 def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
     assert call("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1") == 0
     arm = capsys.readouterr().out.splitlines()[-1]

@@ -93,6 +93,24 @@ def tune(
 
 
 @printing_record
+def data(
+    task: TaskName,
+    folder: DataFolder = None,
+    scale: ScaleName = "demo",
+    pipeline: Pipeline = None,
+    embeddings: Embeddings = None,
+    sizes: Sizes = None,
+) -> None:
+    """Show the statistics of a task's data: splits, labels, vocabulary, and what was left out; nothing is trained."""
+    require_task(task)
+    chosen = choose_scale(task, ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ())))
+    with stoppable("stopped."), TemporaryDirectory() as cache:
+        found = named_task(task).load(folder, chosen, Path(cache), progress=standard_console().is_terminal)
+    say(found.summary())
+    print_record({"task": task, "scale": chosen.name, "summary": found.summary(), "digest": found.fingerprint})
+
+
+@printing_record
 def reproduce(
     identifier: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="A table or figure of a paper, e.g. diversify/figure-4.")
@@ -333,4 +351,4 @@ def prepare(
     say(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
 
 
-COMMANDS = (tune, reproduce, roles, inspect, probe, prepare)
+COMMANDS = (tune, data, reproduce, roles, inspect, probe, prepare)
