@@ -129,6 +129,18 @@ def test_what_was_kept_of_other_weights_is_refused(run, tmp_path):
         measure_redundancy(settings, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [[], {"scores": []}, {"scores": {"BLEU": "x"}, "items": 8, "heads": []}, {"scores": {"loss": 1.0}, "heads": [5]}],
+)
+def test_what_was_kept_and_is_damaged_is_refused(begun, run, tmp_path):
+    settings, folder = run
+    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
+    (tmp_path / "run" / UNFINISHED).write_text(json.dumps(begun))
+    with pytest.raises(DataError, match=r"unfinished-redundancy\.json is not the record of an analysis; delete it"):
+        measure_redundancy(settings, tmp_path / "run")
+
+
 def test_heads_under_routing_are_removed_too(tmp_path):
     arm = parse_arm("em:layers=0,kinds=decoder,capsules=4")
     corpus = write_toy_corpus(tmp_path / "pairs")

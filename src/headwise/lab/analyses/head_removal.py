@@ -14,7 +14,7 @@ from headwise.heads.heads import Site
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.metrics import METRICS, Loss
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, summarize_run
+from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, parse_head_drops, summarize_run
 from headwise.lab.results.statistics import estimate
 from headwise.lab.training.trained import Trained, load_trained
 
@@ -71,8 +71,9 @@ def _read_unfinished(path: Path, whole: Values) -> dict[str, Any]:
     if not path.exists():
         return {"scores": scores, "items": len(next(iter(whole.values()))), "heads": []}
     record = run_folder.read_json(path)
+    known = {drops.score: drops.whole for drops in parse_head_drops(path, record)}
     for score, found in scores.items():
-        kept = record["scores"].get(score)
+        kept = known.get(score)
         if kept is None or abs(kept - found) > SAME * max(1.0, abs(found)):
             raise DataError(f"{path} was measured at {score} {kept}, this model has {found}; delete it and run again.")
     return record

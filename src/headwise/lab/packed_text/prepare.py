@@ -15,7 +15,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from headwise.digests import require_unchanged, seal
+from headwise.digests import is_sealed, require_unchanged, seal
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, read_arrays, stable_key
 from headwise.lab.data.documents import Piece, read_pieces
@@ -210,7 +210,7 @@ def _write(
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     state = run_folder.read_json(path)
-    if not isinstance(state, dict):
+    if not is_sealed(state):
         raise DataError(f"{path} is not the state of a preparation; delete {folder} to prepare the text again.")
     require_unchanged(path, state, remedy=f"delete {folder} to prepare the text again.")
     return state

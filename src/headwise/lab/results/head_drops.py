@@ -113,9 +113,15 @@ def read_head_drops(folder: Path) -> tuple[HeadDrops, ...]:
         DataError: The record is damaged.
     """
     path = analysis_file(folder, REDUNDANCY)
-    if not path.exists():
-        return ()
-    record = read_json(path)
+    return parse_head_drops(path, read_json(path)) if path.exists() else ()
+
+
+def parse_head_drops(path: Path, record: Any) -> tuple[HeadDrops, ...]:
+    """Return the costs of heads in what a file holds.
+
+    Raises:
+        DataError: The record is damaged.
+    """
     try:
         return tuple(
             HeadDrops(

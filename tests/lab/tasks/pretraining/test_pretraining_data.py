@@ -201,6 +201,15 @@ def test_a_preparation_stopped_in_the_middle_of_a_file_goes_on_to_the_same_shard
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
+@pytest.mark.parametrize("held", [{}, [], {"total": "x", "pieces": 5}, {"pieces": {}}])
+def test_a_state_that_lost_its_digests_is_refused(held, prepared, tmp_path):
+    state = tmp_path / f".again-{'f' * 16}" / preparing.STATE
+    state.parent.mkdir()
+    state.write_text(json.dumps(held))
+    with pytest.raises(DataError, match=r"state\.json is not the state of a preparation; delete .*again"):
+        prepare_text(PACKING, find_files(prepared.parent / "docs.jsonl.gz"), small(), "f" * 16, tmp_path / "again")
+
+
 def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
     words = learn_word_pieces(lambda: [document(n) for n in range(20)], 120)
