@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import BertConfig, BertModel
 
 import headwise as hw
 from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json
@@ -17,10 +19,20 @@ from routing.test_hostile_folders import make_bert
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_pruned() -> BertModel:
+    """A model whose record says how many rows each layer has left."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 8, "max_position_embeddings": 8}
+    bert = BertModel(BertConfig(vocab_size=20, num_hidden_layers=2, **sizes)).eval()
+    heads = hw.find_heads(bert)
+    hw.prune(heads, {heads.sites[0].name: [1], heads.sites[1].name: [0, 2]})
+    return bert
+
+
+@pytest.fixture(scope="module", params=[make_bert, make_pruned])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "bert"
-    make_bert().save_pretrained(folder)
+    request.param().save_pretrained(folder)
     return folder
 
 
