@@ -160,6 +160,6 @@ def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console)
             for row in rows:
                 table.add_row(*row)
             console.print(table)
-    console.print(shrunk.loading, soft_wrap=True)
-    console.print(f"written to {request.out}; the page is {request.out / PAGE}", soft_wrap=True)
+    console.print(shrunk.loading, soft_wrap=True, markup=False)
+    console.print(f"written to {request.out}; the page is {request.out / PAGE}", soft_wrap=True, markup=False)
     return shrunk

@@ -99,6 +99,15 @@ def test_a_run_with_adapters_goes_on_to_the_same_bits(place, tmp_path):
     assert_goes_on_to_the_same_bits(settings(place, "svgd", lora=4), tmp_path, stopped=3)
 
 
+def test_a_tokenizer_that_could_not_be_saved_with_the_model_is_refused_before_training(place, tmp_path):
+    folder = Path(shutil.copytree(place / "gpt2", tmp_path / "odd"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "tokenizer_class": 3}')
+    chosen = settings(place, "plain")
+    scale = dataclasses.replace(chosen.scale, pretrained=folder)
+    with pytest.raises(DataError, match="odd holds no tokenizer that transformers can load"):
+        TASK.load(chosen.data, scale, tmp_path / "cache")
+
+
 def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
     chosen = settings(place, "plain")
 

@@ -3,21 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.models.pretrained import ADDED, quietly
 from headwise.lab.tasks.lm.data import LmData
 from headwise.lab.tasks.lm.scales import LmScale
-from headwise.lab.training.start import MODEL
+from headwise.lab.training.start import MODEL, open_tokenizer
 from headwise.routing.save import find_aggregators, save
 
 
 def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> None:
     """Write the model of a run and its tokenizer into `folder` / "model", adapters merged into the weights.
 
-    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with gates or talking heads
-    is not written, since transformers would load it without them.
+    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with gates, talking
+    heads or differential attention is not written, since transformers would load it without them.
     """
     if any({*ADDED} & {*module._modules} for module in network.modules()):
         return
@@ -32,5 +30,4 @@ def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> Non
                 write_text(temporary / name, text)
         else:
             kept = data.start_model.any_folder()
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-            tokenizer.save_pretrained(temporary)
+            open_tokenizer(kept, trust_remote_code=scale.trust_remote_code).save_pretrained(temporary)

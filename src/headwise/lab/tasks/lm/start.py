@@ -5,15 +5,15 @@ from pathlib import Path
 from headwise.errors import DataError
 from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens, read_tokens
-from headwise.lab.training.start import Start, find_start, require_positions
+from headwise.lab.training.start import Start, find_start, open_tokenizer, require_positions
 
 
 def find_model(scale: LmScale) -> Start | None:
     """Return where the model of a scale comes from; None where runs begin with new ones.
 
     Raises:
-        DataError: The folder holds no model, or the runs of a comparison; it has no tokenizer of tokenizers; or it has
-            fewer positions than rows have tokens.
+        DataError: The folder holds no model, or the runs of a comparison; it has no tokenizer of tokenizers, or one
+            that transformers cannot load; or it has fewer positions than rows have tokens.
     """
     if scale.pretrained is None:
         return None
@@ -27,6 +27,8 @@ def find_model(scale: LmScale) -> Start | None:
             ".save_pretrained(FOLDER)."
         )
     require_positions(folder, scale.length, trust_remote_code=scale.trust_remote_code)
+    # it is saved with the trained model, and is refused now rather than then
+    open_tokenizer(folder, trust_remote_code=scale.trust_remote_code)
     return start
 
 
