@@ -1,4 +1,4 @@
-"""The mean of attention weights over heads, one head at a time, against the weights themselves."""
+"""The mean of attention weights over heads, some heads at a time, against the weights themselves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.nn import average_weights
 from headwise.nn.average_weights import mean_of, mean_weights
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS, SIZE = 2, 6, 3, 5, 7, 4
@@ -139,3 +140,22 @@ def test_the_gradient_of_an_additive_mask_in_half_precision_has_its_dtype():
     mean_weights(queries, keys, mask).square().sum().backward()
     assert mask.grad.dtype == torch.bfloat16
     assert mask.grad.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+@pytest.mark.parametrize("held", [0, 1, 2, 4, 5])
+def test_weights_of_some_heads_at_a_time_give_the_same_mean_and_gradients(
+    key_heads: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one head after another, of several that share a key head or not, and of all."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 6, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    keys = torch.randn(2, key_heads, 5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    mask = torch.randn(2, 6, 4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    found = []
+    for most in (2**18, held * 2 * 4 * 5):
+        monkeypatch.setattr(average_weights, "MOST_ON_CPU", most)
+        mean = average_weights.mean_weights(queries, keys, mask, causal=True)
+        found.append([mean, *torch.autograd.grad(mean.square().sum(), (queries, keys, mask))])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.disagreement.pooled import measure_together
 from headwise.disagreement.relative import RelativeWeights
 from headwise.disagreement.similarities import PARAMETERS, READABLE, Similarity, SiteSimilarity, Sum, list_parts
 from headwise.errors import (
@@ -26,6 +28,9 @@ from headwise.heads.sharding import average_over
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.strength import DEFAULT, Relative, Target
+
+# Attentions, and their shares of a penalty: of several, [S], or of one, [].
+Measured = tuple[tuple[Site, ...], Tensor]
 
 
 class Disagreement(Handle):
@@ -179,7 +184,7 @@ class Disagreement(Handle):
         captures = self._read()
         values = self._measure_sites(captures, keep)
         self._add_up(values)
-        return loss + self.relative.weigh(loss, values, self.across, captures, keep)
+        return loss + self.relative.weigh(loss, _separate(values), self.across, captures, keep)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs for the same weights, as plain numbers; empty before the first `add_to`."""
@@ -204,45 +209,45 @@ class Disagreement(Handle):
     def _is_off(self) -> bool:
         return self.training_only and not (self.heads.model.training and torch.is_grad_enabled())
 
-    def _measure_sites(self, captures: list[Capture], keep: Tensor | None) -> list[tuple[Site, Tensor]]:
-        """Return each attention's share of the penalty, in the order of kinds and sites."""
+    def _measure_sites(self, captures: list[Capture], keep: Tensor | None) -> list[Measured]:
+        """Return the shares of the attentions in the penalty, in the order of kinds, terms and sites."""
         if self._is_off():
             return []
         training = self.heads.model.training and torch.is_grad_enabled()
         if training:
             _require_gradient(captures)
-        owners, weights, sums, counts = [], [], [], []
+        calls: dict[int, list[Capture]] = defaultdict(list)
+        for capture in captures:
+            calls[id(capture.site)].append(capture)
+        owners: list[tuple[Site, ...]] = []
+        weights, sums, counts = [], [], []
         for kind, weight in self.weights.items():
-            sites = [site for site in self.heads.sites if site.kind == kind]
+            sites = tuple(site for site in self.heads.sites if site.kind == kind)
             for scale, similarity in self._parts:
-                for site in sites:
-                    if similarity.reads == PARAMETERS:
-                        own, number = _measure_parameters(similarity, site)
-                    else:
-                        calls = [_measure(similarity, c, keep) for c in captures if c.site is site]
-                        own, number = (torch.stack(parts).sum() for parts in zip(*calls, strict=True))
-                    owners.append(site)
+                for members, own, number in _measure_kind(similarity, sites, calls, keep):
+                    owners.append(members)
                     weights.append(weight * scale / len(sites))
                     sums.append(own)
                     counts.append(number)
         if self.across is not None:
             counts = average_over(self.across, counts)
-        values: dict[int, tuple[Site, Tensor]] = {}
-        for site, weight, own, number in zip(owners, weights, sums, counts, strict=True):
-            value = own / number.clamp_min(torch.finfo(own.dtype).tiny if self.across else 1) * weight
-            before = values.get(id(site))
-            values[id(site)] = (site, value if before is None else before[1] + value.to(before[1].device))
-        if training and not any(value.requires_grad for _, value in values.values()):
+        least = None if self.across is None else torch.finfo
+        values = [
+            (members, own / number.clamp_min(1 if least is None else least(own.dtype).tiny) * weight)
+            for members, weight, own, number in zip(owners, weights, sums, counts, strict=True)
+        ]
+        if training and not any(value.requires_grad for _, value in values):
             raise NotFired(
                 f"no parameter that {self.term} compares is trained, so the penalty would change nothing; unfreeze "
                 "them (under LoRA: name their layers in target_modules) or use a term on outputs, such as hw.CKA()."
             )
-        return list(values.values())
+        return values
 
-    def _add_up(self, values: list[tuple[Site, Tensor]]) -> Tensor:
-        total = torch.zeros(()) if not values else values[0][1]
-        for _, value in values[1:]:
-            total = total + value.to(total.device)
+    def _add_up(self, values: list[Measured]) -> Tensor:
+        total = torch.zeros(())
+        for index, (_, value) in enumerate(values):
+            own = value.sum() if value.dim() else value
+            total = own if index == 0 else total + own.to(total.device)
         if values:
             self.last = total.detach()
         return total
@@ -259,6 +264,39 @@ class Disagreement(Handle):
         return f"{self.term} on {len(self.heads)} sites ({kinds}){names}"
 
     __repr__ = __str__
+
+
+def _measure_kind(
+    similarity: Similarity | SiteSimilarity,
+    sites: tuple[Site, ...],
+    calls: Mapping[int, list[Capture]],
+    keep: Tensor | None,
+) -> Iterator[tuple[tuple[Site, ...], Tensor, Tensor]]:
+    """Yield sums and numbers of attentions of one kind: of all at once, [S], where they are pooled, or of each."""
+    if similarity.reads == PARAMETERS:
+        for site in sites:
+            yield (site,), *_measure_parameters(similarity, site)
+        return
+    if all(len(calls[id(site)]) == 1 for site in sites):
+        read = [_read(similarity, calls[id(site)][0], keep) for site in sites]
+        together = measure_together(similarity, [tensor for tensor, _ in read], [own for _, own in read])
+        if together is not None:
+            yield sites, *together
+            return
+    for site in sites:
+        measured = [_measure(similarity, capture, keep) for capture in calls[id(site)]]
+        own, number = (torch.stack(parts).sum() for parts in zip(*measured, strict=True))
+        yield (site,), own, number
+
+
+def _separate(values: list[Measured]) -> list[tuple[Site, Tensor]]:
+    """Return the share of each attention, in the order in which they come first."""
+    found: dict[int, tuple[Site, Tensor]] = {}
+    for members, value in values:
+        for site, own in zip(members, value.unbind() if value.dim() else (value,), strict=True):
+            before = found.get(id(site))
+            found[id(site)] = (site, own if before is None else before[1] + own.to(before[1].device))
+    return list(found.values())
 
 
 def _describe_loss(loss: object) -> str:
@@ -281,6 +319,16 @@ def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> N
 
 
 def _measure(similarity: Similarity | SiteSimilarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    tensor, keep = _read(similarity, capture, keep)
+    if isinstance(similarity, SiteSimilarity):
+        return similarity.sum_and_count_at(capture.site, tensor, keep)
+    return similarity.sum_and_count(tensor, keep)
+
+
+def _read(
+    similarity: Similarity | SiteSimilarity, capture: Capture, keep: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a term reads of a call, and which tokens of it are real."""
     name = capture.site.label
     tensor: Tensor | None = getattr(capture, similarity.reads)
     assert tensor is not None  # taps refuse a call that did not compute it
@@ -295,9 +343,7 @@ def _measure(similarity: Similarity | SiteSimilarity, capture: Capture, keep: Te
             "One keep cannot serve calls of different lengths: leave it out if the attention receives a padding "
             "mask."
         )
-    if isinstance(similarity, SiteSimilarity):
-        return similarity.sum_and_count_at(capture.site, tensor, keep)
-    return similarity.sum_and_count(tensor, keep)
+    return tensor, keep
 
 
 def _measure_parameters(similarity: Similarity | SiteSimilarity, site: Site) -> tuple[Tensor, Tensor]:

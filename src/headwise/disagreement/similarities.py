@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from headwise.disagreement.pooled import mean_over_heads, position_similarity_each, vector_similarity_each
 from headwise.disagreement.terms import (
     frobenius_penalty_sum,
     output_similarity_sum,
@@ -87,6 +88,10 @@ class Output(Arithmetic):
         """Return sum and number over valid queries."""
         return output_similarity_sum(tensor, keep)
 
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, Q, H, e] -> [S]."""
+        return vector_similarity_each(tensor, keep)
+
 
 @dataclass(frozen=True)
 class Subspace(Arithmetic):
@@ -97,6 +102,10 @@ class Subspace(Arithmetic):
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid keys."""
         return subspace_similarity_sum(tensor, keep)
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, K, G, e] -> [S]."""
+        return vector_similarity_each(tensor, keep)
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,6 +137,10 @@ class Position(Arithmetic):
         return (
             position_similarity_of_mean_sum(tensor, keep) if self.recompute else position_similarity_sum(tensor, keep)
         )
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, H, Q, K] or means [S, B, Q, K] -> [S]."""
+        return position_similarity_each(tensor if self.recompute else mean_over_heads(tensor), keep)
 
     def __repr__(self) -> str:
         # as in records of runs made before this option existed

@@ -9,15 +9,11 @@ Every term also comes as `*_sum`, a sum over valid tokens and their number, to p
 no valid token the mean is 0: raising would require reading the mask's values in every step.
 """
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from headwise.similarity.mean_cosine import mean_cosine
 from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
-
-ZERO_NORM = 1e-12
 
 
 def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -56,7 +52,7 @@ def output_similarity_sum(outputs: Tensor, keep: Tensor | None = None) -> tuple[
     (tensor(0.7500), tensor(3))
     """
     _require_vectors("outputs", outputs, keep)
-    return _sum_and_count(_mean_cosine(outputs, keep), keep)
+    return _sum_and_count(mean_cosine(outputs, keep), keep)
 
 
 def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -79,7 +75,7 @@ def subspace_similarity_sum(values: Tensor, keep: Tensor | None = None) -> tuple
     (tensor(0.7500), tensor(3))
     """
     _require_vectors("values", values, keep)
-    return _sum_and_count(_mean_cosine(values, keep), keep)
+    return _sum_and_count(mean_cosine(values, keep), keep)
 
 
 def position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -205,7 +201,7 @@ def normalized_position_similarity_sum(weights: Tensor, keep: Tensor | None = No
     (tensor(0.9000), tensor(1))
     """
     _require_weights(weights, keep)
-    return _sum_and_count(_mean_cosine(weights.movedim(-3, -2), keep), keep)
+    return _sum_and_count(mean_cosine(weights.movedim(-3, -2), keep), keep)
 
 
 def frobenius_penalty(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -248,58 +244,6 @@ def frobenius_penalty_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[
     excess = overlap - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
     penalty = excess.square().sum((-2, -1))
     return _sum_and_count(penalty if keep is None else penalty.masked_fill(~keep, 0.0), keep)
-
-
-def _mean_cosine(vectors: Tensor, keep: Tensor | None) -> Tensor:
-    """(1/H²) Σ_ij cos(x_i, x_j) for x [..., H, e] -> [...]; 0 and no gradient where not kept."""
-    similarity: Tensor = _MeanCosine.apply(vectors, keep)[0]
-    return similarity
-
-
-class _MeanCosine(torch.autograd.Function):
-    """|m|²/H², m = Σ_h x_h/|x_h|; about 1.4 times as fast as autograd, and no float32 copy is saved."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        inverse_norm, resultant = _resultant(vectors.to(accumulation_dtype(vectors)))
-        similarity = resultant.square().sum(-1) / vectors.shape[-2] ** 2
-        if keep is not None:
-            similarity = similarity.masked_fill(~keep, 0.0)
-        return similarity, inverse_norm, resultant
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, ...]) -> None:
-        vectors, keep = inputs
-        _, inverse_norm, resultant = output
-        ctx.mark_non_differentiable(inverse_norm, resultant)
-        ctx.save_for_backward(vectors, keep, inverse_norm, resultant)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # d|m|²/dx_h = (2/|x_h|) (m - û_h (û_h·m))
-        vectors, keep, inverse_norm, resultant = ctx.saved_tensors
-        wide = vectors.to(accumulation_dtype(vectors))
-        if torch.is_grad_enabled():
-            # A second derivative must see how these depend on the vectors.
-            inverse_norm, resultant = _resultant(wide)
-        towards = grads[0].unsqueeze(-1) * inverse_norm * (2 / vectors.shape[-2] ** 2)
-        with autocast_off(wide):
-            along = (wide @ resultant.unsqueeze(-1)).squeeze(-1)
-        radial = towards * inverse_norm.square() * along
-        gradient = torch.addcmul(wide * -radial.unsqueeze(-1), towards.unsqueeze(-1), resultant.unsqueeze(-2))
-        if keep is not None:
-            gradient = gradient.masked_fill_(~keep[..., None, None], 0.0)
-        return gradient.to(vectors.dtype), None
-
-
-def _resultant(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """1/|x_h| (0 for a zero vector) [..., H] and Σ_h x_h/|x_h| [..., e]."""
-    norm = torch.linalg.vector_norm(vectors, dim=-1)
-    inverse_norm = norm.masked_fill(norm <= ZERO_NORM, math.inf).reciprocal()
-    with autocast_off(vectors):
-        return inverse_norm, (inverse_norm.unsqueeze(-2) @ vectors).squeeze(-2)
 
 
 def _sum_and_count(per_token: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument
+from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Observer
 
 
@@ -43,7 +44,8 @@ class Ablation(Handle):
         self.heads, self.indices = heads, indices
         # all output projections are found before the first is hooked: an error leaves the model as it was
         within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
-        projections = [None if own else site.expose() for site, own in zip(heads.sites, within, strict=True)]
+        with walk_once(heads.model):
+            projections = [None if own else site.expose() for site, own in zip(heads.sites, within, strict=True)]
         self._removals = [_Removal(site) for site in heads.sites]
         for removal, output_projection in zip(self._removals, projections, strict=True):
             if output_projection is None:

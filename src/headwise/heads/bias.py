@@ -12,6 +12,7 @@ from headwise.errors import MaskError, NotFired
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle
+from headwise.nn.multihead import walk_once
 from headwise.nn.scores import ScoreCall
 
 BiasFunction = Callable[[Site, ScoreCall], Tensor | None]
@@ -50,8 +51,9 @@ class HeadBias(Handle):
         self._moved: dict[torch.device, tuple[int, Tensor]] = {}
         self._counts = [_Count(site) for site in heads.sites]
         try:
-            for count in self._counts:
-                self._removers.append(count.site.reach_scores().listen(partial(self._compute, count)))
+            with walk_once(heads.model):
+                for count in self._counts:
+                    self._removers.append(count.site.reach_scores().listen(partial(self._compute, count)))
         except BaseException:
             self.remove()
             raise

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -195,11 +196,23 @@ def _expand_batch(keep: Tensor | None, batch: int) -> Tensor | None:
     return keep if keep is None or keep.shape[0] == batch else keep.expand(batch, -1)
 
 
+# Names of positional parameters, by the function that is a module's forward.
+_parameters: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+
+
 def list_parameters(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a module's forward."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind not in variadic)
+    forward = module.forward
+    # layers of a model share the function, whose signature takes long to read
+    shared = getattr(forward, "__func__", None)
+    names = None if shared is None else _parameters.get(shared)
+    if names is None:
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(forward).parameters.values()
+        names = tuple(parameter.name for parameter in parameters if parameter.kind not in variadic)
+        if shared is not None:
+            _parameters[shared] = names
+    return names
 
 
 def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:

@@ -26,6 +26,7 @@ from headwise.heads.capture import (
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument
+from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 
 # A loop that trains for this many calls without reading its taps holds every graph it has built.
@@ -116,7 +117,8 @@ class Taps(Handle):
         self._transient = False
         self._forward, self._running = ForwardToken(), False
         try:
-            self._attach()
+            with walk_once(heads.model):
+                self._attach()
         except BaseException:
             self.remove()
             raise

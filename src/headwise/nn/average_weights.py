@@ -1,17 +1,22 @@
-"""The mean of attention weights over heads, one head at a time: [B, Q, K] without [B, H, Q, K].
+"""The mean of attention weights over heads, some heads at a time: [B, Q, K] without [B, H, Q, K].
 
-The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so those of each head
-are recomputed from queries and keys in the forward pass and again in the backward pass. Only queries, keys and the mask
-are kept in between.
+The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so those of the heads
+are recomputed from queries and keys in the forward pass and again in the backward pass: of all heads at once where
+their weights are few numbers, and of one head after another in long sequences. Only queries, keys and the mask are kept
+in between.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, MaskError, ShapeError
+
+# Weights that are held at a time, in numbers: those of one head at least.
+MOST_ON_CPU, MOST_ON_ACCELERATOR = 2**18, 2**24
 
 
 def mean_weights(
@@ -71,8 +76,8 @@ class _MeanWeights(torch.autograd.Function):
         batch, heads, length, _ = queries.shape
         dtype = torch.promote_types(queries.dtype, torch.float32)
         mean = torch.zeros(batch, length, keys.shape[2], dtype=dtype, device=queries.device)
-        for head in range(heads):
-            mean += _compute_weights(queries, keys, mask, scale, causal, head)
+        for part in _divide_heads(queries, keys):
+            mean += _compute_weights(queries, keys, mask, scale, causal, part).sum(1)
         return mean.div_(heads)
 
     @staticmethod
@@ -82,38 +87,65 @@ class _MeanWeights(torch.autograd.Function):
                 "a gradient through the mean of attention weights was requested with create_graph=True; it is "
                 "differentiable once. Use Position() without recompute."
             )
-        # dS = A (G - sum_k A G), a head at a time, with G/H the gradient of each head's weights
+        # dS = A (G - sum_k A G), with G/H the gradient of each head's weights
         queries, keys, mask = ctx.saved_tensors
-        heads, share = queries.shape[1], queries.shape[1] // keys.shape[1]
-        towards = grads[0] / heads
+        towards = grads[0].unsqueeze(1) / queries.shape[1]
         to_queries, to_keys = torch.empty_like(queries), torch.zeros_like(keys, dtype=grads[0].dtype)
         to_mask = None
         if mask is not None and ctx.needs_input_grad[2]:
             to_mask = torch.zeros_like(mask, dtype=grads[0].dtype)
         with torch.autocast(queries.device.type, enabled=False):
-            for head in range(heads):
-                weights = _compute_weights(queries, keys, mask, ctx.scale, ctx.causal, head)
+            for part in _divide_heads(queries, keys):
+                weights = _compute_weights(queries, keys, mask, ctx.scale, ctx.causal, part)
                 product = weights * towards
                 scores = product.sub_(weights * product.sum(-1, keepdim=True))
                 if to_mask is not None:
-                    own = _select_head(to_mask, head)
+                    own = _select_heads(to_mask, part)
                     own += scores.sum_to_size(own.shape)
-                scores = (scores * ctx.scale).to(queries.dtype)
-                to_queries[:, head] = scores @ keys[:, head // share]
-                to_keys[:, head // share] += scores.mT @ queries[:, head]
+                scores = part.fold((scores * ctx.scale).to(queries.dtype))
+                query, key = part.fold(queries[:, part.heads]), keys[:, part.keys]
+                to_queries[:, part.heads] = (scores @ key).view(query.shape[0], -1, *queries.shape[2:])
+                to_keys[:, part.keys] += scores.mT @ query
         return to_queries, to_keys.to(keys.dtype), to_mask, None, None
 
 
+class _Part(NamedTuple):
+    """Some query heads, and the key heads that they share."""
+
+    heads: slice
+    keys: slice
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """Return what query heads hold, [B, n, Q, x], with the queries of those that share a key head in one row."""
+        count = self.keys.stop - self.keys.start
+        return tensor.reshape(tensor.shape[0], count, -1, tensor.shape[-1])
+
+
+def _divide_heads(queries: Tensor, keys: Tensor) -> Iterator[_Part]:
+    """Yield parts of the heads whose weights are held at a time."""
+    batch, heads, length, _ = queries.shape
+    share = heads // keys.shape[1]
+    most = MOST_ON_CPU if queries.device.type == "cpu" else MOST_ON_ACCELERATOR
+    size = max(1, most // max(1, batch * length * keys.shape[2]))
+    if size < share:
+        for head in range(heads):
+            yield _Part(slice(head, head + 1), slice(head // share, head // share + 1))
+        return
+    for first in range(0, keys.shape[1], size // share):
+        last = min(first + size // share, keys.shape[1])
+        yield _Part(slice(first * share, last * share), slice(first, last))
+
+
 def _compute_weights(
-    queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, head: int
+    queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, part: _Part
 ) -> Tensor:
-    """The weights of one head, [B, Q, K], in single precision at least; rows without a key are 0."""
-    key = keys[:, head // (queries.shape[1] // keys.shape[1])]
+    """The weights of some heads, [B, n, Q, K], in single precision at least; rows without a key are 0."""
     with torch.autocast(queries.device.type, enabled=False):
-        scores = (queries[:, head] * scale) @ key.mT
+        scores = part.fold(queries[:, part.heads] * scale) @ keys[:, part.keys].mT
+    scores = scores.view(len(queries), -1, queries.shape[2], keys.shape[2])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
-        own = _select_head(mask, head)
+        own = _select_heads(mask, part)
         scores = scores.masked_fill_(~own, -math.inf) if own.dtype == torch.bool else scores.add_(own)
     if causal:
         rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
@@ -123,11 +155,9 @@ def _compute_weights(
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
-def _select_head(mask: Tensor, head: int) -> Tensor:
-    """The view of a mask for one head, broadcastable to [B, Q, K]; a head axis of 1 is that of all."""
-    if mask.dim() < 3:
-        return mask
-    return mask.select(-3, head if mask.shape[-3] > 1 else 0)
+def _select_heads(mask: Tensor, part: _Part) -> Tensor:
+    """The view of a mask for some heads, broadcastable to [B, n, Q, K]; a head axis of 1 is that of all."""
+    return mask if mask.dim() < 3 or mask.shape[-3] == 1 else mask[..., part.heads, :, :]
 
 
 def _require_fitting(queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -245,8 +247,9 @@ def adopt(model: nn.Module, attention: nn.Module) -> bool:
         >>> type(layer.self_attn).__module__
         'headwise.nn.multihead'
     """
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and any(m is attention for m in encoder.modules()):
+    known = _walked.get(id(model))
+    for encoder, inside in _find_encoders(model) if known is None else known:
+        if id(attention) in inside:
             encoder.use_nested_tensor = False
     if isinstance(attention, MultiheadAttention):
         return False
@@ -258,6 +261,36 @@ def adopt(model: nn.Module, attention: nn.Module) -> bool:
     attention.__class__ = MultiheadAttention
     _leave_fast_path(attention)
     return True
+
+
+# Encoders of the models that are walked through once; see `walk_once`.
+_walked: dict[int, list[tuple[nn.TransformerEncoder, set[int]]]] = {}
+
+
+@contextmanager
+def walk_once(model: nn.Module) -> Iterator[None]:
+    """Have `adopt` walk through a model once for all calls in the block, in which no module is added or removed.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> with walk_once(layer):
+        ...     adopt(layer, layer.self_attn)
+        True
+    """
+    if id(model) in _walked:
+        yield
+        return
+    _walked[id(model)] = _find_encoders(model)
+    try:
+        yield
+    finally:
+        del _walked[id(model)]
+
+
+def _find_encoders(model: nn.Module) -> list[tuple[nn.TransformerEncoder, set[int]]]:
+    """Return the encoders whose fast path takes nested tensors, and what modules are inside each, by id."""
+    found = [encoder for encoder in model.modules() if isinstance(encoder, nn.TransformerEncoder)]
+    return [(encoder, {id(module) for module in encoder.modules()}) for encoder in found]
 
 
 def valid_keys(key_padding_mask: Tensor | None) -> Tensor | None:
