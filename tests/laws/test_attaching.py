@@ -141,6 +141,7 @@ LAYOUTS = {
     "packed": Layout(Attention),
     "packed, weights returned": Layout(Attention, run_with_weights),
     "headwise's own": Layout(lambda: Attention(hw.nn.MultiheadAttention)),
+    "differential": Layout(lambda: Attention(hw.nn.DifferentialAttention)),
     "separate": Layout(lambda: Attention(kdim=6, vdim=7)),
     "appended keys": Layout(lambda: Attention(add_bias_kv=True, add_zero_attn=True)),
     "length first": Layout(lambda: Attention(batch_first=False, dropout=0.4)),
