@@ -1,8 +1,9 @@
 """One step of a rule on the particle groups of a model, where parameters are whole and where they are sharded.
 
 On a CPU a step has two passes: all Gram matrices and the rule's coefficients first, then the mixing of gradients and
-parameters on views of them, without a copy of a weight. On an accelerator groups are stacked: see `step_batched`.
-Nothing here waits for the device.
+parameters on views of them, without a copy of a weight. Groups whose particles are far apart are mixed in single
+precision, `step_columns`; those that are close, and other dtypes, here, in float64. On an accelerator groups are
+stacked, and small ones on a CPU too: see `step_batched`. Nothing here waits for an accelerator.
 """
 
 from collections import defaultdict
@@ -40,6 +41,10 @@ from headwise.repulsion.mixing import (
 )
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step_batched import GroupGradients, apply_stacked, stacks_on
+from headwise.repulsion.step_columns import apply_by_columns, find_apart
+
+# On a CPU groups of at most this many numbers are stacked: for them calls cost more than copies.
+MOST_CALLED = 2**13
 
 
 @torch.no_grad()
@@ -125,15 +130,37 @@ def _apply_local(
         return None
     if process_groups or not any(stacks_on(device) for _, device in batches):
         divided = bool(process_groups)
-        sums = add_over_processes(process_groups, [_add_grams(rule, batch, divided) for batch in batches.values()])
-        pairs = zip(batches.values(), sums, strict=True)
-        records = [_apply_batch(rule, batch, own, strength, scale) for batch, own in pairs]
+        whole = [] if divided else list(batches.values())
+        records, left = [], list(batches.values()) if divided else []
+        for batch in whole:
+            done, others = _apply_apart(rule, batch, strength, scale)
+            records += done
+            left += others
+        sums = add_over_processes(process_groups, [_add_grams(rule, batch, divided) for batch in left])
+        records += [_apply_batch(rule, batch, own, strength, scale) for batch, own in zip(left, sums, strict=True)]
     else:
         every = [pair for batch in batches.values() for pair in batch]
         records = apply_stacked(rule, every, strength=strength, scale=scale)
     for group, views, gradients in written:
         group.write(views, gradients)
     return replace(ForceNorms.join(records), skipped=tuple(skipped))
+
+
+def _apply_apart(
+    rule: Rule, batch: list[GroupGradients], strength: Strength, scale: Tensor | None
+) -> tuple[list[ForceNorms], list[list[GroupGradients]]]:
+    """Apply a rule to the groups of a CPU that need no float64; return what it did, and the groups left."""
+    few = [pair for pair in batch if sum(view.numel() for view in pair[1]) <= MOST_CALLED]
+    records = apply_stacked(rule, few, strength=strength, scale=scale) if len(few) > 1 else []
+    batch = [pair for pair in batch if not records or sum(view.numel() for view in pair[1]) > MOST_CALLED]
+    if not batch:
+        return records, []
+    apart, grams = find_apart(rule, batch)
+    taken = [pair for pair, own in zip(batch, apart, strict=True) if own]
+    if taken and grams is not None:
+        records.append(apply_by_columns(rule, taken, grams, strength, scale))
+    left = [pair for pair, own in zip(batch, apart, strict=True) if not own]
+    return records, [left] if left else []
 
 
 def _add_grams(rule: Rule, batch: Sequence[GroupGradients], divided: bool) -> GramSums:
