@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -186,7 +187,11 @@ def python_table(rounds: int) -> dict[str, object]:
     calls = {name: count_calls(variant.step) for name, variant in variants.items()}
     heads = hw.find_heads(Narrow(ATTACHED, METHODS["plain"]).model)
     attach = interleaved(
-        torch.device("cpu"), {"attach": lambda: hw.Disagreement(heads, hw.Output()).remove()}, 3, "attaching"
+        torch.device("cpu"),
+        {"attach": lambda: hw.Disagreement(heads, hw.Output()).remove()},
+        5,
+        "attaching",
+        time.process_time,
     )
     return {
         "layers": DEEP,

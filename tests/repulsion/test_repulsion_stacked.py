@@ -164,7 +164,8 @@ def test_the_launches_of_a_step_do_not_grow_with_the_layers(stacks):
     assert seven.total == 80
     stacks(False)
     few, many = (launches(with_gradients(packed(layers), torch.float32), hw.SVGD(alpha=0.01)) for layers in (2, 7))
-    assert many.total > 2 * few.total
+    # on views at least one for each group more
+    assert many.total - few.total > 3 * (7 - 2)
 
 
 @pytest.mark.parametrize("stacking", [True, False])

@@ -104,7 +104,7 @@ class HeadSlice:
             settle("along", weight.shape[self.axis])
             settle("across", weight.shape[self.axes.inputs])
 
-    @property
+    @cached_property
     def axes(self) -> HeadAxes:
         """Along which axes of the parameter its heads, their features, the inputs and `start` are counted."""
         features = self.axis if self.feature_axis < 0 else self.feature_axis
@@ -116,7 +116,7 @@ class HeadSlice:
         """The slices of single parameters that it is made of: itself, or one for each head (`HeadStack`)."""
         return (self,)
 
-    @property
+    @cached_property
     def transposed(self) -> bool:
         """Whether its views are [M, d, e] rather than [M, e, d]: features of heads come after the inputs."""
         return self.axes.features > self.axes.inputs

@@ -29,6 +29,8 @@ MOST_STACKED = 2**25
 
 # A group, and the views [M, a, b] of its gradients.
 GroupGradients = tuple[ParticleGroup, list[Tensor]]
+# The same with those of its parameters.
+Member = tuple[ParticleGroup, list[Tensor], list[Tensor]]
 
 
 def stacks_on(device: torch.device) -> bool:
@@ -44,11 +46,12 @@ def apply_stacked(
     return [apply_to_stack(rule, members, strength, scale) for members in _divide_into_stacks(every)]
 
 
-def _divide_into_stacks(every: Sequence[GroupGradients]) -> list[list[GroupGradients]]:
-    kinds: dict[Hashable, list[GroupGradients]] = defaultdict(list)
+def _divide_into_stacks(every: Sequence[GroupGradients]) -> list[list[Member]]:
+    kinds: dict[Hashable, list[Member]] = defaultdict(list)
     for group, gradients in every:
-        kind = [(view.shape, view.dtype, view.device) for view in (*group.views(), *gradients)]
-        kinds[tuple(kind)].append((group, gradients))
+        own = group.views()
+        kind = tuple((view.shape, view.dtype, view.device) for view in (*own, *gradients))
+        kinds[kind].append((group, gradients, own))
     stacks = []
     for members in kinds.values():
         size = sum(view.numel() for view in members[0][1])
@@ -57,12 +60,10 @@ def _divide_into_stacks(every: Sequence[GroupGradients]) -> list[list[GroupGradi
     return stacks
 
 
-def apply_to_stack(
-    rule: Rule, members: Sequence[GroupGradients], strength: Strength, scale: Tensor | None
-) -> ForceNorms:
+def apply_to_stack(rule: Rule, members: Sequence[Member], strength: Strength, scale: Tensor | None) -> ForceNorms:
     """Replace the gradients of G groups of one shape in place by those of the rule."""
-    groups, gradients = [group for group, _ in members], [views for _, views in members]
-    own = [torch.stack(views).flatten(2) for views in zip(*(group.views() for group in groups), strict=True)]
+    groups, gradients = [group for group, _, _ in members], [views for _, views, _ in members]
+    own = [torch.stack(views).flatten(2) for views in zip(*(particles for _, _, particles in members), strict=True)]
     given = [torch.stack(views).flatten(2) for views in zip(*gradients, strict=True)]
     exact = [stack.to(torch.float64) for stack in own]
     plain = add_up([stack @ stack.mT for stack in exact]) if rule.needs_inner else None
