@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.heads.heads import Heads
-from headwise.lab.training.drophead import DropHead
 from headwise.lab.training.muon import MuonAndRest
 from headwise.nn.difference import pair_heads
 from headwise.nn.multihead import adopt
@@ -97,7 +96,7 @@ class Variant:
             self.model.to(device)
         heads = hw.find_heads(self.model)
         if dropped:
-            DropHead(heads, dropped, seed=0)
+            hw.drop_heads(heads, dropped, seed=0)
         self.gating = None if gates is None else hw.gate_heads(heads, gates)
         if mixed:
             hw.mix_heads(heads, logits="logits" in mixed, weights="weights" in mixed)

@@ -28,6 +28,7 @@ from headwise.heads.ablation import Ablation, ablate
 from headwise.heads.bias import HeadBias, bias_heads
 from headwise.heads.blocks import HeadBlocks, head_blocks
 from headwise.heads.capture import Capture
+from headwise.heads.dropping import HeadDropping, drop_heads
 from headwise.heads.find import LAYOUTS, find_heads
 from headwise.heads.head_list import HeadList
 from headwise.heads.heads import Heads, Site
@@ -103,6 +104,7 @@ __all__ = [
     "Guidance",
     "HeadBias",
     "HeadBlocks",
+    "HeadDropping",
     "HeadList",
     "HeadMask",
     "HeadMixing",
@@ -162,6 +164,7 @@ __all__ = [
     "aggregate",
     "align",
     "bias_heads",
+    "drop_heads",
     "find_heads",
     "gate_heads",
     "guide",

@@ -4,18 +4,15 @@ import dataclasses
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from torch import nn
 
 import headwise.lab.experiment.arm as arms_module
 from headwise.disagreement.invariant import CKA, SpanOverlap
 from headwise.disagreement.similarities import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.gating.settings import MixtureOfHeads, SigmoidGate
-from headwise.heads.find import find_heads
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm, combine, named_arms
 from headwise.lab.experiment.arm_record import record_arm, restore_arm
@@ -31,8 +28,6 @@ from headwise.lab.experiment.method import (
     Widen,
 )
 from headwise.lab.experiment.run_folder import as_record
-from headwise.lab.training.drophead import DropHead
-from headwise.nn.multihead import MultiheadAttention
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.rules import SPOS, SVGD
 from headwise.routing.settings import Chunks, EMRouting, Trunk
@@ -307,7 +302,7 @@ def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
         ("nothing-like-it", r"there is no arm 'nothing-like-it'; choose \(all: plain, "),
         (
             "svgd:alfa=1",
-            r"arm svgd has no setting 'alfa'; it has alpha, step_size, kernel, bandwidth, smoothing, .*learning_rate, dropout\.",
+            r"arm svgd has no setting 'alfa'; it has alpha, step_size, kernel, bandwidth, .*learning_rate, dropout\.",
         ),
         ("svgd:alpha=big", r"svgd:alpha is 'big'; expected a number\."),
         ("svgd:alpha=-1", r"alpha"),
@@ -340,46 +335,6 @@ def test_an_arm_named_twice_is_refused():
 def test_spos_and_sgld_say_their_temperature():
     assert isinstance(named_arms()["spos"].find(Repel).rule, SPOS)
     assert "inverse_temperature=" in repr(named_arms()["spos"])
-
-
-def attention(num_heads: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, num_heads, 16, dropout=0.0, batch_first=True)
-    layer.self_attn = MultiheadAttention(8, num_heads, batch_first=True)
-    return layer
-
-
-def test_drophead_zeroes_whole_heads_of_an_example_and_rescales_the_rest():
-    layer = attention()
-    seen: list[torch.Tensor] = []
-    DropHead(find_heads(layer), 0.5, seed=1)
-    layer.self_attn.out_proj.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0]))
-    inputs = torch.randn(64, 5, 8)
-    layer(inputs)
-    layer.eval()
-    layer(inputs)
-    dropped, whole = (outputs.unflatten(-1, (4, 2)) for outputs in seen)
-    scale = dropped / whole
-    # one number a head and example, the same for all its tokens and features
-    assert torch.allclose(scale, scale[:, :1, :, :1].expand_as(scale), atol=1e-5)
-    factors = scale[:, 0, :, 0]
-    kept = factors > 0
-    assert torch.allclose(factors.sum(-1), torch.full((64,), 4.0))
-    assert 0.35 < 1 - kept.float().mean() < 0.65
-    assert len({tuple(row) for row in kept.tolist()}) > 4
-
-
-def test_drophead_draws_from_a_generator_of_its_own():
-    layer = attention()
-    handle = DropHead(find_heads(layer), 0.5, seed=1)
-    before = torch.get_rng_state()
-    state = handle.generator.get_state()
-    first = layer(torch.ones(3, 2, 8))
-    assert torch.equal(torch.get_rng_state(), before)
-    handle.generator.set_state(state)
-    assert torch.equal(layer(torch.ones(3, 2, 8)), first)
-    handle.remove()
-    assert torch.equal(layer(torch.ones(3, 2, 8)), layer(torch.ones(3, 2, 8)))
 
 
 def test_an_arm_is_a_frozen_value():

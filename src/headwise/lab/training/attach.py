@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise.disagreement.penalty import Disagreement
 from headwise.errors import SettingError
 from headwise.gating.attach import Gating, gate_heads
+from headwise.heads.dropping import HeadDropping, drop_heads
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.heads.mixing import mix_heads
@@ -25,7 +26,6 @@ from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
-from headwise.lab.training.drophead import DropHead
 from headwise.lab.training.rebuild import pair_all_heads, widen_feed_forward
 from headwise.repulsion.repel import Repulsion
 from headwise.roles.guide import Guidance, guide
@@ -111,7 +111,7 @@ class Methods:
         self.penalty: Disagreement | None = None
         self.penalize: Penalize | None = None
         self.gating: Gating | None = None
-        self.drophead: DropHead | None = None
+        self.drophead: HeadDropping | None = None
         self.repulsion: Repulsion | None = None
         self.heads: Heads | None = None
         if part is None:
@@ -135,7 +135,7 @@ class Methods:
             self.penalize = penalize
         drop = arm.find(DropHeads)
         if drop is not None and (drop.rate or drop.start):
-            self.drophead = DropHead(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
+            self.drophead = drop_heads(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
         if masks is not None:
             _guide(model, self.heads, masks)
 
@@ -202,7 +202,7 @@ class Methods:
     def state_dict(self) -> dict[str, Any]:
         """Return what the methods draw from, for a checkpoint."""
         state: dict[str, Any] = {}
-        if self.drophead is not None:
+        if self.drophead is not None and self.drophead.generator is not None:
             state["drophead"] = self.drophead.generator.get_state()
         if self.repulsion is not None:
             state["repulsion"] = self.repulsion.state_dict()
@@ -212,7 +212,7 @@ class Methods:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if self.drophead is not None:
+        if self.drophead is not None and self.drophead.generator is not None:
             self.drophead.generator.set_state(state["drophead"])
         if self.repulsion is not None:
             self.repulsion.load_state_dict(state["repulsion"])
