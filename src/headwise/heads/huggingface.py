@@ -8,6 +8,7 @@ Imported by `find_heads` only, and only for models whose modules come from trans
 """
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +27,9 @@ from headwise.heads.heads import Site
 from headwise.heads.huggingface_config import UNDERNEATH, override_implementation
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
+from headwise.nn.difference import find_difference
 from headwise.nn.hooks import Hook
-from headwise.nn.mixing import drop_weights, find_mixer
+from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import (
     Bias,
     Listeners,
@@ -99,6 +101,17 @@ class InterfaceScores:
         return override_implementation(self.module), partial(_require_reached, self.module)
 
 
+def keep_reached(module: nn.Module) -> None:
+    """Have the module attend with our implementation for good: also a copy, which has the configuration itself.
+
+    Raises:
+        NotFired: It runs an implementation that was set since.
+    """
+    if not hasattr(module.config, "headwise_original"):
+        override_implementation(module)
+    _require_reached(module)
+
+
 def _require_reached(module: nn.Module) -> None:
     named = getattr(module.config, "_attn_implementation", None)
     if named not in UNDERNEATH:
@@ -120,6 +133,8 @@ def _attend_over_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if find_difference(module) is not None:
+        return _attend_in_pairs(module, query, key, value, attention_mask, explicit=False, **settings)
     answer = _resolve_request(module, query, key)
     capped = settings.get("softcap") is not None or settings.get("s_aux") is not None
     mixer = find_mixer(module)
@@ -147,6 +162,8 @@ def _attend_over_sdpa(
 def _attend_over_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
+    if find_difference(module) is not None:
+        return _attend_in_pairs(module, query, key, value, attention_mask, explicit=True, **settings)
     answer = _resolve_request(module, query, key)
     mixer = find_mixer(module)
     if answer.biases or mixer is not None:
@@ -161,6 +178,43 @@ def _attend_over_eager(
         if not settings.get("dropout"):
             return whole
     return stock(module, query, key, value, attention_mask, **settings)
+
+
+def _attend_in_pairs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    explicit: bool,
+    dropout: float = 0.0,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return O of differential attention with H / 2 heads [B, Q, H / 2, 2e], and if `explicit` its maps.
+
+    Query heads 2g and 2g + 1 are the maps of head g. So are key heads, and their values are joined: under grouped
+    queries with r query heads for each key/value head, head g has the keys and values of pair g // r.
+    """
+    difference: Any = find_difference(module)
+    scaling = settings.get("scaling")
+    own = [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]
+    if own or (scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5)):
+        given = ", ".join(own) or f"scores times {scaling:.6g} instead of {query.shape[-1] ** -0.5:.6g}"
+        raise LayoutError(f"{type(module).__name__} attends with {given}, which differential attention does not have.")
+    query, key, value = (
+        tensor.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3).contiguous() for tensor in (query, key, value)
+    )
+    key, value = (_repeat_groups(tensor, query.shape[1]) for tensor in (key, value))
+    answer = _resolve_request(module, query, key)
+    mask = _build_mask(module, query, key, attention_mask, answer, settings)
+    explicit = explicit or (answer.weights and not answer.beside)
+    heads, weights, dropped = difference(query, key, value, mask, dropout=dropout, explicit=explicit)
+    if answer.weights or answer.mean_weights:
+        query, key = (difference.take_first(difference.split(tensor)) for tensor in (query, key))
+        weights = compute_weights(query, key, mask) if weights is None else weights
+        _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
+    return heads.transpose(1, 2).contiguous(), dropped
 
 
 def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:

@@ -35,6 +35,7 @@ from headwise.heads.layout_steps import (
 from headwise.heads.projection import Projection, find_obstacle
 from headwise.heads.sharding import computes_part
 from headwise.nn.additive import AdditiveAttention
+from headwise.nn.difference import find_difference
 from headwise.nn.multihead import adopt
 from headwise.nn.scores import TorchScores
 
@@ -227,7 +228,8 @@ class SeparateLinears:
     def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
         size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
         if size is not None:
-            return size
+            # of each of the two heads that became one; see `pairing`
+            return size if find_difference(module) is None else 2 * size
         if divided:
             raise LayoutError(
                 f"{name or 'the model'} ({type(module).__name__}) is divided by tensor parallelism and has none of "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headwise.digests import seal
 from headwise.errors import DataError, HeadwiseError, LayoutError, SettingError
 from headwise.nn.compiled import strip_wrappers, unwrap_compiled, without_wrappers
+from headwise.nn.difference import HeadDifference
 from headwise.nn.mixing import HeadMixer
 from headwise.nn.multihead import MultiheadAttention, adopt
 from headwise.nn.resized import read_sizes
@@ -92,6 +93,10 @@ def _save(model: nn.Module, target: Path, state_dict: Mapping[str, Tensor] | Non
         )
     if any(isinstance(module, HeadMixer) for module in model.modules()):
         raise DataError(f"{type(model).__name__} has talking heads, which load() does not make; save its state_dict.")
+    if _describe_model(model) is not None and any(isinstance(module, HeadDifference) for module in model.modules()):
+        raise DataError(
+            f"{type(model).__name__} has differential attention, which load() does not make; save its state_dict."
+        )
     _refuse_stock_weights(target)
     given = None if state_dict is None else {strip_wrappers(name): tensor for name, tensor in state_dict.items()}
     tensors, tied = collect_tensors(model, given)

@@ -9,6 +9,8 @@ from headwise.heads.functional import call_projections
 from headwise.heads.head_runs import HeadRuns
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
+from headwise.nn.difference import find_difference
+from headwise.nn.multihead import MultiheadAttention
 from headwise.routing.save import find_aggregators
 
 # A bias for each distance and head, which the layers of a stack may share.
@@ -55,6 +57,8 @@ def _find_form(site: Site) -> str | None:
     added = next((name for name in ("head_gates", "head_mixer") if name in site.module._modules), None)
     if added is not None:
         return f"has {added}, made for all heads; remove them (remove() of their handle), prune, and attach new ones."
+    if find_difference(site.module) is not None and not isinstance(site.module, MultiheadAttention):
+        return "has head_difference, which no folder that transformers or hw.load reads can hold; use hw.ablate."
     if any(isinstance(head_slice, HeadStack) for head_slice in site.slices):
         return "keeps its heads in a list of modules; delete them there, and their columns of the output projection."
     if site.output is None:

@@ -201,7 +201,7 @@ def test_the_balance_of_a_mixture_enters_the_loss_of_training_and_no_other(cache
 
 def test_arms_that_a_model_cannot_have_are_refused_in_a_sentence():
     bert = find_heads(make_bert())
-    with pytest.raises(LayoutError, match="the arms differential and paired change torch's multi-head attention alone"):
+    with pytest.raises(LayoutError, match="arms differential and paired change torch's multi-head attention and the"):
         pair_all_heads(bert, second=True)
     with pytest.raises(SettingError, match="has no feed_forward or mlp of Linears"):
         widen_feed_forward(bert)

@@ -101,7 +101,8 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
     if min(site.num_heads for site in heads) < 2:
         return Diversity(dict.fromkeys(pairwise) | measured, {})
     measured["parameter_cosine"] = _mean(
-        [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters]
+        # a key/value head that all query heads share has nothing to be compared with
+        [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters if len(particles) > 1]
     )
     sites: dict[str, _Site] = {site.name: _Site(site) for site in heads}
     with Taps(heads, outputs=True, weights=True) as taps:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from headwise.errors import DataError
 from headwise.gating.link import NAME as GATES
+from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
 
 # Many folders lack the pooler, which the head in use may not read.
 UNREAD = "pooler"
 # Modules of methods, which transformers passes over in a folder that holds them.
-ADDED = (GATES, MIXER)
+ADDED = (GATES, MIXER, DIFFERENCE)
 
 
 def require_whole(
@@ -40,7 +41,7 @@ def require_whole(
     if lost is not None:
         raise DataError(
             f"{folder} holds {lost!r}, which transformers does not load: its model would be another than the one that "
-            "was trained; go on from a model without gates or talking heads."
+            "was trained; go on from a model without gates, talking heads or differential attention."
         )
     remedy = "the folder holds a part of that model, or other names; save the whole model with save_pretrained()."
     for key, fault in (("missing_keys", "has no"), ("mismatched_keys", "has another shape of")):

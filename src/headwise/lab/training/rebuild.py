@@ -6,6 +6,7 @@ from torch import nn
 
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.heads import Heads
+from headwise.heads.pairing import pair_decoder_heads, reads_pairs
 from headwise.nn.difference import pair_heads
 
 FEED_FORWARD = ("feed_forward", "mlp")
@@ -18,10 +19,13 @@ def pair_all_heads(heads: Heads, *, second: bool) -> None:
         LayoutError: An attention cannot be paired.
     """
     for site in heads:
+        if reads_pairs(site):
+            pair_decoder_heads(site, site.layer + 1, second=second)
+            continue
         if not isinstance(site.module, nn.MultiheadAttention):
             raise LayoutError(
                 f"{site.label} is a {type(site.module).__name__}; the arms differential and paired change torch's "
-                "multi-head attention alone, so leave them out of this task."
+                "multi-head attention and the decoders of transformers, so leave them out of this task."
             )
         if site.prepare is not None:
             site.prepare(site.model, site.module)

@@ -145,6 +145,7 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
     [
         ("muon-heads", SettingError, "Muon was given no projection of heads that is trained itself"),
         ("talking", LayoutError, "holds adapters of peft, which would not save the matrices"),
+        ("paired", SettingError, r"attention computes nothing that the model of .*gpt2 learned"),
     ],
 )
 def test_arms_that_need_the_whole_model_are_refused_under_adapters(arm, error, said, place, tmp_path):

@@ -37,7 +37,7 @@ from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
 TASK = LmTask()
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
-ARMS = ("plain", "svgd", "em:layers=0", "talking", "mixture:shared=0,active=1")
+ARMS = ("plain", "svgd", "em:layers=0", "talking", "mixture:shared=0,active=1", "differential")
 TIMED = ("step_seconds", "train_seconds", "record_digest", "file_digests")
 
 
@@ -273,6 +273,15 @@ except (ValueError, OSError, KeyError) as error:
     assert any("votes" in name for name in hw.load(runs["em:layers=0"] / "model").state_dict())
     assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
     assert not (runs["mixture:shared=0,active=1"] / "model").exists(), "transformers would pass over its gates"
+    assert not (runs["differential"] / "model").exists(), "transformers would pass over its second maps"
+
+
+def test_one_key_value_head_for_all_query_heads_trains_and_is_measured(text, tmp_path):
+    scale = dataclasses.replace(TOY, key_value_heads=1, steps=4)
+    train_run(settings("svgd+cka", text, scale), tmp_path / "run")
+    found = result(tmp_path / "run")
+    assert 0 < found["parameter_cosine"] < 1, "of query heads"
+    assert all(site["effective_heads"] > 1 for site in found["sites"].values())
 
 
 def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):

@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headwise.errors import SettingError
 from headwise.integrations.methods import Aggregate
 from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
+from headwise.lab.experiment.method import PairHeads
 from headwise.lab.experiment.metrics import Likelihood
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.packed_text.folder import find_packed, require_text, write_packed
@@ -81,9 +83,18 @@ class LmTask(Task):
         return self.initial_model(Arm("plain", control=None), data, scale, 0)
 
     def initial_model(self, arm: Arm, data: LmData, scale: LmScale, seed: int) -> CausalModel:  # noqa: ARG002  parameters are drawn later
-        """Return a new model, or the one of the folder."""
+        """Return a new model, or the one of the folder.
+
+        Raises:
+            SettingError: The arm pairs the heads of the folder's model, which then is another.
+        """
         if data.start_model is None:
             return build_model(data.words, scale)
+        if arm.find(PairHeads) is not None:
+            raise SettingError(
+                f"arm {arm.name} pairs heads, after which attention computes nothing that the model of "
+                f"{scale.pretrained} learned; leave it out, or train a new model (without --model)."
+            )
         aggregated = arm.find(Aggregate) is not None
         return open_model(data.start_model.any_folder(), data.words, scale, aggregated=aggregated)
 
