@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
+from heads.families import FAMILIES, Family
 from headwise.errors import LayoutError, SettingError
 
 
@@ -71,6 +72,25 @@ def test_sgd_on_blocks_is_sgd_on_the_weights(build):
             optimizer.step()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(family: Family):
+    torch.manual_seed(0)
+    model = family.build()
+    blocks = hw.head_blocks(hw.find_heads(model))
+    whole = {id(parameter) for parameter in blocks.wholes}
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.randn_like(parameter)
+        wanted[name] = (parameter - 0.5 * parameter.grad * (id(parameter) in whole)).detach()
+    optimizer = torch.optim.SGD(list(blocks), lr=0.5)
+    blocks.attach(optimizer)
+    optimizer.step()
+    # two dimensions each, the head's own and the width
+    assert all(block.dim() == 2 for block in blocks)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, wanted[name], msg=name)
 
 
 @pytest.mark.parametrize("build", [make, gpt2, llama])

@@ -215,3 +215,20 @@ def test_on_directions_of_functions_neither_factor_is_lengthened():
     force = stepped(attention(7), FunctionSVGD(alpha=0.7))
     grown = [(s.view(s.parameter) * s.view(force[s.name])).sum((1, 2)) for s in hw.find_heads(model).slices()]
     assert torch.stack(grown).abs().max() > 1e-6
+
+
+def test_the_force_has_no_part_along_a_change_of_basis_inside_a_head():
+    """A -> G A, B -> G^-T B leaves F = A^T B as it is: no part along it exactly where R_A A^T = B R_B^T."""
+    model = attention(8)
+    force = stepped(model, FunctionSVGD(alpha=0.7))
+    rows, pushes = {}, {}
+    (site,) = hw.find_heads(model)
+    for part in (*site.slices, site.output):
+        views = part.view(part.parameter.detach()), part.view(force[part.name])
+        rows[part.projection], pushes[part.projection] = (view.mT if part.transposed else view for view in views)
+    for first, second in (("query", "key"), ("output", "value")):
+        along = pushes[first] @ rows[first].mT - rows[second] @ pushes[second].mT
+        assert pushes[first].norm() > 1e-4
+        assert along.abs().max() < 1e-12
+        # a force on one of the two factors has
+        assert (pushes[first] @ rows[first].mT).abs().max() > 1e-4
