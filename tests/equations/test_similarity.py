@@ -238,3 +238,21 @@ def test_effective_number_of_groups_and_dead_heads():
     assert effective_number(kernel) > 7.9
     assert effective_number(kernel, products.sizes) < 1.01
     assert math.isclose(float(log_determinant(torch.ones(8, 8))), (7 * math.log(1e3) - math.log(8)) / 8, abs_tol=2e-3)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30])
+def test_heads_that_diverged_have_a_similarity_of_nan_and_others_keep_theirs(number: float):
+    kernel = torch.eye(3).repeat(2, 1, 1)
+    kernel[1, 0, 1] = kernel[1, 1, 0] = number
+    expected = torch.tensor([0.0, math.nan], dtype=torch.float64)
+    torch.testing.assert_close(log_determinant(kernel), expected, equal_nan=True, atol=1e-6, rtol=0.0)
+    if not math.isfinite(number):
+        # a cosine beyond 1 is taken for 1
+        kernel[1, 0, 1] = kernel[1, 1, 0] = math.nan
+        torch.testing.assert_close(effective_number(kernel), expected + 3, equal_nan=True)
+    factors = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    wide = torch.where(torch.arange(3)[:, None, None] == 1, number * factors, factors)
+    overlaps = span_similarity(wide)
+    assert overlaps[0, 2].isfinite()
+    assert overlaps[0, 1].isnan() == (not math.isfinite(number))
+    overlaps.sum().backward()

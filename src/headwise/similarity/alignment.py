@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
+from headwise.similarity.triangles import find_triangles
 
 # The unbiased estimator is a U-statistic over distinct quadruples of tokens.
 FEWEST_TOKENS = 4
@@ -147,7 +148,7 @@ def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Te
         # directions of the contributions' own space: x M^(1/2) g, whose square has the mean x^T M x
         turned = metric @ own
         exact = (turned * turned.mT).sum((1, 2))
-        root = torch.linalg.cholesky(metric + 1e-6 * _mean_diagonal(metric))
+        root = find_triangles(metric + 1e-6 * _mean_diagonal(metric))
         projected = torch.einsum("the,hes->ths", vectors, root @ directions)
         across = (vectors.flatten(1).mT @ projected.flatten(1)).view(heads, width, heads, draws)
         found = torch.einsum("iajs,iab,ibjs->ij", across, metric, across) / draws

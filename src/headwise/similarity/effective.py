@@ -1,9 +1,12 @@
 """What a kernel [H, H] of heads says of all of them: how many there are in effect, and its determinant."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.similarity.triangles import find_triangles
 
 EPSILON = 1e-3
 
@@ -39,8 +42,12 @@ def effective_number(kernel: Tensor, energies: Tensor | None = None) -> Tensor:
     clipped = clipped.masked_fill(torch.eye(heads, dtype=torch.bool, device=clipped.device), 1.0)
     shares = torch.full_like(clipped[..., 0], 1 / heads) if energies is None else _to_shares(energies)
     weighted = shares.sqrt().unsqueeze(-1) * clipped * shares.sqrt().unsqueeze(-2)
+    # of numbers that are not finite there are no eigenvalues
+    finite = weighted.isfinite().all(-1).all(-1)
+    weighted = torch.where(finite[..., None, None], weighted, 1.0)
     eigenvalues = torch.linalg.eigvalsh((weighted + weighted.mT) / 2).clamp_min(0.0)
-    return torch.special.entr(eigenvalues / eigenvalues.sum(-1, keepdim=True)).sum(-1).exp()
+    found = torch.special.entr(eigenvalues / eigenvalues.sum(-1, keepdim=True)).sum(-1).exp()
+    return torch.where(finite, found, math.nan)
 
 
 def log_determinant(kernel: Tensor, epsilon: float = EPSILON) -> Tensor:
@@ -59,7 +66,7 @@ def log_determinant(kernel: Tensor, epsilon: float = EPSILON) -> Tensor:
     """
     heads = kernel.shape[-1]
     eye = torch.eye(heads, dtype=torch.float64, device=kernel.device)
-    factor = torch.linalg.cholesky((kernel.double() + epsilon * eye) / (1 + epsilon))
+    factor = find_triangles((kernel.double() + epsilon * eye) / (1 + epsilon))
     return -2 / heads * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 

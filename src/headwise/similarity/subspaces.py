@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating
+from headwise.similarity.triangles import find_triangles
 
 # Added to the Gram matrix of a head's columns, as a share of its mean diagonal, so that nearly dependent columns have
 # finite gradients.
@@ -51,7 +52,7 @@ def orthonormal_basis(factors: Tensor) -> tuple[Tensor, Tensor]:
     # a head of zeros spans nothing
     mean = torch.where(mean > 0, mean, 1.0)
     ridge = RIDGE[factors.dtype] * mean * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    triangle = torch.linalg.cholesky(gram + ridge)
+    triangle = find_triangles(gram + ridge)
     basis = torch.linalg.solve_triangular(triangle, wide.mT, upper=False).mT
     return basis.to(factors.dtype), triangle.to(factors.dtype)
 
