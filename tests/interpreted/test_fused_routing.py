@@ -164,3 +164,15 @@ def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog
     [said] = caplog.messages
     assert "using the plain kernel" in said
     assert ("from the plain kernel on votes" if damage == "wrong" else "no such instruction") in said
+
+
+def test_votes_too_large_to_stay_on_chip_take_the_plain_kernel_which_is_told_once(caplog: pytest.LogCaptureFixture):
+    kernel = EMKernel(em_schedule(2, 1.0, 2.0), FLOOR)
+    # 17 heads are rounded up to 32: 17 x 600 numbers to 32 x 1,024
+    votes = torch.randn(2, 17, 600, 1, dtype=torch.float64)
+    fused = FusedEMKernel(kernel)
+    for _ in range(2):
+        torch.testing.assert_close(fused.forward(votes), kernel.forward(votes), rtol=0, atol=0)
+    [said] = caplog.messages
+    assert "(17, 600, 1)" in said
+    assert "32768 numbers per token" in said

@@ -43,8 +43,8 @@ class FusedEMKernel:
 
     Votes in half precision are read and written in that precision and routed in float32. The first call of each shape
     is compared with `plain` on a few tokens. If they differ, or Triton fails, a warning is logged and `plain` is used
-    for that shape. `plain` is also used for votes too large to stay on chip: more than 16,384 numbers per token with
-    each axis rounded up to a power of two.
+    for that shape. `plain` is also used, and logged, for votes too large to stay on chip: more than 16,384 numbers per
+    token with each axis rounded up to a power of two.
 
     Args:
         plain: The kernel.
@@ -88,8 +88,22 @@ class FusedEMKernel:
     def _trusts(self, votes: Tensor, betas: tuple[Tensor, ...]) -> bool:
         kind = (votes.shape[1:], votes.dtype, votes.device, bool(betas))
         if kind not in self._trusted:
-            self._trusted[kind] = _fits(votes) and self._agrees(votes[:CHECKED_TOKENS].detach(), betas)
+            self._trusted[kind] = self._fits(votes) and self._agrees(votes[:CHECKED_TOKENS].detach(), betas)
         return self._trusted[kind]
+
+    def _fits(self, votes: Tensor) -> bool:
+        padded = 1
+        for length in votes.shape[1:]:
+            padded *= 1 << (length - 1).bit_length()
+        if padded > MAX_VOTES:
+            _logger.warning(
+                "EM routing of votes of shape %s is using the plain kernel: rounded up to powers of two they are %d "
+                "numbers per token, and Triton's keeps at most %d on chip.",
+                tuple(votes.shape[1:]),
+                padded,
+                MAX_VOTES,
+            )
+        return padded <= MAX_VOTES
 
     def _agrees(self, votes: Tensor, betas: tuple[Tensor, ...]) -> bool:
         betas = tuple(beta.detach() for beta in betas)
@@ -126,13 +140,6 @@ class FusedEMKernel:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _fits(votes: Tensor) -> bool:
-    padded = 1
-    for length in votes.shape[1:]:
-        padded *= 1 << (length - 1).bit_length()
-    return padded <= MAX_VOTES
 
 
 def _pack_heads(votes: Tensor) -> Tensor:
