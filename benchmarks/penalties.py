@@ -35,6 +35,7 @@ TERMS = {
     "CKA of contributions": hw.CKA(of="contributions"),
     "CKA, 8 random directions": hw.CKA(sketch=8),
     "HSIC": hw.HSIC(),
+    "HSIC of contributions": hw.HSIC(of="contributions"),
     "CrossCorrelation": hw.CrossCorrelation(),
     "CrossCorrelation, matched": hw.CrossCorrelation(matched=True),
     "LogDeterminant": hw.LogDeterminant(),
@@ -49,7 +50,13 @@ GATES = {
 MIXED = (("logits",), ("weights",), ("logits", "weights"))
 PAIRED = {"differential attention": True, "differential attention, one map": False}
 MUON = {"Muon": False, "Muon per head": True}
-RULES: dict[str, Rule] = {"SVGD": hw.SVGD(), "FunctionSVGD": hw.FunctionSVGD(), "SpanSVGD": hw.SpanSVGD()}
+RULES: dict[str, Rule] = {
+    "SVGD": hw.SVGD(),
+    "SVGD on directions": hw.SVGD(kernel=hw.NormalizedRBF()),
+    "FunctionSVGD": hw.FunctionSVGD(),
+    "FunctionSVGD on directions": hw.FunctionSVGD(kernel=hw.NormalizedRBF()),
+    "SpanSVGD": hw.SpanSVGD(),
+}
 TARGET = hw.Target(effective_heads=HEADS)
 STRENGTHS = {"relative": hw.Relative(0.1), "target": TARGET}
 # the first step of a run measures, and no other of so few

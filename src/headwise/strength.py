@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from headwise.errors import SettingError, require_integer, require_positive, require_range
 
+_logger = logging.getLogger(__name__)
 # How many measurements in a row a controller may stand at its highest ratio before it counts as saturated.
 SATURATED = 50
 
@@ -114,6 +116,20 @@ def advance(control: Control, target: Target, measured: float, num_heads: int) -
         integral=control.integral + target.integral * error + target.back * (ratio - raw),
         at_highest=control.at_highest + 1 if ratio == target.highest else 0,
     )
+
+
+def tell_saturated(name: str, control: Control, target: Target) -> None:
+    """Log a warning at the measurement at which a controller becomes saturated."""
+    if control.at_highest == SATURATED:
+        _logger.warning(
+            "%s has %.2f effective heads, and %s has pushed at its highest ratio, %g, for %d measurements: the target "
+            "is likely out of reach.",
+            name or "the model",
+            control.effective_heads or math.nan,
+            target,
+            target.highest,
+            SATURATED,
+        )
 
 
 def read_controls(state: Any, names: Iterable[str]) -> dict[str, Control]:

@@ -107,6 +107,19 @@ def test_heads_that_are_diverse_enough_are_left_alone():
     assert penalty.last > 0
 
 
+def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
+    model = make(layers=2)
+    target = Target(3.0, highest=1e-6, integral=0.0, back=0.0)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.SpanOverlap(), strength=target, every=1)
+    told = []
+    for _ in range(SATURATED + 2):
+        told.append(len(caplog.records))
+        penalty.add_to(task(model))
+    assert told == [0] * SATURATED + [2, 2]
+    assert "layers.1.self_attn has 2." in caplog.messages[1]
+    assert "the target is likely out of reach" in caplog.messages[1]
+
+
 @pytest.mark.parametrize("term", [hw.CKA(), hw.SpanOverlap()], ids=str)
 def test_heads_below_the_target_are_pushed_at_the_ratio_of_their_controller(term):
     model = make(layers=2)

@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import headwise as hw
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -130,6 +132,11 @@ def test_a_tiny_run_measures_every_term_rule_and_rival_which_all_change_what_is_
     ratios = json.loads(out.read_text())["ratio to plain"]
     wanted = {"SigmoidGate", "MixtureOfHeads", "differential attention", "Muon per head", "DropHead", *module.TERMS}
     assert wanted <= set(ratios)
+    invariant = {
+        name for name in hw.__all__ if getattr(getattr(hw, name), "__module__", "") == "headwise.disagreement.invariant"
+    }
+    assert "CKA" in invariant
+    assert invariant <= {type(term).__name__ for term in module.TERMS.values()}
     plain, again, *others = trained.values()
     assert len(others) == len(ratios) - 1
     assert torch.equal(plain, again)

@@ -11,6 +11,7 @@ import headwise as hw
 from headwise.errors import NotFired, SettingError
 from headwise.repulsion.rules import update
 from headwise.repulsion.steering import Steering
+from headwise.strength import SATURATED
 
 RULES = {
     "svgd": lambda alpha: hw.SVGD(alpha=alpha, kernel=hw.NormalizedRBF()),
@@ -55,6 +56,17 @@ def test_each_attention_is_repelled_at_the_ratio_of_its_controller(name: str):
     step(model, optimizer, 3)
     assert repulsion.last.force_ratio[0].item() == pytest.approx(ratios[0] / 2, rel=1e-4)
     repulsion.verify()
+
+
+def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
+    model = make()
+    optimizer, _ = attach(model, hw.SpanSVGD(alpha=hw.Target(3.0, highest=1e-6, integral=0.0, back=0.0)), every=1)
+    told = []
+    for seed in range(SATURATED + 2):
+        told.append(len(caplog.records))
+        step(model, optimizer, seed)
+    assert told == [0] * SATURATED + [2, 2]
+    assert "the target is likely out of reach" in caplog.messages[1]
 
 
 def test_heads_that_are_diverse_enough_are_not_repelled():

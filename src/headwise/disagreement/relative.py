@@ -16,7 +16,7 @@ from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site
 from headwise.heads.sharding import average_over
-from headwise.strength import Control, Relative, Target, advance, read_controls
+from headwise.strength import Control, Relative, Target, advance, read_controls, tell_saturated
 
 # How much of the logarithm of a weight is kept at each measurement.
 KEPT = 0.9
@@ -131,6 +131,7 @@ class RelativeWeights:
             measured = average_over(across, measured)
         for name, number in zip(calls, measured, strict=True):
             self.controls[name] = advance(self.controls[name], self.strength, float(number), numbers[name])
+            tell_saturated(name, self.controls[name], self.strength)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs for the same weights, as plain numbers."""

@@ -16,7 +16,7 @@ from headwise.heads.sharding import average_over
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import ParticleGroup
-from headwise.strength import Control, Target, advance, read_controls
+from headwise.strength import Control, Target, advance, read_controls, tell_saturated
 
 
 class Steering(Handle):
@@ -76,6 +76,7 @@ class Steering(Handle):
                 for (name, control), number in zip(self.controls.items(), measured, strict=True):
                     heads = self._sites[name].num_heads
                     self.controls[name] = advance(control, self.target, float(number), heads)
+                    tell_saturated(name, self.controls[name], self.target)
         self._pauses.close()
         if (step + 1) % self.every:
             self._pauses.enter_context(self._taps.paused())
