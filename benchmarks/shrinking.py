@@ -57,22 +57,20 @@ def time_runs(device: torch.device, runs: Mapping[str, Callable[[], object]], ro
 
 
 @torch.no_grad()
-def read(model: Any, ids: Tensor) -> Any:
-    return model(input_ids=ids, use_cache=True)
+def read(model: Any, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    """Return the logits and the cache; it is given by its place, as its name depends on the version."""
+    return model(ids, None, None, cache, use_cache=True, return_dict=False)
 
 
-@torch.no_grad()
-def generate(model: Any, filled: Any, tokens: int) -> None:
+def generate(model: Any, logits: Tensor, filled: Any, tokens: int) -> None:
     """Generate tokens after a prompt whose cache is given and stays as it is."""
-    cache = copy.deepcopy(filled.past_key_values)
-    following = filled.logits[:, -1:].argmax(-1)
+    cache = copy.deepcopy(filled)
     for _ in range(tokens):
-        found = model(input_ids=following, past_key_values=cache, use_cache=True)
-        following = found.logits[:, -1:].argmax(-1)
+        logits, cache = read(model, logits[:, -1:].argmax(-1), cache)
 
 
 def count_cache(filled: Any) -> int:
-    return sum(one.nbytes for layer in filled.past_key_values.layers for one in (layer.keys, layer.values))
+    return sum(one.nbytes for layer in filled.layers for one in (layer.keys, layer.values))
 
 
 def time_minilm(device: torch.device, rounds: int, batch: int, length: int) -> dict[str, Any]:
@@ -110,8 +108,8 @@ def time_decoder(device: torch.device, rounds: int, batch: int, length: int, tok
         models[f"{groups} of {HEADS} key/value heads"] = merged(model, groups, short)
     filled = {name: read(one, ids) for name, one in models.items()}
     reading = {name: lambda one=one: read(one, ids) for name, one in models.items()}
-    generating = {name: lambda name=name, one=one: generate(one, filled[name], tokens) for name, one in models.items()}
-    cache = {name: count_cache(each) for name, each in filled.items()}
+    generating = {name: lambda name=name, one=one: generate(one, *filled[name], tokens) for name, one in models.items()}
+    cache = {name: count_cache(each) for name, (_, each) in filled.items()}
     console.print("bytes of the cache: " + ", ".join(f"{name} {size:,}" for name, size in cache.items()))
     return {
         "batch": batch,

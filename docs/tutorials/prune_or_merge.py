@@ -88,8 +88,8 @@ print(merging)
 # %%
 for name, one in (("whole", model), ("pruned", pruned), ("merged", merged)):
     with torch.no_grad():
-        layers = one(text, use_cache=True).past_key_values.layers
-    size = sum(part.nbytes for layer in layers for part in (layer.keys, layer.values))
+        _, cache = one(text, use_cache=True, return_dict=False)
+    size = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
     print(f"{name}: {sum(p.numel() for p in one.parameters()):,} parameters, {size:,} bytes of cache")
 
 # %% [markdown]

@@ -65,8 +65,8 @@ def compute(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     """The outputs of a model that are no attention weights and no cached keys."""
     found = model(**inputs)
     found = found if hasattr(found, "items") else {"output": found}
-    names = [name for name in found if name not in ("past_key_values", "attentions")]
-    return [found[name] for name in names if isinstance(found[name], Tensor) and found[name].is_floating_point()]
+    # attention weights and caches are no tensors
+    return [value for value in found.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def ablated(heads: Heads, removed: Removed, inputs: dict[str, Tensor]) -> list[Tensor]:

@@ -150,8 +150,8 @@ def test_the_cache_holds_as_many_bytes_as_there_are_heads():
 
     def count() -> int:
         with torch.no_grad():
-            layers = model(tokens(0), use_cache=True).past_key_values.layers
-        return sum(one.nbytes for layer in layers for one in (layer.keys, layer.values))
+            _, cache = model(tokens(0), use_cache=True, return_dict=False)
+        return sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
 
     before = count()
     merging = hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])

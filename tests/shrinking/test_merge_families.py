@@ -39,8 +39,8 @@ def test_a_merged_decoder_is_loaded_by_transformers_alone(kind: str, groups: int
     assert apart([model(tokens(3)).logits], [again(tokens(3)).logits]) == 0.0
     assert again.config.num_key_value_heads == groups
     assert again.model.layers[0].self_attn.k_proj.weight.shape[0] * HEADS == 64 * groups
-    cache = again(tokens(3)).past_key_values.layers[0].keys
-    assert cache.shape == (4, groups, 24, 8)
+    _, cache = again(tokens(3), return_dict=False)
+    assert cache.layers[0].keys.shape == (4, groups, 24, 8)
 
 
 @pytest.mark.parametrize("family", named(FAMILIES, "Phi-3", "GPT-OSS", "MiMo-V2-Flash", "Gemma"), ids=str)
