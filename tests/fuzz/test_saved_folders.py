@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
 def make_pruned() -> BertModel:
     """A model whose record says how many rows each layer has left."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 8, "max_position_embeddings": 8}
+    sizes: Any = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 8, "max_position_embeddings": 8}
     bert = BertModel(BertConfig(vocab_size=20, num_hidden_layers=2, **sizes)).eval()
     heads = hw.find_heads(bert)
     hw.prune(heads, {heads.sites[0].name: [1], heads.sites[1].name: [0, 2]})

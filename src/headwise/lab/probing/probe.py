@@ -146,10 +146,18 @@ class ProbedTask:
             KeyError: Likewise.
             ValueError: Likewise.
         """
-        texts = {name: str(record[name]) for name in ("task", "data", "title", "said")}
-        counts = {name: int(record[name]) for name in ("labels", "train", "dev", "test")}
-        found = tuple(map(_read_probed, record["found"]))
-        return cls(**texts, **counts, majority=float(record["majority"]), found=found)
+        return cls(
+            task=str(record["task"]),
+            data=str(record["data"]),
+            title=str(record["title"]),
+            labels=int(record["labels"]),
+            train=int(record["train"]),
+            dev=int(record["dev"]),
+            test=int(record["test"]),
+            majority=float(record["majority"]),
+            said=str(record["said"]),
+            found=tuple(map(_read_probed, record["found"])),
+        )
 
 
 def _read_probed(record: dict[str, Any]) -> Probed:
