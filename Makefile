@@ -65,10 +65,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# keeps glibc from returning memory to the system, which would cost page faults at random
+KEPT := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=33554432
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/floors.py $(ARGS)
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
-	$(BIN)/python benchmarks/penalties.py $(ARGS)
+	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/floors.py $(ARGS)
+	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/penalties.py $(ARGS)
 
 bench-minilm: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/minilm.py $(ARGS)

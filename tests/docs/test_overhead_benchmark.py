@@ -86,7 +86,7 @@ def test_a_tiny_run_of_floors_counts_bytes_operators_and_time(benchmark, monkeyp
         assert row["times the floor"] == pytest.approx(row["milliseconds"] / row["floor milliseconds"])
     operators = record["python"]["operators"]
     assert operators["plain"] == operators["plain again"]
-    assert operators["plain"] < operators["output"] < operators["three terms"]
+    assert operators["output"] < operators["three terms"]
 
 
 def test_a_step_with_repulsion_differs_and_one_in_bf16_too(benchmark):

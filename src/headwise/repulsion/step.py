@@ -72,8 +72,8 @@ def apply_rule(
 
 def _take_local_part(group: ParticleGroup, shares: dict[int, Share]) -> tuple[tuple[Any, ...], ParticleGroup]:
     """Return the process groups over which a group is divided, and what this process computes of it."""
-    gradients = group.gradients()
-    if gradients is None or not group.sharded:
+    gradients = group.gradients() if group.sharded else None
+    if gradients is None:
         return (), group
 
     def share_all(*, everything: bool) -> list[Share]:
