@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def test_a_file_that_is_no_file_of_options_is_refused(capsys, tmp_path, monkeypa
     )
     Path("wrong.toml").write_text('task = "logic"\nseeds = "many"\n')
     assert "invalid value for '--seeds'" in refused(capsys, "compare", "--config", "wrong.toml")
+    for text in ("set = 5", "set = [1]", 'launch = "a=1"', "data = [[1]]", "arms = {}", "seeds = 2020-01-01"):
+        Path("odd.toml").write_text(f"{text}\n")
+        name = text.partition(" ")[0]
+        assert f"odd.toml: {name} is " in refused(capsys, "compare", "--config", "odd.toml")
+    os.mkfifo("pipe.toml")
+    assert "pipe.toml is a pipe; expected a file" in refused(capsys, "compare", "--config", "pipe.toml")
 
 
 def test_any_text_survives_toml():
