@@ -112,6 +112,7 @@ api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/python docs/generate_any_model.py
 	$(BIN)/python docs/generate_diversity.py
+	$(BIN)/python docs/generate_cost.py
 	$(BIN)/python docs/generate_statistics.py
 	$(BIN)/python docs/generate_claims.py
 	$(BIN)/python docs/generate_readme.py

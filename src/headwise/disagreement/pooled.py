@@ -6,7 +6,6 @@ stack. Larger ones are measured one attention after another, without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,7 +28,7 @@ class Poolable(Protocol):
 
 
 def measure_together(
-    similarity: object, tensors: Sequence[Tensor], keeps: Sequence[Tensor | None]
+    similarity: object, tensors: list[Tensor], keeps: list[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
     """Return sums and numbers of several attentions, each [S], or None where they are measured one by one.
 

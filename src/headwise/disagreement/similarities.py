@@ -116,7 +116,7 @@ class Position(Arithmetic):
 
     Args:
         recompute: False computes attention explicitly and keeps the weights of all heads for the backward pass. True
-            leaves attention to the fused kernel and computes the weights a second time, one head after another, in
+            leaves attention to the fused kernel and computes the weights a second time, of some heads at a time, in
             both passes: for long sequences, whose H Q K weights do not fit in memory. The value is the same. It is
             never chosen by size or device: a fused kernel draws dropout differently, so the same seed would give a
             different run.

@@ -73,7 +73,7 @@ class Taps(Handle):
         beside: Whether weights are computed separately, so that the output of the attention stays bitwise identical,
             at the cost of one more attention. Otherwise the module attends with the weights that are read.
         mean_weights: Whether to read the mean of the attention weights over heads. In `nn.MultiheadAttention` and
-            over the sdpa of transformers it is computed one head at a time, in addition to fused attention, and the
+            over the sdpa of transformers it is computed some heads at a time, in addition to fused attention, and the
             weights of the heads are not kept.
         training_only: Whether forwards in evaluation mode or without gradients are left as they are without taps.
 

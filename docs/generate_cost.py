@@ -1,0 +1,52 @@
+"""Writes the table of docs/cost.md from two records of benchmarks/floors.py, of before and now: `make api`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+BEFORE, NOW = "2026-11-25-floors-cpu-before.json", "2026-11-25-floors-cpu.json"
+PAGE = Path(__file__).parent / "cost.md"
+START, END = "<!-- table: written by make api -->", "<!-- end -->"
+
+
+def render() -> str:
+    """Return the page as it is, with its table made anew."""
+    before, now = (json.loads((RECORDS / name).read_text(encoding="utf-8")) for name in (BEFORE, NOW))
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    return f"{head}{START}\n\n{make_table(before, now)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def make_table(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a row for each figure: its floor, what it was, what it is and what is wanted."""
+    wanted = now["wanted"]
+    rows = [("what", "floor", "before", "now", "wanted, at most"), ("---",) * 5]
+    for name, row in now["bytes"]["rows"].items():
+        old = before["bytes"]["rows"][name]
+        times = (f"{own['milliseconds']:.1f} ms, {own['times the floor']:.1f} times" for own in (old, row))
+        alone = row["times the floor, products alone"]
+        floor = f"{row['floor milliseconds']:.2f} ms" + ("" if alone is None else f"; products alone {alone:.1f} times")
+        rows.append((f"{name}: bytes", floor, *times, f"{row['wanted']:g} times"))
+    old, new = before["python"], now["python"]
+    for name in ("svgd", "output", "three terms"):
+        values = (f"{own['microseconds per layer'][name]:.0f} us" for own in (old, new))
+        most = wanted.get(f"microseconds per layer, {name}")
+        rows.append((f"{name}: Python per layer", "0 us", *values, "-" if most is None else f"{most:g} us"))
+    for name in ("svgd", "output", "three terms"):
+        values = (f"{own['operators of plain'][name]:.2f}" for own in (old, new))
+        most = wanted.get(f"operators, {name}")
+        rows.append((f"{name}: operators of a step over plain's", "1", *values, "-" if most is None else f"{most:g}"))
+    values = (f"{own['seconds to attach']:.2f} s" for own in (old, new))
+    rows.append(("attaching a penalty to 384 layers", "0 s", *values, f"{wanted['seconds to attach']:g} s"))
+    noise = (own["bytes"]["copy again"] for own in (before, now))
+    rows.append(("a copy over the same copy (A/A)", "1", *(f"{value:.3f}" for value in noise), "-"))
+    speed = (own["bytes"]["bytes a second of copying"] / 1e9 for own in (before, now))
+    rows.append(("a copy, GB/s", "-", *(f"{value:.1f}" for value in speed), "-"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
