@@ -30,8 +30,9 @@ def test_every_relative_link_leads_somewhere(page: Path):
     assert not broken
 
 
-def test_every_page_of_the_documentation_is_reached_from_its_index():
+def test_every_page_tutorial_and_example_is_reached_from_the_index_of_the_documentation():
     index = next(page for page in PAGES if name_of(page) == "docs/index.md")
     linked = {(index.parent / match["target"].partition("#")[0]).resolve() for match in LINK.finditer(prose(index))}
-    unreached = [name_of(page) for page in index.parent.rglob("*.md") if page != index and page not in linked]
-    assert not unreached
+    scripts = [*index.parent.glob("tutorials/*.py"), *index.parents[1].glob("examples/*.py")]
+    expected = {*index.parent.rglob("*.md"), *scripts} - {index}
+    assert not expected - linked, [name_of(page) for page in sorted(expected - linked)]
