@@ -19,7 +19,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one sentence on stderr of a call that must end with code 2."""
     assert call(*arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("headwise: ")
+    assert error.startswith("headwise: "), error
     assert error.count("\n") == 1
     assert "Traceback" not in error
     return error

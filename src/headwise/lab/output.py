@@ -65,6 +65,11 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def forget_output() -> None:
+    """Return to the usual output, as a command that a process runs after another one begins with."""
+    _asked.set(Output())
+
+
 def asked_output() -> Output:
     """Return what was asked of the output; the usual outside of a command."""
     return _asked.get(Output())

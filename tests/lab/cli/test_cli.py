@@ -323,8 +323,10 @@ def test_a_verbose_command_shows_where_a_refusal_came_from(capsys):
 
 def test_errors_of_the_parser_and_our_own_have_one_form(capsys):
     assert refused(capsys, "compare") == "headwise: missing argument 'task'; see headwise compare --help.\n"
-    assert refused(capsys, "compare", "logic", "--seeds", "many") == (
-        "headwise: invalid value for '--seeds': 'many' is not a valid integer; see headwise compare --help.\n"
+    # how a number is refused is worded by typer
+    assert re.fullmatch(
+        r"headwise: invalid value for '--seeds': .* valid integer.*; see headwise compare --help\.\n",
+        refused(capsys, "compare", "logic", "--seeds", "many"),
     )
     assert refused(capsys, "compare", "logic", "--seeds", "0") == "headwise: --seeds is 0; expected at least 1.\n"
     assert "see headwise --help" in refused(capsys, "campare", "logic")

@@ -222,8 +222,9 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
     [
         ("result.json", lambda path: path.write_text('{"task": "log'), "is not readable as JSON"),
         ("result.json", lambda path: path.write_bytes(b"\xff\xfe"), "is not readable as JSON"),
-        ("result.json", lambda path: path.write_text("[1]"), "is not the result of a run"),
-        ("result.json", lambda path: path.write_text("{}"), "has no 'settings'"),
+        ("result.json", lambda path: path.write_text("[1]"), "holds no result of a run"),
+        ("result.json", lambda path: path.write_text("{}"), "holds no result of a run"),
+        ("result.json", lambda path: path.write_text('{"task": "logic"}'), "has no 'settings'"),
         ("result.json", lambda path: change(path, seed="x"), "is not the result of a run"),
         ("result.json", lambda path: change(path, score=None), "is not the result of a run"),
         ("result.json", lambda path: change(path, score={"pooled": 0.123}), "has accuracy 0.123000"),

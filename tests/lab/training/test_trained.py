@@ -47,7 +47,7 @@ def test_a_finished_run_comes_back_with_its_aggregators_and_weights(run):
 
 def test_weights_that_are_damaged_or_missing_are_refused_by_name(run, tmp_path):
     settings, folder = run
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text('{"task": "translation"}')
     with pytest.raises(DataError, match="holds no finished run"):
         load_trained(settings, tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200])

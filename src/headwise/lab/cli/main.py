@@ -15,7 +15,7 @@ import typer
 
 from headwise.lab.cli import commands, comparing, shrinking
 from headwise.lab.experiment.registry import find_commands
-from headwise.lab.output import asked_output, with_output_options
+from headwise.lab.output import asked_output, forget_output, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
 
 # How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> NoReturn:
+    forget_output()
     try:
         code = app(args=arguments, prog_name="headwise", standalone_mode=False)
     except Stopped as stopped:

@@ -50,8 +50,8 @@ def require_intact(folder: Path, *starts: str) -> None:
         # those of every version name the task
         if not isinstance(record, dict) or "task" not in record:
             raise DataError(
-                f"{folder / RESULT} holds no result of a run; copy the folder again, or delete the file and run the "
-                "same command again."
+                f"{folder / RESULT} holds no result of a run; copy the folder again, or delete the folder {folder} and "
+                "run the same command again."
             )
         return
     digests = record.get(FILES)

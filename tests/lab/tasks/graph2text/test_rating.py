@@ -35,7 +35,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
     folders = (out / "svgd" / "seed-0", out / "plain" / "seed-0")
     for folder in folders:
         folder.mkdir(parents=True)
-        (folder / run_folder.RESULT).write_text("{}", encoding="utf-8")
+        (folder / run_folder.RESULT).write_text('{"task": "graph2text"}', encoding="utf-8")
         texts = [f"{folder.parent.name} writes {number} {HOSTILE}" for number in range(len(graphs))]
         (folder / run_folder.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     (out / "references.txt").write_text("".join(f"{graph.reference}\n" for graph in graphs), encoding="utf-8")

@@ -233,7 +233,7 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
         assert f"{folder / name} is missing" in refused(folder)
     folder = Path(shutil.copytree(run, tmp_path / "changed"))
     # a result of version 0.1 has no digests
-    (folder / run_folder.RESULT).write_text("{}")
+    (folder / run_folder.RESULT).write_text('{"task": "graph2text"}')
     vocabulary = json.loads((run / "vocabulary.json").read_text())
     for changes, expected in (
         ({"vocabulary": vocabulary["vocabulary"][1:]}, "does not hold a vocabulary"),

@@ -129,7 +129,7 @@ def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
     shown = console.export_text()
     assert "BLEU" in shown
     assert "copy" in shown
-    assert "BLEU by source words, up to" in shown
+    assert "BLEU by source words (bins by their upper ends)" in shown
     assert "chrF ↑" in shown
     assert "decoding, s ↓" in shown
     assert "tok:13a" in shown
