@@ -9,10 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.penalty import Disagreement
 from headwise.disagreement.similarities import Similarity, SiteSimilarity, Sum, list_parts
 from headwise.errors import SettingError, require_choice, require_integer, require_range
-from headwise.heads.heads import KINDS, PROJECTIONS, Heads
+from headwise.heads.heads import GROUPINGS, KINDS, PROJECTIONS, Heads
 from headwise.repulsion.repel import Repulsion, repel
 from headwise.repulsion.rules import Rule, require_rule
 from headwise.routing.aggregate import Aggregation, aggregate
@@ -32,9 +33,12 @@ class Repel:
         layers: Layers it acts on, from 0, in each kind of attention; None for all.
         kinds: Kinds of attention it acts on, of self, decoder, cross and pooling; None for all.
         projections: Projections it acts on, of query, key and value; None for all.
+        grouping: Under grouped queries, "within" for query heads that repel those of their group, "across" for groups
+            that repel one another; None for all query heads. See `Heads.grouped`.
 
     Raises:
-        SettingError: `rule` is something else, a layer is no integer from 0, or a kind or a projection is unknown.
+        SettingError: `rule` is something else, a layer is no integer from 0, or a kind, a projection or a grouping is
+            unknown.
 
     Example:
         >>> import headwise as hw
@@ -46,9 +50,12 @@ class Repel:
     layers: tuple[int, ...] | None = None
     kinds: tuple[str, ...] | None = None
     projections: tuple[str, ...] | None = None
+    grouping: Literal["within", "across"] | None = None
 
     def __post_init__(self) -> None:
         require_rule(self.rule)
+        if self.grouping is not None:
+            require_choice("grouping", self.grouping, GROUPINGS)
         _require_place(self.layers, self.kinds)
         _require_tuple("projections", self.projections, "('query', 'key')")
         for projection in self.projections or ():
@@ -66,6 +73,8 @@ class Repel:
         chosen = select_heads(heads, self.layers, self.kinds)
         if self.projections is not None:
             chosen = chosen.projection(*self.projections)
+        if self.grouping is not None:
+            chosen = chosen.grouped(self.grouping)
         return repel(optimizer, chosen, self.rule, when=when, seed=seed)
 
 
@@ -81,10 +90,12 @@ class Penalize:
             Li et al. 2021 has 1, 0.5 and 0.5.
         layers: Layers it acts on, from 0, in each kind of attention; None for all.
         kinds: Kinds of attention it acts on; None for all.
+        grouping: Under grouped queries, "within" for the query heads of each group, "across" for groups; None for all
+            query heads. See `GroupedQueries`, whose terms read outputs or weights.
 
     Raises:
         SettingError: `term` is something else, a weight is not finite, `kind_weights` are not three, a layer is no
-            integer from 0, or a kind is unknown.
+            integer from 0, a kind or a grouping is unknown, or a term cannot be grouped.
 
     Example:
         >>> import headwise as hw
@@ -97,9 +108,10 @@ class Penalize:
     kind_weights: tuple[float, ...] | None = None
     layers: tuple[int, ...] | None = None
     kinds: tuple[str, ...] | None = None
+    grouping: Literal["within", "across"] | None = None
 
     def __post_init__(self) -> None:
-        list_parts(self.term)
+        self._list_grouped()
         if not isinstance(self.weight, Relative | Target):
             require_range("penalty_weight", self.weight)
         if self.kind_weights is not None and len(self.kind_weights) != len(WEIGHTED_KINDS):
@@ -114,7 +126,7 @@ class Penalize:
     def weighted(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
         """The similarities, each with its whole weight, or with its share of a strength that is no weight."""
         factor = 1.0 if isinstance(self.weight, Relative | Target) else self.weight
-        return tuple((factor * weight, similarity) for weight, similarity in list_parts(self.term))
+        return tuple((factor * weight, similarity) for weight, similarity in self._list_grouped())
 
     @property
     def strength(self) -> Relative | Target | None:
@@ -127,9 +139,16 @@ class Penalize:
         there = {site.kind for site in chosen}
         given = zip(WEIGHTED_KINDS, self.kind_weights or (), strict=False)
         weights = {kind: weight for kind, weight in given if kind in there}
+        term = self.term if self.grouping is None else Sum(self._list_grouped())
         return Disagreement(
-            chosen, self.term, weights=weights, across=across, training_only=training_only, strength=self.strength
+            chosen, term, weights=weights, across=across, training_only=training_only, strength=self.strength
         )
+
+    def _list_grouped(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
+        parts = tuple(list_parts(self.term))
+        if self.grouping is None:
+            return parts
+        return tuple((weight, GroupedQueries(similarity, self.grouping)) for weight, similarity in parts)
 
     def add(self, penalty: Disagreement, loss: Tensor, *, share: float = 1.0) -> Tensor:
         """Return the loss with what `attach` returned added to it; errors as of `Disagreement.add_to`.

@@ -68,6 +68,7 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "drophead-scheduled": "drophead",
         **{term + form: "plain" for term in ("subspace", "position", "output") for form in ("", "-relative")},
         "cka-target": "plain",
+        "cka-together": "plain",
         "trunk": "plain",
         "simple": "trunk",
         "em": "trunk",
@@ -270,6 +271,7 @@ VALUES = {
     "shared": st.integers(0, 3).map(str),
     "active": st.sampled_from(["1", "4"]),
     "units": st.integers(1, 40).map(str),
+    "grouping": st.sampled_from(["within", "across"]),
 }
 
 
@@ -286,6 +288,9 @@ def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
             drawn[setting] = data.draw(value)
     if drawn.get("kernel") == "cosine":
         drawn.pop("bandwidth", None)
+    if name in ("subspace", "subspace-relative", "span", "map") or drawn.get("of") == "contributions":
+        # terms on values, and on contributions, have no groups
+        drawn.pop("grouping", None)
     if drawn.get("votes") in ("per-head", "distinct-capsules"):
         drawn.pop("relu", None)
     shuffled = data.draw(st.permutations(list(drawn)))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -54,8 +55,14 @@ OFF: Mapping[str, Any] = {
 PLACE = {"layers": "layers", "kinds": "kinds"}
 # Where each field of a method goes; the first key of a method tells whether it is on.
 KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mapping[str, str]] = {
-    Repel: {"rule": "rule", **PLACE, "projections": "projections"},
-    Penalize: {"term": "term", "weight": "penalty_weight", "kind_weights": "kind_weights", **PLACE},
+    Repel: {"rule": "rule", **PLACE, "projections": "projections", "grouping": "grouping"},
+    Penalize: {
+        "term": "term",
+        "weight": "penalty_weight",
+        "kind_weights": "kind_weights",
+        **PLACE,
+        "grouping": "penalty_grouping",
+    },
     Aggregate: {"setting": "aggregation", "layers": "aggregation_layers", "kinds": "aggregation_kinds"},
     DropHeads: {"rate": "drophead", "start": "drophead_start"},
     OtherModel: {"model": "model"},
@@ -70,14 +77,14 @@ WHOLE: Mapping[type[Guided | Talk | GateHeads | PairHeads | Widen | Orthogonaliz
     Widen: "wider",
     Orthogonalize: "muon",
 }
-LATER = "drophead_start"
+LATER = ("drophead_start", "grouping", "penalty_grouping")
 # The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
     *(SVGD, SPOS, SGLD, FunctionSVGD, SpanSVGD, CosinePenalty, CosineRepulsion, Relative, Target),
     *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),
     *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, *WHOLE),
     *(SigmoidGate, MixtureOfHeads),
-    *(SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),
+    *(GroupedQueries, SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),
 )
 
 
@@ -94,7 +101,7 @@ def record_arm(arm: Arm) -> dict[str, Any]:
             values[WHOLE[type(method)]] = as_record(method)
         else:
             held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
-            values |= {key: value for key, value in held.items() if key != LATER or value is not None}
+            values |= {key: value for key, value in held.items() if key not in LATER or value is not None}
     values["learning_rate"] = arm.learning_rate
     if arm.dropout is not None:
         values["dropout"] = arm.dropout
@@ -109,7 +116,7 @@ def restore_arm(record: Mapping[str, Any]) -> Arm:
         SettingError: A value is out of range.
         KeyError: It has no name.
     """
-    known = {LATER: None, **dict.fromkeys(WHOLE.values()), **OFF}
+    known = {**dict.fromkeys((*LATER, *WHOLE.values())), **OFF}
     values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in known.items()}
     methods: list[Method] = []
     for kind, keys in KEYS.items():
