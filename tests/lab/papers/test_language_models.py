@@ -1,0 +1,40 @@
+"""The study of language models: each arm stands beside the control that the laboratory gives it, at every scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.run import make_plans
+
+STUDY = REPRODUCTIONS["diversity/lm"]
+EFFECTIVE, SCORE, PLAIN = STUDY.claims
+
+
+@pytest.mark.parametrize("scale", ["demo", "cpu", "gpu"])
+def test_every_arm_runs_with_its_control(scale: str, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("a text\n" * 20)
+    (plan,) = make_plans(STUDY, scale, seeds=5, data=text, out=tmp_path, workers=1)
+    names = [arm.name for arm in plan.comparison.arms]
+    assert len(names) == 13
+    assert all(parse_arm(name).control in (None, *names) for name in names)
+    sizes = named_task("lm").scales[scale]
+    assert sizes.heads % 2 == sizes.key_value_heads % 2 == 0, "heads are paired"
+    assert sizes.key_value_heads < sizes.heads
+
+
+def test_every_contrast_is_with_the_control_or_with_plain():
+    for claim in (EFFECTIVE, SCORE):
+        assert {one.arm: one.against for one in claim.contrasts} == {
+            one.arm: parse_arm(one.arm).control for one in claim.contrasts
+        }
+        assert len(claim.contrasts) == 7
+    assert {one.measure for one in EFFECTIVE.contrasts} == {"effective_heads"}
+    assert {one.against for one in PLAIN.contrasts} == {"plain"}
+    # of two numbers of heads, effective heads are no comparison
+    assert not any(one.arm == "differential" and one.against == "plain" for one in EFFECTIVE.contrasts)
