@@ -31,8 +31,9 @@ def tuned(tmp_path: Path) -> Path:
     (folder / "tuning.json").write_text(json.dumps({"task": "logic", "sizes": sizes, "draws": 4, "seed": 9}))
     for arm in FIGURE.parts[0].arms:
         best = f"{arm}:learning_rate=0.004,dropout=0.2" if "+" not in arm else arm
+        best = best.replace("svgd:", "svgd:alpha=0.7,step_size=0.3,")
         (folder / arm).mkdir()
-        (folder / arm / "tuned.json").write_text(json.dumps({"arm": best.replace("svgd:", "svgd:alpha=0.7,step_size=0.3,")}))
+        (folder / arm / "tuned.json").write_text(json.dumps({"arm": best}))
     return folder
 
 
