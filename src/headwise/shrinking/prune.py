@@ -20,7 +20,7 @@ from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
 from headwise.shrinking.prune_refusals import require_prunable
 from headwise.shrinking.reload_stock import Counts
 
-Removed = Mapping[int | str, Iterable[int]]
+Removed = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]] | Mapping[int | str, Iterable[int]]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from headwise.lab.results.runs import STEP_TIME
 
 HEAD_VECTORS = "head-vectors"
 FORCE_DIRECTIONS = "force-directions"
+SHRINKING = "shrinking"
 # For runs of any task; those of one task are its `analyses`.
 ANALYSES: Mapping[str, Analysis] = {
     HEAD_VECTORS: Analysis("headwise.lab.analyses.head_vectors:measure_head_vectors"),
     REDUNDANCY: Analysis("headwise.lab.analyses.head_removal:measure_redundancy"),
     STEP_TIME: Analysis("headwise.lab.analyses.step_time:measure_step_time", once=True),
     FORCE_DIRECTIONS: Analysis("headwise.lab.analyses.force_directions:measure_directions"),
+    SHRINKING: Analysis("headwise.lab.analyses.shrinking:measure_shrinking"),
 }
 
 

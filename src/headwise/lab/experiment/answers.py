@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
-from headwise.lab.experiment.evaluation import spread_batches
+from headwise.lab.experiment.evaluation import spread_batches, spread_evenly
 from headwise.lab.experiment.task import Answers, Task
 
 # Evaluation batch size.
@@ -44,6 +44,13 @@ class ClassifierTask(Task):
         """Return the cross entropy of each test item, and 1."""
         split = data.test
         return compute_cross_entropies(lambda places: self.logits(model, split, places), split.lengths, split.labels)
+
+    def dev_losses(self, model: Any, data: Any) -> Iterator[Tensor]:
+        """Yield the cross entropy of one dev item at a time, which may be several rows to attention."""
+        for place in spread_evenly(len(data.dev), self.probed):
+            answered = self.logits(model, data.dev, np.array([place]))
+            right = torch.tensor([int(data.dev.labels[place])], device=answered.device)
+            yield F.cross_entropy(answered, right, reduction="none")
 
     def probe(self, model: Any, data: Any) -> Iterator[None]:
         """Run the model on dev items, one batch per item of the iterator."""

@@ -129,9 +129,10 @@ def named_arms() -> Mapping[str, Arm]:
     Settings are the papers': alpha 0.01 and step size 0.1 (An et al. 2020, appendix B), lambda 1, three iterations
     and as many capsules as the model is wide (Li et al. 2021, section 4.1). The papers have no setting of repulsion
     for the logic task: it acts on all encoder layers. Our own penalties, and the relative forms of the papers', are a
-    tenth of the loss's gradient on the heads; targets are three effective heads. A mixture has one shared head, and two
-    of the others for each token; scheduled DropHead begins and ends at the rate of the constant one. SPOS and SGLD have
-    no published temperature; the one here makes the noise about as large as the driving term at the start of training.
+    tenth of the loss's gradient on the heads; targets are three effective heads, and "cka-together" has weights below
+    zero, which make heads alike. A mixture has one shared head, and two of the others for each token; scheduled
+    DropHead begins and ends at the rate of the constant one. SPOS and SGLD have no published temperature; the one here
+    makes the noise about as large as the driving term at the start of training.
     """
     methods: dict[str, Method] = {
         "scaled": Repel(SVGD(alpha=0.0, smoothing=False)),
@@ -161,6 +162,7 @@ def named_arms() -> Mapping[str, Arm]:
         "span": Penalize(SpanOverlap()),
         "map": Penalize(MapCosine()),
         "cka-target": Penalize(CKA(), weight=Target(3.0)),
+        "cka-together": Penalize(CKA(), kind_weights=(-1.0, -1.0, -1.0)),
         "cosine-penalty": Repel(CosinePenalty(alpha=0.01)),
         "cosine-repulsion": Repel(CosineRepulsion(alpha=0.01)),
         "trunk": Aggregate(Trunk()),

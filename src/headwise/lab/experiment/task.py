@@ -1,7 +1,7 @@
 """`Task`, the interface that training, comparing and tuning are written against, and the values it works with."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -166,6 +166,14 @@ class Task(ABC):
     @abstractmethod
     def baseline(self, name: str, data: Any, seed: int) -> Answers:
         """Return the answers of a baseline on the test split."""
+
+    def dev_losses(self, model: Any, data: Any) -> Iterator[Tensor]:
+        """Yield the losses of items spread evenly over dev with their graph, [B], where attention has a row per item.
+
+        Raises:
+            SettingError: The task has no such losses.
+        """
+        raise SettingError(f"task {self.name} has no losses of dev items to weigh heads by.")
 
     def target(self, model: Any) -> nn.Module:
         """Return the part of a model whose heads the arms act on: the whole model unless overridden."""

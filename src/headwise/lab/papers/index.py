@@ -10,6 +10,7 @@ from headwise.lab.papers.repulsive.graphs import GRAPHS
 from headwise.lab.papers.repulsive.sentences import SENTENCES
 from headwise.lab.papers.repulsive.texts import SENTENCE_FIGURES
 from headwise.lab.papers.repulsive.translation import REPULSIVE
+from headwise.lab.papers.shrinking import SHRUNK
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction
@@ -23,5 +24,6 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         *GUIDED,
         *OURS,
         *DOSES,
+        *SHRUNK,
     )
 }

@@ -177,7 +177,7 @@ class Reproduction:
     after: str = ""
     folder: str = ""
     made: Callable[[tuple[str, ...]], tuple[Claim, ...]] | None = None
-    summed: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Grid] | None = None
+    summed: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Grid | None] | None = None
     left_out: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False

@@ -29,11 +29,14 @@ def built(seed: int = 3, **changes) -> Seq2Seq:
     return model.double().eval()
 
 
-@pytest.mark.parametrize("arm", ["plain", "differential", "gated-elements+talking", "mixture"])
+@pytest.mark.parametrize("arm", ["plain", "differential", "gated-elements+talking", "mixture", "pruned"])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_decoding_with_a_cache_equals_decoding_without(norm_first, arm):
     model = built(norm_first=norm_first)
-    Methods(parse_arm(arm), model, model, seed=3)
+    if arm == "pruned":
+        hw.prune(hw.find_heads(model), {site.name: [1] for site in hw.find_heads(model)})
+    else:
+        Methods(parse_arm(arm), model, model, seed=3)
     model.double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -25,8 +25,9 @@ from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
 from headwise.lab.tasks.lm.export import write_model
 from headwise.lab.tasks.lm.model import CausalModel, build_model, open_model
 from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
-from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, score_rows, score_unigrams
+from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
 from headwise.lab.tasks.lm.start import find_model, require_tokenizer
+from headwise.lab.training.processes import IGNORED
 from headwise.lab.training.start import MODEL
 
 PROBED, PROBED_TOKENS = 64, 2_048
@@ -135,6 +136,14 @@ class LmTask(Task):
         """Return the sum of losses and the number of tokens of each test row, [N, 2]."""
         return score_rows(model, data.test, data.words).statistics
 
+    def dev_losses(self, model: Any, data: LmData) -> Iterator[Tensor]:
+        """Yield the mean loss of the tokens of rows of dev."""
+        for batch in _take_dev(data):
+            tensors = to_device(batch, model)
+            labels = tensors.pop("labels")
+            losses = compute_token_losses(model(**tensors)["logits"], labels)
+            yield losses.sum(dim=1) / (labels[:, 1:] != IGNORED).sum(dim=1)
+
     def difficulties(self, data: LmData) -> NDArray[np.int64]:
         """Return the number of documents in each test row, rounded up to the end of its bin."""
         starts = [(data.test.ids(number)[1:] == data.words.start).sum() for number in range(len(data.test))]
@@ -142,10 +151,7 @@ class LmTask(Task):
 
     def probe(self, model: Any, data: LmData) -> Iterator[None]:
         """Run the model on rows of dev, one batch per item."""
-        chosen = spread_evenly(len(data.dev), PROBED).tolist()
-        together = max(1, PROBED_TOKENS // data.dev.length)
-        for first in range(0, len(chosen), together):
-            batch = self.collate([data.dev[number] for number in chosen[first : first + together]])
+        for batch in _take_dev(data):
             del batch["labels"]
             model(**to_device(batch, model))
             yield
@@ -161,3 +167,11 @@ class LmTask(Task):
     def export(self, model: CausalModel, data: LmData, scale: LmScale, folder: Path) -> None:
         """Write the model and its tokenizer: see `write_model`."""
         write_model(model.network, data, scale, folder)
+
+
+def _take_dev(data: LmData) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of rows spread evenly over dev."""
+    chosen = spread_evenly(len(data.dev), PROBED).tolist()
+    together = max(1, PROBED_TOKENS // data.dev.length)
+    for first in range(0, len(chosen), together):
+        yield TextRow.batch([data.dev[number] for number in chosen[first : first + together]])

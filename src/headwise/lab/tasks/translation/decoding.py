@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.batching import batch_by_tokens, to_device
 from headwise.lab.data.subwords import END, PADDING, START, Subwords
-from headwise.lab.tasks.translation.data import TranslationSplit, collate
+from headwise.lab.tasks.translation.data import TranslationExample, TranslationSplit, collate
 from headwise.lab.tasks.translation.model import IGNORED
 
 # A target may be this many times as long as its source, and this many tokens longer.
@@ -94,13 +94,19 @@ def compute_pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float
     """Return for each pair -sum_t log p(y_t | y_<t, x) over its target tokens, and how many they are, [N, 2]."""
     found = np.zeros((len(split), 2))
     for batch in batch_by_tokens(split.lengths, tokens=max(int(split.lengths.max()), SCORED_TOKENS)):
-        tensors = to_device(collate([split[int(index)] for index in batch]), model)
-        labels = tensors["labels"]
-        logits = model(**tensors, attention_mask=(tensors["input_ids"] != PADDING).long()).logits
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        found[batch, 0] = losses.view_as(labels).double().sum(dim=1).cpu().numpy()
-        found[batch, 1] = (labels != IGNORED).sum(dim=1).cpu().numpy()
+        sums, tokens = score_targets(model, [split[int(index)] for index in batch])
+        found[batch, 0] = sums.cpu().numpy()
+        found[batch, 1] = tokens.cpu().numpy()
     return found
+
+
+def score_targets(model: Any, pairs: Sequence[TranslationExample]) -> tuple[Tensor, Tensor]:
+    """Return -sum_t log p(y_t | y_<t, x) of the target of each pair, float64 [B], and how many tokens it has, [B]."""
+    tensors = to_device(collate(pairs), model)
+    labels = tensors["labels"]
+    logits = model(**tensors, attention_mask=(tensors["input_ids"] != PADDING).long()).logits
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view_as(labels).double().sum(dim=1), (labels != IGNORED).sum(dim=1)
 
 
 class _EndInTime(LogitsProcessor):

@@ -229,8 +229,8 @@ class CachedAttention(MultiheadAttention):
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [B, H, K, e], of states [B, K, d]."""
-        bias = self.in_proj_bias[self.embed_dim :]
-        keys, values = F.linear(states, self.in_proj_weight[self.embed_dim :], bias).chunk(2, dim=-1)
+        width = self._joined
+        keys, values = F.linear(states, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(2, dim=-1)
         return self._by_head(keys), self._by_head(values)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, may_attend: Tensor | None = None) -> Tensor:
@@ -242,11 +242,16 @@ class CachedAttention(MultiheadAttention):
             values: From `project`.
             may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
         """
-        bias = self.in_proj_bias[: self.embed_dim]
-        queries = self._by_head(F.linear(query, self.in_proj_weight[: self.embed_dim], bias))
+        width = self._joined
+        queries = self._by_head(F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width]))
         tell_queries(self, query)
         heads = self.attend_heads(queries, keys, values, may_attend)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+    @property
+    def _joined(self) -> int:
+        """The width of all heads together: less than the model's once heads are removed."""
+        return self.num_heads * self.head_dim
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

@@ -34,7 +34,12 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
-from headwise.lab.tasks.translation.decoding import compute_pair_losses, decode_sources, negative_log_likelihood
+from headwise.lab.tasks.translation.decoding import (
+    compute_pair_losses,
+    decode_sources,
+    negative_log_likelihood,
+    score_targets,
+)
 from headwise.lab.tasks.translation.marian import build_model
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
@@ -151,6 +156,13 @@ class TranslationTask(Task):
     def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the negative log likelihood of each test target, and its tokens."""
         return compute_pair_losses(model, data.test)
+
+    def dev_losses(self, model: Any, data: ScaledTranslation) -> Iterator[Tensor]:
+        """Yield the mean negative log likelihood of a target's tokens, for pairs of dev."""
+        chosen = spread_evenly(len(data.dev), PROBED)
+        for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
+            sums, tokens = score_targets(model, [data.dev[int(index)] for index in chosen[batch]])
+            yield sums / tokens
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
         """Return the number of words of each test source, rounded up to the next ten."""

@@ -1,0 +1,171 @@
+"""Runs whose heads are removed or merged afterwards: against heads ablated by hand; weighed on dev, scored on test."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import LayoutError, SettingError
+from headwise.lab.analyses.registry import AnalysisSettings, analyze
+from headwise.lab.analyses.shrinking import measure_shrinking
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.run_folder import analysis_file, read_json
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise.lab.tasks.pretraining.task import PretrainingTask
+from headwise.lab.training.attach import attach_arm
+from headwise.lab.training.train import train_run
+from headwise.lab.training.trained import Trained, load_trained
+from lab.tasks.lm.lm_toy import TOY, prepare_toy
+from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
+
+SMALL = dataclasses.replace(
+    LOGIC_SCALES["demo"],
+    width=16,
+    heads=4,
+    classifier_width=16,
+    epochs=1,
+    warmup_steps=3,
+    generated_draws=1500,
+    train_examples=96,
+    dev_examples=40,
+)
+SCALES = {"logic": SMALL, "lm": dataclasses.replace(TOY, key_value_heads=4), "translation": SMALLEST}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunSettings, Path]]:
+    """A toy run of each task."""
+    root = tmp_path_factory.mktemp("runs")
+    data = {"logic": None, "lm": prepare_toy(root / "text"), "translation": write_toy_corpus(root / "pairs")}
+    made = {}
+    for task, scale in SCALES.items():
+        settings = RunSettings(task, scale, parse_arm("plain"), seed=3, data=data[task], cache=root / "cache")
+        train_run(settings, root / task)
+        made[task] = settings, root / task
+    return made
+
+
+@pytest.fixture(scope="module")
+def records(runs) -> dict[str, dict[str, Any]]:
+    for settings, folder in runs.values():
+        analyze(AnalysisSettings("shrinking", settings), folder)
+    return {task: read_json(analysis_file(folder, "shrinking")) for task, (_, folder) in runs.items()}
+
+
+def lose(trained: Trained, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed losses and the number of predictions of each item of a split, one at a time."""
+    task, data, found = trained.task, trained.data, []
+    for number in range(len(getattr(data, split))):
+        batch = task.collate([getattr(data, split)[number]])
+        if task.name == "logic":
+            found.append((trained.model(**batch)["loss"], 1))
+            continue
+        labels = batch.pop("labels")
+        logits = trained.model(**batch, **({"labels": labels} if task.name == "translation" else {}))["logits"]
+        if task.name == "lm":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        found.append((loss, int((labels != -100).sum())))
+    return torch.stack([loss for loss, _ in found]), torch.tensor([number for _, number in found])
+
+
+@pytest.mark.parametrize("task", SCALES)
+def test_heads_are_weighed_by_the_losses_of_dev(task: str, runs):
+    trained = load_trained(*runs[task])
+    found = torch.cat(list(trained.task.dev_losses(trained.model, trained.data))).double()
+    assert found.requires_grad
+    sums, counts = lose(trained, "dev")
+    # in batches of one length
+    torch.testing.assert_close(found.sort().values, (sums.double() / counts).sort().values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", SCALES)
+def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated(task: str, runs, records):
+    trained = load_trained(*runs[task])
+    heads = trained.heads
+    worth = hw.importance(
+        heads, lambda: trained.task.dev_losses(trained.model, trained.data), method="first_order"
+    ).drops
+    ablations = [hw.ablate(dataclasses.replace(heads, sites=(site,)), int(worth[site.name].argmin())) for site in heads]
+    with torch.no_grad():
+        sums, counts = lose(trained, "test")
+        scores = METRICS[trained.task.metric].values(trained.task.greedy(trained.model, trained.data))
+    for ablation in ablations:
+        ablation.remove()
+    numbers = records[task]["numbers"]
+    expected = float(sums.sum() / counts.sum())
+    assert numbers["loss_heads_75"] == pytest.approx(expected, rel=1e-5)
+    assert numbers["score_heads_75"] == pytest.approx(float(scores.mean()), rel=1e-5, abs=1e-9)
+    with torch.no_grad():
+        whole, counts = lose(trained, "test")
+    assert numbers["loss_heads_100"] == pytest.approx(float(whole.sum() / counts.sum()), rel=1e-5)
+    assert numbers["loss_heads_100"] != pytest.approx(expected, rel=1e-5)
+    for share in (75, 50, 25):
+        added = numbers[f"loss_heads_{share}"] - numbers["loss_heads_100"]
+        assert numbers[f"loss_added_heads_{share}"] == added
+
+
+def test_key_value_heads_are_merged_where_attentions_can_have_fewer(runs, records):
+    trained = load_trained(*runs["lm"])
+    network: Any = trained.model.network
+    calls = []
+    with torch.no_grad():
+        hook = network.register_forward_pre_hook(lambda _module, _args, given: calls.append(given), with_kwargs=True)
+        list(trained.task.probe(trained.model, trained.data))
+        hook.remove()
+        hw.merge(hw.find_heads(network), 1, batches=calls)
+        sums, counts = lose(trained, "test")
+    numbers = records["lm"]["numbers"]
+    assert records["lm"]["unmerged"] is None
+    assert numbers["loss_kv_heads_25"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-5)
+    assert numbers["loss_added_kv_heads_25"] == numbers["loss_kv_heads_25"] - numbers["loss_heads_100"]
+    assert {"loss_kv_heads_50", "score_kv_heads_50"} <= numbers.keys()
+    for task in ("logic", "translation"):
+        assert "has a key/value head for each query head" in records[task]["unmerged"]
+        assert not [name for name in records[task]["numbers"] if "kv" in name]
+
+
+def test_two_key_value_heads_have_no_quarter(runs, tmp_path):
+    settings = dataclasses.replace(runs["lm"][0], scale=TOY)
+    train_run(settings, tmp_path / "run")
+    record = measure_shrinking(settings, tmp_path / "run")
+    assert record["unmerged"] == "attentions have 2 key/value heads, no multiple of 4"
+    # whole groups go: none of two, then one, and of a single one a query head
+    losses = [record["numbers"][f"loss_heads_{share}"] for share in (100, 75, 50, 25)]
+    assert losses[0] == pytest.approx(losses[1])
+    assert len(set(losses[1:])) == 3
+
+
+def test_heads_under_an_aggregator_are_refused(runs, tmp_path):
+    settings = dataclasses.replace(runs["logic"][0], arm=parse_arm("em:layers=0,capsules=4"))
+    train_run(settings, tmp_path / "run")
+    with pytest.raises(LayoutError, match="has EMAggregator as its output, built for all heads"):
+        measure_shrinking(settings, tmp_path / "run")
+
+
+def test_a_task_without_losses_of_dev_is_refused():
+    with pytest.raises(SettingError, match="task pretraining has no losses of dev items to weigh heads by"):
+        PretrainingTask().dev_losses(None, None)
+
+
+def test_the_arm_that_makes_heads_alike_pulls_where_its_opposite_pushes(runs):
+    trained = load_trained(*runs["logic"])
+    batch = trained.task.collate([trained.data.train[number] for number in range(8)])
+    gradients = []
+    for arm in ("cka", "cka-together"):
+        attached, methods = attach_arm(trained.task, parse_arm(arm), trained.data, SMALL, seed=3)
+        model: Any = attached.train()
+        torch.manual_seed(0)
+        loss = model(**batch)["loss"]
+        added = methods.add_penalty(loss) - loss
+        weights = [model.encoder.layers[0].attention.in_proj_weight]
+        gradients.append(torch.autograd.grad(added, weights)[0])
+    assert float(gradients[0].norm()) > 0
+    torch.testing.assert_close(gradients[1], -gradients[0])
