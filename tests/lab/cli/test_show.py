@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from headwise.lab.cli.configs import format_config
+from headwise.lab.results.cells import NONE
 from headwise.lab.results.tabulate import read_table
 from lab.command import call, refused
 from lab.results.synthetic_comparison import PAPER, write_comparison
 from lab.tasks.logic.logic_toy import TOY
+from report.chromium import Chromium, find_chromium
 
 
 @pytest.fixture
@@ -172,3 +174,64 @@ def test_epochs_are_reported_to_tensorboard_by_the_trainer(toy, capsys):  # noqa
     assert call("show", "o") == 0
     assert call("compare", "logic", *few[:-1], "plain") == 0
     assert (run / "model.safetensors").read_bytes() == Path("plain", *run.parts[1:], "model.safetensors").read_bytes()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_page_of_several_comparisons_is_written_with_every_row_and_only_its_own_script(capsys):
+    assert call("show", "runs", "--csv", "--page", "runs.html") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    html = Path("runs.html").read_text(encoding="utf-8")
+    data = json.loads(html.partition('id="runs-data">')[2].partition("</script>")[0])
+    assert [column["name"] for column in data["columns"]][:3] == ["arm", "verdict", "comparison"]
+    assert [row["text"][0] for row in data["rows"]] == [row["arm"] for row in rows]
+    place = [column["name"] for column in data["columns"]].index("difference, points")
+    assert [row["keys"][place] for row in data["rows"]] == [
+        float(row["difference"]) if row["difference"] else None for row in rows
+    ]
+    assert "script-src 'sha256-" in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_click_on_a_heading_sorts_the_page_and_words_filter_it(tmp_path: Path):
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium on the path; install Debian's, or name one in HEADWISE_CHROMIUM")
+    assert call("show", "runs", "--page", "runs.html", "--csv") == 0
+    with Chromium(program, tmp_path / "profile") as browser:
+        browser.look(width=390)
+        browser.open(Path("runs.html"))
+
+        def column(name: str) -> list[str]:
+            return browser.run(
+                "(() => { const place = [...document.querySelectorAll('#runs thead th')]"
+                f".findIndex((e) => e.textContent === {name!r});"
+                " return [...document.querySelectorAll('#runs tbody tr')].map((e) => e.cells[place].textContent); })()"
+            )
+
+        def click(name: str) -> None:
+            browser.run(
+                f"[...document.querySelectorAll('#runs th button')].find((e) => e.textContent === {name!r}).click()"
+            )
+
+        def read(texts: list[str]) -> list[float]:
+            return [float(text.partition(" (")[0].replace("\N{MINUS SIGN}", "-")) for text in texts]
+
+        every = column("arm")
+        for descending in (False, True):
+            click("difference, points")
+            cells = column("difference, points")
+            numbers = read([cell for cell in cells if cell != NONE])
+            assert numbers == sorted(numbers, reverse=descending)
+            assert len(set(numbers)) > 2
+            assert set(cells[len(numbers) :]) == {NONE}
+        browser.run(
+            "(() => { const field = document.getElementById('filter'); field.value = 'SMOOTH runs/two';"
+            " field.dispatchEvent(new Event('input')); })()"
+        )
+        kept = column("arm")
+        assert 0 < len(kept) < len(every)
+        assert set(column("comparison")) == {"runs/two"}
+        assert all("smooth" in arm for arm in kept)
+        assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+        assert not browser.said

@@ -165,6 +165,9 @@ def show(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV, with all digits.")] = False,
     as_latex: Annotated[bool, typer.Option("--latex", help="Print a table for LaTeX, with booktabs.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for Markdown.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Also write an HTML page that sorts and filters.")
+    ] = None,
 ) -> None:
     """Show finished comparisons again, side by side if there are several; nothing is trained."""
     if as_csv + as_latex + as_markdown + asked_output().as_json > 1:
@@ -174,6 +177,12 @@ def show(
     from headwise.lab.results.tabulate import read_table
 
     tables = {str(folder): read_table(folder) for folder in find_comparisons(folders)}
+    if page is not None:
+        from headwise.lab.results.side_by_side_page import make_side_by_side_page
+
+        make_side_by_side_page(tables).write(page)
+        if not as_csv + as_latex + as_markdown:
+            say(f"page: {page}")
     if as_csv:
         typer.echo(format_csv(tables), nl=False)
     elif as_latex:
