@@ -58,7 +58,15 @@ def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code
     if not exported:
         return named_task(task).open_frozen(folder, finished, pipeline)
     if not (folder / exported / CONFIG).is_file():
-        remedy = "; run it with --set keep_model=true" if exported == MODEL else ""
+        remedy = ""
+        if exported == MODEL:
+            keeps = any(hasattr(scale, "keep_model") for scale in named_task(task).scales.values())
+            remedy = (
+                "; run it with --set keep_model=true"
+                if keeps
+                else ", as there is none of gates, talking heads or differential attention: transformers would pass "
+                "over their parameters"
+            )
         raise DataError(f"{folder} keeps no folder {exported!r} with a model and its tokenizer{remedy}.")
     opened = open_folder(folder / exported, name_run(folder), trust_remote_code=trust_remote_code)
     return replace(opened, note=f"Of this run the {exported} was looked at.")

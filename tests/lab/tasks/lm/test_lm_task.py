@@ -22,6 +22,7 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.metrics import Likelihood
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
 from headwise.lab.tasks.lm.cloze import ClozeItem, score_cloze
 from headwise.lab.tasks.lm.model import build_model
@@ -274,6 +275,8 @@ except (ValueError, OSError, KeyError) as error:
     assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
     assert not (runs["mixture:shared=0,active=1"] / "model").exists(), "transformers would pass over its gates"
     assert not (runs["differential"] / "model").exists(), "transformers would pass over its second maps"
+    with pytest.raises(DataError, match=r"keeps no folder 'model' .*, as there is none of gates, talking heads or"):
+        open_frozen(runs["differential"])
 
 
 def test_one_key_value_head_for_all_query_heads_trains_and_is_measured(text, tmp_path):
