@@ -58,7 +58,7 @@ class Shrunk:
             cells = [_show(what, self.states[name].get(what)) for name in names]
             after = self.states[names[-1]].get(what)
             ratio = f"{after / before:.2f}x" if after is not None and before > 0 and what != "score" else ""
-            rows.append([self.score if what == "score" else what, *cells, ratio])
+            rows.append([what, *cells, ratio])
         return ["", *names, "after / before"], rows
 
     def list_curves(self) -> tuple[list[str], list[list[str]]]:
@@ -83,9 +83,10 @@ class Shrunk:
         page.heading("Before and after")
         header, rows = self.list_states()
         page.table(header, rows)
+        cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in rows) else ""
         page.paragraph(
-            "Scores are on held-out lines, the larger the better. Milliseconds are medians of rounds in which the "
-            "models took turns on this machine; the cache is of one token in all layers, in bytes.",
+            f"The score is the {self.score}, on held-out lines; the larger the better. Milliseconds are medians of "
+            f"rounds in which the models took turns on this machine{cache}.",
             kind="note",
         )
         page.paragraph(self.loading)
@@ -96,6 +97,7 @@ class Shrunk:
             figure = sweep(
                 self.curves, setting="share of heads kept", measure=self.score, reference="removed one by one"
             )
+            figure.axes[0].set_xticks(sorted({share for each in self.curves.values() for share in each}))
             page.figure(
                 to_png(figure),
                 caption="Score over the share of heads kept, for each way to choose them; of random choices each draw.",

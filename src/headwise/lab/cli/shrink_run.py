@@ -69,7 +69,7 @@ def prune_model(request: Request, keep: float, by: str, console: Console) -> Shr
         states = _compare(subject, whole, before, request, bars)
     title = f"{subject.name} with {keep:.0%} of its heads"
     shrunk = Shrunk(
-        title, request.command, subject.score_name, states, str(pruning), _tell(pruning.stock), curves=curves
+        title, request.command, subject.score_name, states, str(pruning), _tell(subject, pruning.stock), curves=curves
     )
     return _write(subject, shrunk, request, console)
 
@@ -84,7 +84,9 @@ def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
         states = _compare(subject, whole, before, request, bars)
     title = f"{subject.name} with {groups} key/value heads"
     steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
-    shrunk = Shrunk(title, request.command, subject.score_name, states, str(merging), _tell(merging.stock), steps=steps)
+    shrunk = Shrunk(
+        title, request.command, subject.score_name, states, str(merging), _tell(subject, merging.stock), steps=steps
+    )
     return _write(subject, shrunk, request, console)
 
 
@@ -132,9 +134,10 @@ def _compare(
     return states
 
 
-def _tell(stock: str | None) -> str:
+def _tell(subject: Subject, stock: str | None) -> str:
     if stock is None:
-        return "The folder is loaded by transformers alone: AutoModel.from_pretrained(folder)."
+        kind = "AutoModelForCausalLM" if subject.causal else "AutoModel"
+        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder)."
     return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
 
 
