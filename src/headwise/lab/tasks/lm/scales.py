@@ -112,7 +112,7 @@ class LmScale(Scale):
 
 # cpu: as large as a run of plain takes five minutes of one core (279 s of it, on English prose of 27 MB). Chosen on dev
 # with plain alone, seed 0: 4.452 nats a token after 1,200 steps and 4.253 after 2,400, each with its whole schedule, so
-# twice the steps take off a twentieth, and a longer run would take off more. No other rate or batch was tried.
+# twice the steps take off a twentieth, and a longer run would take off more. No other rate or batch was compared.
 # paper: the sizes and the recipe of GPT-2 124M on 10 billion tokens in batches of half a million, as nanoGPT and llm.c
 # train it, with Llama's layers and 4 key/value heads: 123.8 million parameters.
 LM_SCALES = presets(
