@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from headwise.strict_json import parse_json
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -15,7 +16,7 @@ START, END = "<!-- table: written by make api -->", "<!-- end -->"
 
 def render() -> str:
     """Return the page as it is, with its table made anew."""
-    before, now = (json.loads((RECORDS / name).read_text(encoding="utf-8")) for name in (BEFORE, NOW))
+    before, now = (parse_json((RECORDS / name).read_text(encoding="utf-8")) for name in (BEFORE, NOW))
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     return f"{head}{START}\n\n{make_table(before, now)}\n\n{END}{rest.partition(END)[2]}"
 

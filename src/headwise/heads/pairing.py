@@ -33,7 +33,7 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
         >>> from headwise.heads.find import find_heads
         >>> sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
         >>> model = LlamaModel(LlamaConfig(vocab_size=9, num_attention_heads=4, num_key_value_heads=2, **sizes))
-        >>> pair_decoder_heads(find_heads(model)[0])
+        >>> pair_decoder_heads(find_heads(model).sites[0])
         >>> [(site.num_heads, site.key_value_heads, site.head_size) for site in find_heads(model)]
         [(2, 1, 8)]
     """
