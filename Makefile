@@ -15,6 +15,7 @@
 #   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
+#   make bench-laboratory DATA=FOLDER  compare runs with a bare loop over the same model; FOLDER holds sentence pairs
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
 #   make docs        build the documentation as a site in build/site, running its tutorials
@@ -33,7 +34,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-graphs api docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-graphs api docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -103,6 +104,10 @@ bench-memory: $(VENV)/.dev
 bench-lm: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "DATA is not set; give text: make bench-lm DATA=my.txt" >&2; exit 1; }
 	$(ONE_THREAD) $(BIN)/python benchmarks/lm_bare.py --data "$(DATA)" $(ARGS)
+
+bench-laboratory: $(VENV)/.dev
+	@test -n "$(DATA)" || { echo "DATA is not set; give sentence pairs: make bench-laboratory DATA=FOLDER" >&2; exit 1; }
+	$(ONE_THREAD) $(BIN)/python benchmarks/laboratory.py --data "$(DATA)" $(ARGS)
 
 bench-graphs: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "DATA is not set; give AGENDA's folder: make bench-graphs DATA=FOLDER" >&2; exit 1; }
