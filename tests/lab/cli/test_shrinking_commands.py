@@ -94,11 +94,12 @@ def test_a_decoder_is_pruned_trained_again_and_loaded_by_transformers(folders: P
     assert curves["removed one by one"]["0.5"] == [pytest.approx(states["after"]["score"], abs=1e-5)]
     shown = capsys.readouterr().out
     assert "removed one by one" in shown
-    assert "loaded by transformers alone" in shown.replace("\n", " ")
+    assert "loaded by transformers alone: AutoModelForCausalLM.from_pretrained" in shown.replace("\n", " ")
     page = (out / "shrinking.html").read_text()
     assert "Ways to choose the heads" in page
     assert "data:image/png" in page
-    assert "log-likelihood per token" in page
+    assert "The score is the log-likelihood per token, nats, on held-out lines" in page
+    assert "the cache is of one token in all layers" in page
 
 
 def test_an_encoder_is_pruned_to_keep_its_states_and_loaded_by_headwise(folders: Path, tmp_path: Path, capsys):
@@ -121,6 +122,7 @@ def test_an_encoder_is_pruned_to_keep_its_states_and_loaded_by_headwise(folders:
     assert states["before"]["score"] == pytest.approx(1.0)
     assert states["after"]["score"] < states["trained again"]["score"] < 1.0
     assert "bytes of cache per token" not in states["before"]
+    assert "the cache is" not in (out / "shrinking.html").read_text()
     with pytest.raises((OSError, ValueError)):
         AutoModel.from_pretrained(out)
     assert [site.num_heads for site in hw.find_heads(hw.load(out))] == [3, 3]
@@ -140,7 +142,10 @@ def test_a_decoder_is_merged_and_each_step_told(folders: Path, tmp_path: Path):
     ]
     assert record["steps"][-1]["score"] == pytest.approx(states["after"]["score"], abs=1e-5)
     assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 2
-    assert "Ways to merge" in (out / "shrinking.html").read_text()
+    page = (out / "shrinking.html").read_text()
+    assert "Ways to merge" in page
+    # in the table of steps, and not again in what was cut
+    assert page.count("averaged as they are, neighbors, W_O refitted") == 1
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ class Shrunk:
         page.table(header, rows)
         cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in rows) else ""
         page.paragraph(
-            f"The score is the {self.score}, on held-out lines; the larger the better. Milliseconds are medians of "
-            f"rounds in which the models took turns on this machine{cache}.",
+            f"Heads are those of all layers. The score is the {self.score}, on held-out lines; the larger the better. "
+            f"Milliseconds are medians of rounds in which the models took turns on this machine{cache}.",
             kind="note",
         )
         page.paragraph(self.loading)

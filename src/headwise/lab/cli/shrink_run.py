@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +82,12 @@ def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
         bars.add_task("merging", total=None)
         merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
         states = _compare(subject, whole, before, request, bars)
-    title = f"{subject.name} with {groups} key/value heads"
+    title = f"{subject.name} with {groups} key/value heads in each attention"
+    # the page has a table of the steps
+    details = str(replace(merging, steps=()))
     steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
     shrunk = Shrunk(
-        title, request.command, subject.score_name, states, str(merging), _tell(subject, merging.stock), steps=steps
+        title, request.command, subject.score_name, states, details, _tell(subject, merging.stock), steps=steps
     )
     return _write(subject, shrunk, request, console)
 

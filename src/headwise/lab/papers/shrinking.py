@@ -66,7 +66,7 @@ def draw_shrinking(part: str, folder: Path, evidence: Evidence, table: Table) ->
                 shift = APART * (place - (len(curve) - 1) / 2)
                 values = [one.value for one in found.values()]
                 axes.errorbar(
-                    [100 * share + shift for share in found],
+                    [100 * share + (shift if share < 1 else 0) for share in found],
                     values,
                     yerr=[
                         [one.value - one.low for one in found.values()],
