@@ -33,6 +33,7 @@ def test_a_model_is_inspected_into_a_folder_of_such_a_name(
     assert Path("out", name, "report.json").is_file()
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_comparison_is_written_into_a_folder_of_such_a_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -74,24 +74,28 @@ class Running:
         return self.process.returncode, said, time.monotonic() - began
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGTERM, 143)])
-def test_a_stop_of_any_kind_lets_every_run_save(number, code, tmp_path):
-    running = Running(tmp_path, "wait", "wait")
+@pytest.mark.parametrize(
+    ("number", "code", "runs"), [(signal.SIGINT, 130, 2), (signal.SIGHUP, 129, 1), (signal.SIGTERM, 143, 1)]
+)
+def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
+    running = Running(tmp_path, *("wait",) * runs)
     running.tell(number)
     assert running.end()[:2] == (code, SAVED)
-    assert all((tmp_path / name / "saved").exists() for name in "01")
+    assert all((tmp_path / str(one) / "saved").exists() for one in range(runs))
 
 
 def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     running = Running(tmp_path, "wait", "deaf")
+    told = time.time()
     running.tell(signal.SIGINT)
-    code, said, _ = running.end()
+    code, said, seconds = running.end()
     assert code == 130
     assert said == (
         "stopped; deaf 1 had not saved and resumes from the last checkpoint, other runs from where they were: give the "
         "same command again."
     )
-    assert (tmp_path / "0" / "saved").exists()
+    assert (tmp_path / "0" / "saved").stat().st_mtime - told < 1.0
+    assert seconds < 10
 
 
 def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path):

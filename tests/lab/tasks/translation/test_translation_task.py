@@ -121,6 +121,7 @@ def test_the_weights_of_the_last_epochs_are_averaged(corpus, cache, tmp_path):
         torch.testing.assert_close(mean, (a[name] + kept[name]) / 2)
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
     arms = tuple(parse_arms("plain,output:kinds=cross"))
     scale = dataclasses.replace(TOY, epochs=1, averaged=1)
