@@ -153,10 +153,10 @@ class HeadTrainer(Trainer):
 
     @override
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of an update's gradient before the clip."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        if norm is not None:
-            self.run.add_norm(norm)
+        """Return the norm of an update's gradient before the clip; without a clip no gradient is written."""
+        gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        norm = nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm
+        self.run.add_norm(norm)
         return norm
 
     @override
@@ -266,6 +266,8 @@ def _build_trainer(
         logging_strategy="no",
         eval_strategy="no",
         save_strategy="no",
+        # the callback looks at the loss once an epoch, without waiting for the device in each step
+        logging_nan_inf_filter=False,
     )
     orthogonalize = settings.arm.find(Orthogonalize)
     if orthogonalize is not None:
