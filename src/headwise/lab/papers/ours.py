@@ -2,7 +2,7 @@
 
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import Part, Reproduction
-from headwise.lab.papers.sizes import Size, logic
+from headwise.lab.papers.sizes import Size, Sizes, logic
 
 # Every penalty and every repulsion at a tenth of the gradient of the loss on the heads.
 PENALTIES = (
@@ -24,66 +24,91 @@ CONTROLS = {
     "drophead-scheduled": "drophead",
     "muon-heads": "muon",
 }
-STRENGTH = "everything: a strength of 0.1 relative to the gradient of the loss on the heads; targets of three heads"
+STRENGTH = "everything: a strength of 0.1 relative to the gradient of the loss on the heads"
 SIZES = (
-    "everything: gates that start at 1; a mixture of one shared head and two of three others; DropHead at 0.1, "
+    "everything: gates that start at 1; a mixture of one shared head and two of the others; DropHead at 0.1, "
     "scheduled from 0.1 over 0 to 0.1; Muon at the rate of the recipe; differential attention and its control with "
     "half the heads, twice as wide; wider layers with the parameters of gates on features, or on heads (two units)"
 )
 EFFECTIVE = "effective_heads"
+QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 
 
 def _compare(arms: tuple[str, ...], measure: str | None = None) -> tuple[Contrast, ...]:
-    return tuple(Contrast(arm, CONTROLS[arm], measure=measure) for arm in arms)
+    return tuple(Contrast(arm, _choose_control(arm), measure=measure) for arm in arms)
 
 
-def _study(name: str, title: str, arms: tuple[str, ...], *claims: Claim, extra: str = STRENGTH) -> Reproduction:
-    controls = tuple(dict.fromkeys(CONTROLS[arm] for arm in arms))
+def _choose_control(arm: str) -> str:
+    return CONTROLS[arm if arm in CONTROLS else arm.partition(":")[0]]
+
+
+def _study(
+    name: str, title: str, arms: tuple[str, ...], *claims: Claim, task: str, sizes: Sizes, extra: str
+) -> Reproduction:
+    controls = tuple(dict.fromkeys(_choose_control(arm) for arm in arms))
     return Reproduction(
         id=f"diversity/{name}",
         title=title,
         source="ours",
-        task="logic",
-        parts=(Part(tuple(dict.fromkeys(("plain", *controls, *arms))), logic()),),
+        task=task,
+        parts=(Part(tuple(dict.fromkeys(("plain", *controls, *arms))), sizes),),
         extra=extra,
         claims=claims,
     )
 
 
-PENALIZED = _study(
-    "penalties",
-    "Penalties at a tenth of the gradient: effective heads and score",
-    (*PENALTIES, "cka-target", "drophead"),
-    Claim("Penalties raise the effective number of heads (ours).", _compare(PENALTIES, EFFECTIVE)),
-    Claim("So does a penalty with a target (ours).", _compare(("cka-target",), EFFECTIVE)),
-    Claim("So does dropping heads at random (ours).", _compare(("drophead",), EFFECTIVE)),
-    Claim("Heads that a penalty made different score higher (the idea of all of it).", _compare(PENALTIES)),
-)
-REPELLED = _study(
-    "repulsion",
-    "Repulsion at a tenth of the gradient: effective heads and score",
-    (*SMOOTHING, *TURNING, "svgd-target"),
-    Claim("Repulsion raises the effective number of heads (ours).", _compare((*SMOOTHING, *TURNING), EFFECTIVE)),
-    Claim("So does repulsion with a target (ours).", _compare(("svgd-target",), EFFECTIVE)),
-    Claim("Heads that repel one another score higher (the idea of all of it).", _compare((*SMOOTHING, *TURNING))),
-)
+def _ask(task: str, sizes: Sizes, *, ending: str, target: float, words: str) -> tuple[Reproduction, ...]:
+    """Return the studies of penalties, of repulsion and of rivals on a task, with targets of so many heads."""
+    penalty_target, repulsion_target = (f"{arm}-target:effective_heads={target:g}" for arm in ("cka", "svgd"))
+    strength = f"{STRENGTH}; targets of {target:g} heads"
+    penalized = _study(
+        f"penalties{ending}",
+        f"Penalties at a tenth of the gradient{words}: effective heads and score",
+        (*PENALTIES, penalty_target, "drophead"),
+        Claim("Penalties raise the effective number of heads (ours).", _compare(PENALTIES, EFFECTIVE)),
+        Claim("So does a penalty with a target (ours).", _compare((penalty_target,), EFFECTIVE)),
+        Claim("So does dropping heads at random (ours).", _compare(("drophead",), EFFECTIVE)),
+        Claim("Heads that a penalty made different score higher (the idea of all of it).", _compare(PENALTIES)),
+        task=task,
+        sizes=sizes,
+        extra=strength,
+    )
+    repelling = (*SMOOTHING, *TURNING)
+    repelled = _study(
+        f"repulsion{ending}",
+        f"Repulsion at a tenth of the gradient{words}: effective heads and score",
+        (*repelling, repulsion_target),
+        Claim("Repulsion raises the effective number of heads (ours).", _compare(repelling, EFFECTIVE)),
+        Claim("So does repulsion with a target (ours).", _compare((repulsion_target,), EFFECTIVE)),
+        Claim("Heads that repel one another score higher (the idea of all of it).", _compare(repelling)),
+        task=task,
+        sizes=sizes,
+        extra=strength,
+    )
+    compared = _study(
+        f"rivals{ending}",
+        f"Methods that do not ask heads to differ{words}: effective heads and score",
+        (*RIVALS, ALL_HEADS, WIDER, LITTLE_WIDER),
+        Claim("Rivals raise the effective number of heads (ours).", _compare(RIVALS, EFFECTIVE)),
+        Claim("Rivals score higher than their controls.", _compare(RIVALS)),
+        Claim(
+            "A token needs some heads only: the best ones score higher than all of them (the idea of mixtures).",
+            (Contrast("mixture", ALL_HEADS),),
+        ),
+        Claim(
+            "Gates score higher than as many parameters in wider layers (our control of equal parameters).",
+            (Contrast("gated-elements", WIDER), Contrast("gated", LITTLE_WIDER)),
+        ),
+        task=task,
+        sizes=sizes,
+        extra=SIZES,
+    )
+    return penalized, repelled, compared
 
-COMPARED = _study(
-    "rivals",
-    "Methods that do not ask heads to differ: effective heads and score",
-    (*RIVALS, ALL_HEADS, WIDER, LITTLE_WIDER),
-    Claim("Rivals raise the effective number of heads (ours).", _compare(RIVALS, EFFECTIVE)),
-    Claim("Rivals score higher than their controls.", _compare(RIVALS)),
-    Claim(
-        "A token needs some heads only: the best ones score higher than all of them (the idea of mixtures).",
-        (Contrast("mixture", ALL_HEADS),),
-    ),
-    Claim(
-        "Gates score higher than as many parameters in wider layers (our control of equal parameters).",
-        (Contrast("gated-elements", WIDER), Contrast("gated", LITTLE_WIDER)),
-    ),
-    extra=SIZES,
-)
+
+# Plain heads of logic are nearly as different as can be; those of questions are not, and there is room to push them.
+ON_LOGIC = _ask("logic", logic(), ending="", target=3, words="")
+ON_QUESTIONS = _ask("classification", QUESTIONS, ending="-questions", target=5.5, words=" on questions (TREC)")
 
 # One arm of each kind, all tuned with as many draws, plain and the controls too.
 TUNED = ("output-relative", "cka", "svgd-relative", "svgd-span", "drophead", "em")
@@ -96,7 +121,7 @@ TUNED_STUDY = Reproduction(
     parts=(
         Part(
             tuple(dict.fromkeys(("plain", *(TUNED_CONTROLS[arm] for arm in TUNED), *TUNED))),
-            {name: Size(name, corpus="trec") for name in ("demo", "cpu")},
+            QUESTIONS,
         ),
     ),
     extra="everything; with `--tuned`, each arm has the settings of its best draw on dev",
@@ -149,4 +174,4 @@ DECODER_STUDY = Reproduction(
     ),
 )
 
-OURS = (PENALIZED, REPELLED, COMPARED, TUNED_STUDY, DECODER_STUDY)
+OURS = (*ON_LOGIC, *ON_QUESTIONS, TUNED_STUDY, DECODER_STUDY)
