@@ -21,6 +21,8 @@ TERMS = (
     hw.CKA(of="contributions", sketch=3),
     hw.HSIC(),
     hw.HSIC(of="contributions"),
+    hw.HSIC(sketch=3),
+    hw.HSIC(of="contributions", sketch=3),
     hw.CrossCorrelation(),
     hw.CrossCorrelation(matched=True),
     hw.LogDeterminant(epsilon=0.02),
@@ -112,6 +114,26 @@ def test_a_sketch_is_unbiased_and_leaves_the_generator_alone():
         error = found.std(0) / len(draws) ** 0.5
         assert ((found.mean(0) - exact).abs() <= 4.5 * error + 1e-5 * exact).all()
         assert found.std(0).diagonal().max() < 1e-9
+
+
+@pytest.mark.parametrize("of", ["outputs", "contributions"])
+def test_a_sketch_of_hsic_has_the_mean_of_the_whole_value(of):
+    model = make(layers=1)
+    x, padding = given()
+    values = []
+    for term, draws in ((hw.HSIC(of), 1), (hw.HSIC(of, sketch=2), 800)):
+        penalty = hw.Disagreement(hw.find_heads(model), term)
+        found = []
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                model(x, src_key_padding_mask=padding)
+                found.append(penalty())
+        values.append(torch.stack(found))
+        penalty.remove()
+    exact, drawn = values
+    assert drawn.std() > 0.01 * exact.abs()
+    assert (drawn.mean() - exact).abs() <= 4 * drawn.std() / len(drawn) ** 0.5
 
 
 def test_a_span_is_turned_and_not_stretched():
@@ -207,6 +229,8 @@ def test_wrong_settings_are_refused():
         hw.CKA(of="weights")
     with pytest.raises(SettingError, match=r"CKA\.sketch is -1"):
         hw.CKA(sketch=-1)
+    with pytest.raises(SettingError, match=r"HSIC\.sketch is -2"):
+        hw.HSIC(sketch=-2)
     with pytest.raises(SettingError, match=r"LogDeterminant\.epsilon is 0\.0"):
         hw.LogDeterminant(epsilon=0.0)
     with pytest.raises(SettingError, match=r"SpanOverlap\.projection is 'q'"):

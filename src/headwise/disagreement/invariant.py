@@ -87,18 +87,22 @@ class HSIC(Arithmetic):
 
     Args:
         of: "outputs" or "contributions", as for `CKA`.
+        sketch: Number of random directions to estimate the products from, as for `CKA`; the whole value stays unbiased.
+            0 computes them.
     """
 
     of: Literal["outputs", "contributions"] = "outputs"
+    sketch: int = 0
 
     reads = "outputs"
 
     def __post_init__(self) -> None:
         require_choice("HSIC.of", self.of, OF)
+        require_integer("HSIC.sketch", self.sketch)
 
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
-        products = _multiply(self.of, site, tensor, keep)
+        products = _multiply(self.of, site, tensor, keep, sketch=self.sketch)
         return _count_call(_average_pairs(products.unbiased_hsic()), products)
 
 
