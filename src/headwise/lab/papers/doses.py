@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.claims import Claim, follow_doses
-from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.results.drawing import draw_means
 from headwise.lab.results.evidence import Evidence
@@ -79,10 +79,10 @@ def _study(
     return Reproduction(
         id=f"diversity/dose-{name}",
         title=f"Dose and response on {title}",
-        source="ours",
+        source=OWN,
         task=task,
         parts=tuple(Part(arms, sizes(times), budget) for times, budget in zip((1, 3), BUDGETS, strict=True)),
-        extra=f"everything: strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
+        extra=f"strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
         "many epochs as the scale has, or three times as many",
         claims=(
             Claim(

@@ -1,7 +1,7 @@
 """Our own question: which methods raise the effective number of heads, and at what score; and which rivals do."""
 
 from headwise.lab.papers.claims import Claim, Contrast
-from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes, logic
 
 # Every penalty and every repulsion at a tenth of the gradient of the loss on the heads.
@@ -24,9 +24,9 @@ CONTROLS = {
     "drophead-scheduled": "drophead",
     "muon-heads": "muon",
 }
-STRENGTH = "everything: a strength of 0.1 relative to the gradient of the loss on the heads"
+STRENGTH = "a strength of 0.1 relative to the gradient of the loss on the heads"
 SIZES = (
-    "everything: gates that start at 1; a mixture of one shared head and two of the others; DropHead at 0.1, "
+    "gates that start at 1; a mixture of one shared head and two of the others; DropHead at 0.1, "
     "scheduled from 0.1 over 0 to 0.1; Muon at the rate of the recipe; differential attention and its control with "
     "half the heads, twice as wide; wider layers with the parameters of gates on features, or on heads (two units)"
 )
@@ -49,7 +49,7 @@ def _study(
     return Reproduction(
         id=f"diversity/{name}",
         title=title,
-        source="ours",
+        source=OWN,
         task=task,
         parts=(Part(tuple(dict.fromkeys(("plain", *controls, *arms))), sizes),),
         extra=extra,
@@ -116,7 +116,7 @@ TUNED_CONTROLS = {"em": "trunk", **CONTROLS}
 TUNED_STUDY = Reproduction(
     id="diversity/tuned-questions",
     title="Tuned against tuned on classification of questions (TREC)",
-    source="ours",
+    source=OWN,
     task="classification",
     parts=(
         Part(
@@ -124,7 +124,7 @@ TUNED_STUDY = Reproduction(
             QUESTIONS,
         ),
     ),
-    extra="everything; with `--tuned`, each arm has the settings of its best draw on dev",
+    extra="with `--tuned`, each arm has the settings of its best draw on dev",
     claims=(
         Claim(
             "Tuned, a method scores higher than its control, tuned with as many draws (the idea of all of it).",
@@ -148,7 +148,7 @@ DECODED_CONTROLS = {arm: TUNED_CONTROLS[arm] for arm in DECODED}
 DECODER_STUDY = Reproduction(
     id="diversity/lm",
     title="Language models with grouped queries: effective heads and score",
-    source="ours",
+    source=OWN,
     task="lm",
     parts=(
         Part(

@@ -7,7 +7,7 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.papers.claims_grids import build_claims_grids
-from headwise.lab.papers.reproduction import describe_lack
+from headwise.lab.papers.reproduction import OWN, describe_lack
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.grids import NOTE
 
@@ -89,7 +89,7 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
 
 def _render_details(found: Mapping[str, Any]) -> str:
     lines = [f"# {name_section(found)}", "", f"Source: {found['source']}. [All results](../{PAGE})."]
-    lines += ["", f"Beyond the paper: {found['extra']}.", "", "```console", f"$ {found['command']}", "```", ""]
+    lines += ["", _describe_extra(found), "", "```console", f"$ {found['command']}", "```", ""]
     if found.get("described"):
         lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
     for grid in build_claims_grids(found["claims"])[1:]:
@@ -106,3 +106,9 @@ def _render_details(found: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _describe_extra(found: Mapping[str, Any]) -> str:
+    if found["source"] == OWN:
+        return f"{found['extra'][0].upper()}{found['extra'][1:]}."
+    return f"Beyond the paper: {found['extra']}."

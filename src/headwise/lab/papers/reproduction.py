@@ -16,6 +16,9 @@ from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.table import Table
 
+# The source of studies that no paper has.
+OWN = "ours"
+
 
 @dataclass(frozen=True)
 class Part:

@@ -8,7 +8,7 @@ import numpy as np
 from headwise.lab.analyses.registry import SHRINKING
 from headwise.lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SCORE, SHARES, name_number
 from headwise.lab.papers.claims import Claim, Contrast
-from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes, logic
 from headwise.lab.results.cells import NONE, Cell, Grid, Number
 from headwise.lab.results.drawing import choose_styles, label_arm, name_data
@@ -142,10 +142,10 @@ def _study(task: str, title: str, sizes: Sizes, *claims: Claim) -> Reproduction:
     return Reproduction(
         id=f"diversity/shrinking-{task}",
         title=f"Pruning and merging models with diverse and with alike heads: {title}",
-        source="ours",
+        source=OWN,
         task=task,
         parts=(Part((PLAIN, *DIFFERENT, TOGETHER), sizes),),
-        extra="everything: a strength of 0.1 relative to the gradient of the loss on the heads; heads are removed by "
+        extra="a strength of 0.1 relative to the gradient of the loss on the heads; heads are removed by "
         "first-order importance on dev, and nothing is trained afterwards",
         claims=(
             Claim("Penalties and repulsion raise the effective number of heads (ours).", _compare(EFFECTIVE)),
