@@ -1,6 +1,6 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
-#   make demo        install, then compare repulsion and a penalty with their controls on a small task
+#   make demo        install, then compare a repulsion and a penalty with their controls on a small task
 #   make test        install with the development tools, then run the tests
 #   make test-slow   run the tests that take minutes
 #   make lint        run ruff and pyright
@@ -40,7 +40,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
-	$(BIN)/headwise compare logic $(ARGS)
+	$(BIN)/headwise compare logic --set heads=16 $(ARGS)
 
 # Installs nothing: a GPU machine has its own torch, whose Python is PYTHON. Run it again to resume.
 GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self

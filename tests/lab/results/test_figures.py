@@ -14,6 +14,7 @@ from headwise.lab.results import figures
 from headwise.lab.results.drawing import choose_styles, draw_means, label_arm, span_a_point
 from headwise.lab.results.figures import (
     draw_dev_by_epoch,
+    draw_effective_heads,
     draw_figures,
     draw_head_costs,
     draw_score_by_bin,
@@ -103,6 +104,24 @@ def test_the_score_stands_by_effective_heads_where_they_were_measured(tmp_path):
     now = draw_score_by_similarity(dataclasses.replace(table, rows=tuple(rows)))
     assert now is not None
     assert now.alt.startswith("Effective heads and accuracy: plain 2.50")
+
+
+def test_effective_heads_are_drawn_arm_by_arm_with_their_means(tmp_path):
+    table = small(tmp_path, [PAPER[2], PAPER[3]])
+    assert draw_effective_heads(table) is None
+    numbers = iter([(2.5, 1.5), (3.5, 2.5), (5.0, 4.0), (6.0, 5.5)])
+    rows = []
+    for row in table.rows:
+        points = tuple(
+            dataclasses.replace(point, effective_heads=heads, effective_heads_weighted=weighted)
+            for point, (heads, weighted) in zip(row.points, numbers, strict=False)
+        )
+        rows.append(dataclasses.replace(row, points=points, settings={"scale": {"heads": 8}}))
+    drawn = draw_effective_heads(dataclasses.replace(table, rows=tuple(rows)))
+    assert drawn is not None
+    first, second = (row.arm for row in table.rows)
+    assert drawn.alt == f"Effective heads, and by variance: {first} 3.00, 2.00; {second} 5.50, 4.75"
+    assert drawn.caption.endswith("The dashed line is the number of heads, 8.")
 
 
 def test_every_arm_looks_different_and_plain_is_black(tmp_path):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from headwise.lab.compare import Comparison
     from headwise.lab.experiment.arm import Arm
 
-DEFAULT_ARMS = "plain,smooth,svgd,output"
+DEFAULT_ARMS = "plain,scaled,svgd-span,cka"
 
 
 @printing_record

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from headwise.lab.results.statistics import Estimate
+import numpy as np
+
+from headwise.lab.results.statistics import Estimate, estimate
 from headwise.lab.results.table import PLAIN, Table
 from headwise.plots.style import GRAY, Style, assign_styles, draw_range
 from headwise.report.html import DPI
@@ -157,6 +159,24 @@ def draw_means(
     span_a_point(axes)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.figure.legend(loc="outside right upper", frameon=False)
+
+
+def draw_spread(axes: Axes, values: Sequence[float], place: float, style: Style) -> None:
+    """Draw numbers of seeds along a row as small dots, and their mean with Student's 95 % interval."""
+    axes.scatter(values, [place] * len(values), s=18, color=style.color, marker=style.marker, alpha=0.45, linewidths=0)
+    found = estimate(np.array(values)[:, None])
+    spread = None if found.is_one_number else [[found.value - found.low], [found.high - found.value]]
+    axes.errorbar(
+        [found.value],
+        [place],
+        xerr=spread,
+        color=style.color,
+        marker=style.marker,
+        markersize=9,
+        markeredgecolor="white",
+        elinewidth=1.3,
+        linestyle="none",
+    )
 
 
 def _draw_level(axes: Axes, plain: Estimate) -> None:

@@ -17,6 +17,7 @@ from headwise.lab.results.drawing import (
     draw_differences,
     draw_line,
     draw_means,
+    draw_spread,
     label_arm,
     name_data,
     name_ends,
@@ -66,6 +67,7 @@ def draw_figures(table: Table) -> tuple[Picture, ...]:
     drawn = (
         draw_score_by_bin(table),
         draw_dev_by_epoch(table),
+        draw_effective_heads(table),
         draw_score_by_similarity(table),
         draw_score_by_force(table),
         *draw_head_costs(table),
@@ -164,6 +166,47 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
         for arm, found in runs.items()
     )
     return Picture("dev-by-epoch", png, caption, alt)
+
+
+def draw_effective_heads(table: Table) -> Picture | None:
+    """Draw the effective number of heads of each arm, as it is and weighted by variance; None where none is known."""
+    kinds = {
+        "every head counts the same": [[point.effective_heads for point in row.points] for row in table.arms],
+        "by variance of what it contributes": [
+            [point.effective_heads_weighted for point in row.points] for row in table.arms
+        ],
+    }
+    known = {
+        title: {row.arm: [x for x in found if x is not None] for row, found in zip(table.arms, arms, strict=True)}
+        for title, arms in kinds.items()
+    }
+    arms = [row.arm for row in table.arms if all(found[row.arm] for found in known.values())]
+    if not arms:
+        return None
+    heads = max((row.settings.get("scale", {}).get("heads", 0) for row in table.arms), default=0)
+    style = choose_styles(table)
+    with drawing(8.4, 1.1 + 0.42 * len(arms)) as figure:
+        panels = figure.subplots(1, len(known), sharey=True)
+        for axes, (title, found) in zip(panels, known.items(), strict=True):
+            for place, arm in enumerate(arms):
+                draw_spread(axes, found[arm], place, style[arm])
+            if heads:
+                axes.axvline(heads, color=GRAY_DASHED.color, linestyle=GRAY_DASHED.dash, linewidth=1.2)
+                axes.set_xlim(1, 1.03 * heads)
+            axes.set_xlabel(f"effective heads, {title}", fontsize=9)
+        panels[0].set_yticks(range(len(arms)), map(label_arm, arms))
+        panels[0].invert_yaxis()
+        name_data(panels[0], table)
+        png = to_png(figure)
+    caption = (
+        "The effective number of heads, mean over layers: small markers are seeds, large ones the mean of an arm with "
+        "its 95 % interval over seeds (Student's)."
+    )
+    caption += f" The dashed line is the number of heads, {heads}." if heads else ""
+    alt = "Effective heads, and by variance: " + "; ".join(
+        f"{arm} {', '.join(f'{fmean(found[arm]):.2f}' for found in known.values())}" for arm in arms
+    )
+    return Picture("effective-heads", png, caption, alt)
 
 
 def draw_head_costs(table: Table) -> tuple[Picture, ...]:

@@ -50,6 +50,7 @@ class Point:
         seed: Its seed.
         score: The metric pooled over all test bins.
         effective_heads: See `runs.MEASURES`.
+        effective_heads_weighted: See `runs.MEASURES`.
         output_cosine: See `runs.MEASURES`.
         force_ratio: See `runs.MEASURES`.
         answered: Further numbers about its answers, by key.
@@ -59,6 +60,7 @@ class Point:
     seed: int
     score: float
     effective_heads: float | None
+    effective_heads_weighted: float | None
     output_cosine: float | None
     force_ratio: float | None
     answered: Mapping[str, float | None]

@@ -128,6 +128,7 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
                 run.seed,
                 float(metric.values(run.statistics).mean()),
                 run.measures["effective_heads"],
+                run.measures["effective_heads_weighted"],
                 run.measures["output_cosine"],
                 run.measures["force_ratio"],
                 run.answered,
