@@ -45,7 +45,7 @@ FIGURES = "figures"
 CACHE = "data"
 CONFIG = "run.toml"
 # What Hugging Face's Trainer can report to, of what needs no account or can do without.
-REPORTERS = ("tensorboard", "wandb", "trackio")
+REPORTERS = ("wandb", "trackio")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Comparison:
         cache: Folder of prepared data; None for one inside `out`.
         options: Options that change the scale; None if there are none.
         launcher: Where the runs are done.
-        report_to: Where each run reports its epochs, as "tensorboard"; see `REPORTERS`.
+        report_to: Where each run reports its epochs beside TensorBoard's files; see `REPORTERS`.
         tuned: Folder of the tuning that the arms' settings come from; None for the arms as they are named.
     """
 

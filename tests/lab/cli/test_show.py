@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -149,19 +150,18 @@ def test_any_text_survives_toml():
 
 def test_a_reporter_that_is_missing_or_unknown_is_refused(toy, capsys, monkeypatch):  # noqa: ARG001
     few = ("compare", "logic", "--arms", "plain", "--seeds", "1")
-    assert "report_to is 'paper'; expected one of tensorboard" in refused(capsys, *few, "--report-to", "paper")
+    assert "report_to is 'paper'; expected one of wandb" in refused(capsys, *few, "--report-to", "paper")
     monkeypatch.setattr("headwise.lab.compare.importlib.util.find_spec", lambda _name: None)
     assert "report_to is wandb, which is not installed; pip install wandb" in refused(
         capsys, *few, "--report-to", "wandb"
     )
 
 
-def test_epochs_are_reported_to_tensorboard_by_the_trainer(toy, capsys):  # noqa: ARG001
-    pytest.importorskip("tensorboard")
+def test_epochs_are_written_for_tensorboard_by_the_trainer(toy):  # noqa: ARG001
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     few = ("--arms", "svgd:alpha=1", "--seeds", "1", "--workers", "1", "--set", "epochs=3", "--out", "o")
-    assert call("compare", "logic", *few, "--report-to", "tensorboard") == 0
+    assert call("compare", "logic", *few) == 0
     run = Path("o/svgd@alpha=1.0/seed-0")
     events = EventAccumulator(str(run / "events"))
     events.Reload()
@@ -170,10 +170,9 @@ def test_epochs_are_reported_to_tensorboard_by_the_trainer(toy, capsys):  # noqa
     assert curve == pytest.approx([epoch["dev"]["pooled"] for epoch in epochs])
     assert len(curve) == 3
     assert len(events.Scalars("train/force_ratio")) == 3
-    # the events are no part of what is sealed, and reporting changes no number
+    # the events are no part of what is sealed
+    shutil.rmtree(run / "events")
     assert call("show", "o") == 0
-    assert call("compare", "logic", *few[:-1], "plain") == 0
-    assert (run / "model.safetensors").read_bytes() == Path("plain", *run.parts[1:], "model.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("folder")

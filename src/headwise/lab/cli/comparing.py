@@ -78,9 +78,7 @@ def compare(
     step_time: Annotated[
         bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
     ] = False,
-    report_to: Annotated[
-        str, typer.Option("--report-to", help="Also report each epoch to: tensorboard, wandb, trackio.")
-    ] = "",
+    report_to: Annotated[str, typer.Option("--report-to", help="Also report each epoch to: wandb, trackio.")] = "",
     config: Annotated[
         Path | None,
         typer.Option(

@@ -41,7 +41,7 @@ class RunSettings:
         test: Whether the test split is scored at the end; tuning never does.
         save_seconds: Time between two checkpoints inside an epoch.
         whole: The run this is a part of; None where it is a run.
-        report_to: Where the Trainer reports each epoch, as "tensorboard"; it changes no number.
+        report_to: Where the Trainer reports each epoch beside TensorBoard's files, as "wandb"; it changes no number.
     """
 
     task: str

@@ -38,7 +38,6 @@ class RunCallback(TrainerCallback):
         heartbeat: Called after each step; True saves a checkpoint and stops.
         save_seconds: Time between two checkpoints inside an epoch; one is written after each epoch anyway.
         averaged: How many of the last epochs' weights are kept to be averaged; 1 keeps none.
-        reporting: Whether the Trainer reports each epoch, to what its arguments name.
     """
 
     def __init__(
@@ -52,12 +51,11 @@ class RunCallback(TrainerCallback):
         heartbeat: Heartbeat,
         save_seconds: float = SAVE_SECONDS,
         averaged: int = 1,
-        reporting: bool = False,
     ) -> None:
         self.folder, self.steps_per_epoch = folder, steps_per_epoch
         self.batches, self.dropout_seed = batches, dropout_seed
         self.evaluate, self.heartbeat, self.save_seconds = evaluate, heartbeat, save_seconds
-        self.averaged, self.reporting = averaged, reporting
+        self.averaged = averaged
         self.records: list[dict[str, Any]] = []
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self.train_seconds = 0.0
@@ -193,7 +191,7 @@ class RunCallback(TrainerCallback):
         self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=self._loss.device)
         self._counted, self._forced = 0, torch.zeros_like(self._forced)
         control.should_save = True
-        control.should_log = self.reporting
+        control.should_log = True
         self._saved = time.monotonic()
         self._show(state)
         if state.global_step < state.max_steps and processes.agree(self.heartbeat()):

@@ -260,7 +260,7 @@ def _build_trainer(
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         disable_tqdm=True,
-        report_to=list(settings.report_to) or "none",
+        report_to=["tensorboard", *settings.report_to],
         run_name=f"{settings.arm.name} seed {seed}",
         log_level="error",
         logging_strategy="no",
@@ -282,7 +282,6 @@ def _build_trainer(
         heartbeat=heartbeat,
         save_seconds=settings.save_seconds,
         averaged=recipe.averaged,
-        reporting=bool(settings.report_to),
     )
     with _events_in(folder / run_folder.EVENTS):
         return HeadTrainer(
