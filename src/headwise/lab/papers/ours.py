@@ -4,11 +4,12 @@ from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes, logic
 
-# Every penalty and every repulsion at a tenth of the gradient of the loss on the heads.
-PENALTIES = (
-    *("subspace-relative", "position-relative", "output-relative"),
-    *("squared-cosine", "cka", "hsic", "correlation", "determinant", "span", "map"),
-)
+# Every penalty and every repulsion at a tenth of the gradient of the loss on the heads. Penalties by what they compare:
+# directions token by token (three of them the papers'), features over many tokens, and parameters.
+DIRECTIONS = ("subspace-relative", "position-relative", "output-relative", "squared-cosine")
+FEATURES = ("cka", "hsic", "correlation", "determinant")
+PARAMETERS = ("span", "map")
+PENALTIES = (*DIRECTIONS, *FEATURES, *PARAMETERS)
 SMOOTHING, TURNING = ("svgd-relative",), ("svgd-function", "svgd-span")
 # Methods that do not ask heads to differ, each against itself without its point; and the same parameters elsewhere.
 RIVALS = ("talking", "gated", "gated-elements", "mixture", "differential", "drophead-scheduled", "muon-heads")
@@ -65,7 +66,13 @@ def _ask(task: str, sizes: Sizes, *, ending: str, target: float, words: str) -> 
         f"penalties{ending}",
         f"Penalties at a tenth of the gradient{words}: effective heads and score",
         (*PENALTIES, penalty_target, "drophead"),
-        Claim("Penalties raise the effective number of heads (ours).", _compare(PENALTIES, EFFECTIVE)),
+        Claim(
+            "Penalties on the directions of outputs or attention, token by token, raise the effective number of heads "
+            "(the papers', and the square of one).",
+            _compare(DIRECTIONS, EFFECTIVE),
+        ),
+        Claim("Penalties on what heads compute over many tokens raise it (ours).", _compare(FEATURES, EFFECTIVE)),
+        Claim("Penalties on heads' parameters raise it (ours).", _compare(PARAMETERS, EFFECTIVE)),
         Claim("So does a penalty with a target (ours).", _compare((penalty_target,), EFFECTIVE)),
         Claim("So does dropping heads at random (ours).", _compare(("drophead",), EFFECTIVE)),
         Claim("Heads that a penalty made different score higher (the idea of all of it).", _compare(PENALTIES)),
