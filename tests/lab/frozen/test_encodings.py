@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headwise.errors import DataError
+from headwise.errors import DataError, LayoutError
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen import vectors as encoding
 from headwise.lab.frozen.open import open_frozen
@@ -103,3 +105,20 @@ def test_everybody_may_read_the_cache(frozen, tmp_path):
     encodings(frozen, SENTENCES, tmp_path, model="m")
     (place,) = tmp_path.iterdir()
     assert place.stat().st_mode & 0o555 == 0o555
+
+
+@pytest.mark.parametrize("length", [[], "", True, 0, float("inf")], ids=repr)
+def test_a_tokenizer_whose_longest_text_is_no_number_is_refused(tmp_path, length):
+    folder = write_bert(tmp_path)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": length}))
+    with pytest.raises(DataError, match=re.escape(f"{path}: model_max_length is {length!r}; expected a number")):
+        open_frozen(folder)
+
+
+def test_a_model_without_layers_is_refused_with_its_folder(tmp_path):
+    folder = write_bert(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 0}))
+    with pytest.raises(LayoutError, match=re.escape(f"{folder}: ")):
+        open_frozen(folder)

@@ -1,5 +1,6 @@
 """Trained models opened for reading: a folder of Hugging Face, or a finished run of any task."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import DataError, HeadwiseError
+from headwise.errors import DataError, HeadwiseError, LayoutError
 from headwise.foreign_code import refuse_foreign_code
 from headwise.heads.find import find_heads
+from headwise.heads.heads import Heads
 from headwise.input_files import is_file
 from headwise.lab.data.batching import batch_by_length
 from headwise.lab.data.encoded import BATCH, Encoded
@@ -27,6 +29,7 @@ from headwise.routing.saved import RECORD
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256
+TOKENIZER = "tokenizer_config.json"
 # Files in a folder that states do not depend on.
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
 
@@ -97,9 +100,7 @@ def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False
     # some models count positions from the left, including padding
     tokenizer.padding_side = "right"
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    # some count two positions for padding
-    longest = min(LONGEST, int(positions) - 2, int(tokenizer.model_max_length))
+    longest = _find_longest(model, tokenizer, folder)
     device = str(next(model.parameters()).device)
 
     def states(batch: Encoded) -> Sequence[Tensor]:
@@ -109,7 +110,7 @@ def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False
     return Frozen(
         name or _find_name(folder.resolve()),
         model,
-        find_heads(model),
+        _find_heads(model, folder),
         lambda sentences: _encode(tokenizer, sentences, longest, device),
         lambda batch: model(**batch.inputs).last_hidden_state,
         states,
@@ -117,6 +118,23 @@ def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False
         note=note,
         longest=f"{longest} tokens",
     )
+
+
+def _find_longest(model: Any, tokenizer: Any, folder: Path) -> int:
+    """Return how many tokens of a sentence the model takes."""
+    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
+    most = tokenizer.model_max_length
+    if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
+        raise DataError(f"{folder / TOKENIZER}: model_max_length is {most!r}; expected a number of tokens, at least 1.")
+    # some count two positions for padding
+    return min(LONGEST, int(positions) - 2, int(most))
+
+
+def _find_heads(model: Any, folder: Path) -> Heads:
+    try:
+        return find_heads(model)
+    except LayoutError as error:
+        raise LayoutError(f"{folder}: {error}") from error
 
 
 def _find_name(folder: Path) -> str:
