@@ -139,7 +139,26 @@ def _make(name: str, **settings: object) -> Callable[[], nn.Module]:
     return from_transformers(f"{name}Model", f"{name}Config", **settings)
 
 
+def _make_chameleon() -> nn.Module:
+    """The decoder of Chameleon, without the tokenizer of images, whose projections are convolutions."""
+    from transformers import ChameleonVQVAEConfig
+
+    images = ChameleonVQVAEConfig(
+        embed_dim=8, num_embeddings=16, latent_channels=8, resolution=16, base_channels=32, channel_multiplier=[1, 1]
+    )
+    model: nn.Module = _make("Chameleon", **LLAMA, vq_config=images, vocabulary_map={"<image>": 5})()
+    del model.vqmodel
+    return model
+
+
 FURTHER: tuple[Family, ...] = (
+    Family(
+        "Chameleon",
+        _make_chameleon,
+        text,
+        (self_attention("layers.{}.self_attn", **grouped()),),
+        note='each head has norms of its own; leave out the tokenizer of images: `exclude=("vqmodel.*",)`',
+    ),
     Family(
         "Cohere",
         _make("Cohere", **LLAMA, use_qk_norm=True),
