@@ -121,7 +121,7 @@ def draw_score_by_bin(table: Table) -> Picture | None:
             lower.set_ylabel("difference to plain, points")
             lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", MINUS) if value else "0")
         bottom = lower or upper
-        bottom.set_xlabel(table.difficulty)
+        bottom.set_xlabel(table.bin_words)
         bottom.set_xticks(bins)
         if table.arms:
             figure.legend(loc="outside right upper", frameon=False)
