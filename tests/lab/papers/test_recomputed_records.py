@@ -127,8 +127,8 @@ def test_scores_and_heads_are_families_apart_and_cost_is_in_none(evidence):
         ("output over plain", 3),
         ("em over plain", 3),
         ("em over trunk", 3),
-        ("output_cosine of plain over svgd", 1),
-        ("step_seconds of em over plain", 0),
+        ("output cosine of plain over svgd", 1),
+        ("step seconds of em over plain", 0),
     }
     assert judged[3].verdict == "measured, not tested"
     missing = Claim("", (Contrast("absent", "plain"), Contrast("plain", "svgd", measure="debiased_cka")))

@@ -105,7 +105,7 @@ class Contrast:
         if self.bins is not None:
             text += f" on {self.bins[0]} to {self.bins[1]} {self.of}"
         if self.measure is not None:
-            text = f"{self.measure} of {text}"
+            text = f"{self.measure.replace('_', ' ')} of {text}"
         if self.beyond is not None:
             text += f", less its lead on {self.beyond[0]} to {self.beyond[1]}"
         return text if self.less is None else f"{text}, less that of {replace(self.less, measure=None)}"
@@ -156,7 +156,7 @@ def follow_doses(doses: Sequence[str], part: str = "", measure: str | None = Non
     It is sum_k (k - m) s_k / sum_k (k - m)^2 with m the mean of the steps k: one test for all strengths of a method.
 
     >>> print(follow_doses(("cka:ratio=0.1", "cka", "cka:ratio=1.0"), measure="effective_heads"))
-    effective_heads of slope from cka:ratio=0.1 to cka:ratio=1.0
+    effective heads of slope from cka:ratio=0.1 to cka:ratio=1.0
     """
     return Contrast(doses[-1], doses[0], part=part, measure=measure, doses=tuple(doses))
 

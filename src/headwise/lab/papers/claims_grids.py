@@ -35,7 +35,7 @@ def build_claims_grids(claims: Sequence[Mapping[str, Any]]) -> tuple[Grid, ...]:
         if not isinstance(one, str) and one.get("family")
     }
     grids = (
-        Grid("The paper's claims", ("claim", "here", "verdict"), tuple(rows), "lll"),
+        Grid("Claims", ("claim", "here", "verdict"), tuple(rows), "lll"),
         Grid(POWER, POWER_HEADER, tuple(tested.values()), "llrrlrl"),
     )
     return tuple(grid for grid in grids if grid.rows)

@@ -1,8 +1,13 @@
 """Our own question: which methods raise the effective number of heads, and at what score; and which rivals do."""
 
+from pathlib import Path
+
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes, logic
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.figures import Picture, draw_effective_heads
+from headwise.lab.results.table import Table
 
 # Every penalty and every repulsion at a tenth of the gradient of the loss on the heads. Penalties by what they compare:
 # directions token by token (three of them the papers'), features over many tokens, and parameters.
@@ -35,6 +40,12 @@ EFFECTIVE = "effective_heads"
 QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 
 
+def draw_heads(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+    """Return the effective heads of each arm."""
+    drawn = draw_effective_heads(table)
+    return () if drawn is None else (drawn,)
+
+
 def _compare(arms: tuple[str, ...], measure: str | None = None) -> tuple[Contrast, ...]:
     return tuple(Contrast(arm, _choose_control(arm), measure=measure) for arm in arms)
 
@@ -55,6 +66,7 @@ def _study(
         parts=(Part(tuple(dict.fromkeys(("plain", *controls, *arms))), sizes),),
         extra=extra,
         claims=claims,
+        drawn=draw_heads,
     )
 
 
@@ -146,6 +158,7 @@ TUNED_STUDY = Reproduction(
             tuple(Contrast(arm, TUNED_CONTROLS[arm], measure=EFFECTIVE) for arm in TUNED),
         ),
     ),
+    drawn=draw_heads,
 )
 
 # One arm of each kind on a decoder as people train them today. `differential` and `paired` have half as many heads, so
@@ -179,6 +192,7 @@ DECODER_STUDY = Reproduction(
             tuple(Contrast(arm, "plain") for arm, control in DECODED_CONTROLS.items() if control != "plain"),
         ),
     ),
+    drawn=draw_heads,
 )
 
 OURS = (*ON_LOGIC, *ON_QUESTIONS, TUNED_STUDY, DECODER_STUDY)

@@ -171,8 +171,8 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
 def draw_effective_heads(table: Table) -> Picture | None:
     """Draw the effective number of heads of each arm, as it is and weighted by variance; None where none is known."""
     kinds = {
-        "every head counts the same": [[point.effective_heads for point in row.points] for row in table.arms],
-        "by variance of what it contributes": [
+        "effective heads": [[point.effective_heads for point in row.points] for row in table.arms],
+        "effective heads, by variance": [
             [point.effective_heads_weighted for point in row.points] for row in table.arms
         ],
     }
@@ -193,14 +193,15 @@ def draw_effective_heads(table: Table) -> Picture | None:
             if heads:
                 axes.axvline(heads, color=GRAY_DASHED.color, linestyle=GRAY_DASHED.dash, linewidth=1.2)
                 axes.set_xlim(1, 1.03 * heads)
-            axes.set_xlabel(f"effective heads, {title}", fontsize=9)
+            axes.set_xlabel(title)
         panels[0].set_yticks(range(len(arms)), map(label_arm, arms))
         panels[0].invert_yaxis()
         name_data(panels[0], table)
         png = to_png(figure)
     caption = (
-        "The effective number of heads, mean over layers: small markers are seeds, large ones the mean of an arm with "
-        "its 95 % interval over seeds (Student's)."
+        "The effective number of heads, mean over layers: on the left every head counts the same, on the right by the "
+        "variance of what it contributes. Small markers are seeds, large ones the mean of an arm with its 95 % "
+        "interval over seeds (Student's)."
     )
     caption += f" The dashed line is the number of heads, {heads}." if heads else ""
     alt = "Effective heads, and by variance: " + "; ".join(
