@@ -41,7 +41,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
-	$(BIN)/headwise compare logic --set heads=16 $(ARGS)
+	$(BIN)/headwise compare logic --set heads=16 --set train_examples=24000 $(ARGS)
 
 # Installs nothing: a GPU machine has its own torch, whose Python is PYTHON. Run it again to resume.
 GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
