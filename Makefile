@@ -16,6 +16,7 @@
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
 #   make bench-laboratory DATA=FOLDER  compare runs with a bare loop over the same model; FOLDER holds sentence pairs
+#   make bench-demo  run the demo with nothing to resume, and keep what it printed, its picture and its time
 #   make bench-first-steps TEXT=FILE  time the README's way from nothing to a report; FILE has a sentence a line
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
@@ -35,7 +36,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-first-steps bench-graphs api docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -109,6 +110,9 @@ bench-lm: $(VENV)/.dev
 bench-laboratory: $(VENV)/.dev
 	@test -n "$(DATA)" || { echo "DATA is not set; give sentence pairs: make bench-laboratory DATA=FOLDER" >&2; exit 1; }
 	$(ONE_THREAD) $(BIN)/python benchmarks/laboratory.py --data "$(DATA)" $(ARGS)
+
+bench-demo: $(VENV)/.dev
+	$(BIN)/python benchmarks/demo.py
 
 bench-first-steps: $(VENV)/.dev
 	@test -n "$(TEXT)" || { echo "TEXT is not set; give a file with a sentence a line: make bench-first-steps TEXT=FILE" >&2; exit 1; }

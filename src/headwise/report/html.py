@@ -87,7 +87,7 @@ class Page:
                 "<tr>" + _make_cell("th", *first, scope="row") + "".join(_make_cell("td", *cell) for cell in others)
             )
         head = "".join(_make_cell("th", kind, text, scope="col") for kind, text in zip(classes, header, strict=True))
-        title = f"<caption>{_escape(caption)}</caption>" if caption else ""
+        title = f"<caption><div>{_escape(caption)}</div></caption>" if caption else ""
         self._parts.append(
             f'<div class="scroll" role="region" aria-label="{_escape(caption or self.title)}" tabindex="0">'
             f"<table>{title}<thead><tr>{head}</tr></thead>\n<tbody>"
@@ -208,6 +208,7 @@ p.note { font-size: .875rem; color: var(--soft); }
 table { border-collapse: separate; border-spacing: 0; font-size: .9rem; line-height: 1.25rem;
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); font-size: .875rem; padding: 0 0 .4rem; }
+caption div { position: sticky; left: 0; display: inline-block; max-width: min(44rem, calc(100vw - 4.5rem)); }
 th, td { padding: .375rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
 td:last-child { white-space: normal; min-width: 17rem; overflow-wrap: anywhere; }
 td.right:last-child { white-space: nowrap; min-width: 0; }

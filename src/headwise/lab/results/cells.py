@@ -197,11 +197,16 @@ class Grid:
             table.add_row(*(Text(row[column]) for column in columns))
         return table
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The header with each name on one line."""
+        return tuple(name.replace("-\n", "").replace("\n", " ") for name in self.header)
+
     def to_markdown(self) -> str:
         """Return the grid as a Markdown table under its title."""
         rule = ["---" if letter == "l" else "--:" for letter in self.align]
         lines = [
-            _join(map(_escape, self.header)),
+            _join(map(_escape, self.words)),
             _join(rule),
             *(_join(map(_to_markdown, row)) for row in self.rows),
         ]

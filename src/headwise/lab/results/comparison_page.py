@@ -199,8 +199,7 @@ def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
 
 def _add_grids(page: Page, *grids: Grid, caption: str = "") -> None:
     for grid in grids:
-        header = [name.replace("\n", " ") for name in grid.header]
-        page.table(header, grid.text, align=grid.align, caption=caption or grid.title)
+        page.table(grid.words, grid.text, align=grid.align, caption=caption or grid.title)
 
 
 def _join_words(words: Sequence[str]) -> str:
