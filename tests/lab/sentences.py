@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headwise.lab.data import spacy_pipelines
 from headwise.lab.tasks.classification import texts as classification_texts
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
@@ -53,3 +54,5 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
         return [parsed(text.split()) for text in texts]
 
     monkeypatch.setattr(classification_texts, "word_tables", made)
+    # any folder is a pipeline to this parser
+    monkeypatch.setattr(spacy_pipelines, "is_file", lambda _path: True)

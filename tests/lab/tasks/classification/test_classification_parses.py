@@ -80,3 +80,6 @@ def test_a_pipeline_that_is_not_there_is_refused(tmp_path):
             DataError, match=f"{name.strip('./')} does not exist; expected a spaCy pipeline with a parser"
         ):
             load_data(path, dataclasses.replace(DEMO, pipeline=Path(name)), None)
+    # the folder may be the root of a disk, all of which must not be read
+    with pytest.raises(DataError, match=r"holds no config\.cfg; expected the folder of a spaCy pipeline"):
+        load_data(path, dataclasses.replace(DEMO, pipeline=tmp_path), None)

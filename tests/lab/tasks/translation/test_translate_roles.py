@@ -74,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = "".join(" ".join(words[word] for word in line) + "\n" for line in source)
             (place / "corpus" / f"{name}.{language}").write_text(text)
     (place / "pipeline").mkdir()
+    (place / "pipeline" / "config.cfg").touch()
     (place / "pipeline" / "meta.json").write_text('{"lang": "en"}')
     better = {"width": 32, "heads": 4, "train_examples": 200, "learning_rate": 1e-2, "dropout": 0.0, "beams": 3}
     for name, arm in ARMS.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headwise.lab.data import spacy_pipelines
 from headwise.lab.tasks.translation import task as translation_module
 from headwise.lab.tasks.translation.role_masks import make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -68,3 +69,5 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_parser(None, cache) if pipeline is None else lambda texts: [parsed(text.split()) for text in texts]
 
     monkeypatch.setattr(translation_module, "make_parser", made)
+    # any folder is a pipeline to this parser
+    monkeypatch.setattr(spacy_pipelines, "is_file", lambda _path: True)
