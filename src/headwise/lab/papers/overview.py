@@ -23,6 +23,11 @@ _TEXT = re.compile(
 )
 _HEADER = ("claim", "contrast that decides it", "published", "ours", "detectable", "verdict", "table")
 _CONTRADICTED = ORDER[0]
+_WHY_ABSENT = (
+    "These take more hours than the two cores had that made the records: each row counts its runs, and `headwise "
+    "reproduce ID --dry-run` says what they cost where runs of their kind have finished. Nothing else stands in their "
+    "way but the [data of each](../docs/reproducing.md)."
+)
 _READING = (
     "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
     "others. A claim of several contrasts shows the one that decides it. Detectable is the smallest difference that "
@@ -71,7 +76,7 @@ def build_overview(papers: Path) -> str:
         rows = [row for record in paper.values() for row in _list_rows(record, folder.name)]
         links = f"[Results]({folder.name}/{PAGE}), [deviations]({folder.name}/DEVIATIONS.md)."
         parts += [f"## {folder.name}", "", links, "", Grid("Claims", _HEADER, tuple(rows), "llrrrll").to_markdown(), ""]
-    parts += ["## Not run", "", _list_absent({record["id"] for record in records}).to_markdown(), ""]
+    parts += ["## Not run", "", _WHY_ABSENT, "", _list_absent({record["id"] for record in records}).to_markdown(), ""]
     return "\n".join(parts)
 
 
