@@ -405,7 +405,8 @@ def text(place: Path) -> Reader:
 def settings(place: Path) -> Reader:
     record = RunSettings("logic", TOY, parse_arm("em"), seed=3).record()
     path = write_json(place / "settings.json", record)
-    write_json(place / "result.json", {})
+    # as version 0.1 wrote it, without digests
+    write_json(place / "result.json", {"task": "logic"})
 
     def read() -> object:
         found = read_finished(place, "logic")

@@ -261,14 +261,19 @@ def cache_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, 
     path = cache / f"{name}.npz"
     if is_file(path):
         with suppress(DataError):
-            return read_arrays(path)
+            return read_arrays(path, listed=True)
     arrays = make()
     _write_atomically(path, arrays)
     return arrays
 
 
-def read_arrays(path: Path) -> dict[str, NDArray]:
+def read_arrays(path: Path, *, listed: bool = False) -> dict[str, NDArray]:
     """Return the arrays of an .npz file, whose checksums tell of any change.
+
+    Args:
+        path: The file.
+        listed: Whether the file must list its arrays, as those of version 0.1 do not: checksums do not tell of entries
+            that are gone.
 
     Raises:
         DataError: It is missing or damaged.
@@ -277,10 +282,11 @@ def read_arrays(path: Path) -> dict[str, NDArray]:
         # numpy leaves a file open that it opened itself and could not read
         with open_input(path, unpack=False) as stream, np.load(cast(IO[bytes], stream), allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in stored.files}
-            # the checksums do not tell of an entry that is gone; caches of earlier versions do not list theirs
-            listed = arrays.pop(LISTED, None)
-            if listed is not None and listed.tolist() != list(arrays):
-                raise ValueError(f"it holds {', '.join(arrays)} of {', '.join(listed.tolist())}")
+            names = arrays.pop(LISTED, None)
+            if names is None and listed:
+                raise ValueError("it does not list its arrays")
+            if names is not None and names.tolist() != list(arrays):
+                raise ValueError(f"it holds {', '.join(arrays)} of {', '.join(names.tolist())}")
             return arrays
     except HeadwiseError:
         raise

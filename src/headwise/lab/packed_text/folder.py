@@ -124,7 +124,7 @@ def open_packed(packing: Packing[Words], folder: Path) -> tuple[dict[str, Any], 
         ) from None
     if not sound:
         raise DataError(f"{folder / RECORD} is not the record of prepared text; name another folder.")
-    task = str(record.get("format")).rpartition("-")[0]
+    task = str(record.get("format")).rpartition("-")[0][:60]
     if task != packing.task:
         raise DataError(f"{folder} was prepared for {task or 'no task'}; prepare the text for {packing.task}.")
     if is_sealed(record):

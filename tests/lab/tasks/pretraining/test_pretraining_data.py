@@ -320,6 +320,9 @@ def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared,
         (data.folder / "record.json").write_text(json.dumps(record | {name: value}))
         with pytest.raises(DataError, match=r"record\.json is not the record of prepared text"):
             open_text(data.folder)
+    (data.folder / "record.json").write_text(json.dumps(record | {"format": f"{'g' * 5_000}-1"}))
+    with pytest.raises(DataError, match=r"was prepared for g{60}; prepare the text for pretraining"):
+        open_text(data.folder)
     (data.folder / "record.json").write_text(json.dumps(kept))
     shard.unlink()
     with pytest.raises(DataError, match=r"lacks train-00001\.npy"):
