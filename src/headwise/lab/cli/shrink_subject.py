@@ -21,7 +21,7 @@ from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.frozen.open import open_folder
-from headwise.lab.models.pretrained import require_whole
+from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import open_tokenizer
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
@@ -226,7 +226,7 @@ def _open_causal(folder: Path, *, trust_remote_code: bool) -> nn.Module:
     if (folder / RECORD).is_file():
         return load(folder, trust_remote_code=trust_remote_code)
     kind: Any = AutoModelForCausalLM
-    with refuse_foreign_code(folder, trusted=trust_remote_code):
+    with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
         model, information = kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )

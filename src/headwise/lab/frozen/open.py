@@ -21,7 +21,7 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.registry import TASKS, named_task
-from headwise.lab.models.pretrained import require_whole
+from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
 from headwise.routing.save import load
@@ -154,9 +154,10 @@ def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     try:
         if (folder / RECORD).is_file():
             # transformers refuses a folder with aggregators and its tokenizer
-            whole: Any = load(folder, trust_remote_code=trust_remote_code)
+            with quietly():
+                whole: Any = load(folder, trust_remote_code=trust_remote_code)
             return whole.base_model, read_tokenizer()
-        with refuse_foreign_code(folder, trusted=trust_remote_code):
+        with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
             model, information = AutoModel.from_pretrained(
                 str(folder),
                 local_files_only=True,
