@@ -22,6 +22,7 @@ from transformers import BertModel
 
 import headwise as hw
 from headwise.lab.cli.main import main
+from headwise.lab.data.arrays import read_arrays
 from headwise.moved import MOVED
 
 SAVED = Path(__file__).parent / "saved"
@@ -180,7 +181,14 @@ def test_the_same_command_finds_saved_runs_finished_and_makes_the_same_table(nam
     Path(name, "results.json").unlink()
     headwise(*COMMANDS[name])
     after = files_of(name)
-    assert {path: after[path] for path in before} == before
+    # a cache of that revision does not list its arrays, so it is made again
+    caches = {path for path in before if path.suffix == ".npz" and path.parent.name == "data"}
+    assert {path: after[path] for path in before.keys() - caches} == {
+        path: kept for path, kept in before.items() if path not in caches
+    }
+    for path in caches:
+        old, new = read_arrays(SAVED / path), read_arrays(path, listed=True)
+        assert {key: array.tolist() for key, array in old.items()} == {key: array.tolist() for key, array in new.items()}
     drawn = {path for path in after.keys() - before.keys() if path.parent != Path(name)}
     assert {path.parent.name for path in drawn} <= {"figures"}
     results = read(Path(name, "results.json"))
