@@ -188,7 +188,9 @@ def test_the_same_command_finds_saved_runs_finished_and_makes_the_same_table(nam
     }
     for path in caches:
         old, new = read_arrays(SAVED / path), read_arrays(path, listed=True)
-        assert {key: array.tolist() for key, array in old.items()} == {key: array.tolist() for key, array in new.items()}
+        assert {key: array.tolist() for key, array in old.items()} == {
+            key: array.tolist() for key, array in new.items()
+        }
     drawn = {path for path in after.keys() - before.keys() if path.parent != Path(name)}
     assert {path.parent.name for path in drawn} <= {"figures"}
     results = read(Path(name, "results.json"))

@@ -266,18 +266,19 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
         old = runs.read_json(path)
         if not isinstance(old, dict) or not {"arms", "seeds"} <= old.keys():
             raise DataError(f"{path} is not the record of a comparison; choose another --out.")
-        varying = ("arms", "seeds", "shown", "described", FILES, OWN)
+        varying = ("arms", "seeds", "shown", "described", "named", FILES, OWN)
         runs.require_same(path, fixed | {name: old[name] for name in varying if name in old})
         arms = [*old["arms"], *(name for name in arms if name not in old["arms"])]
         seeds = sorted({*old["seeds"], *seeds})
     # these do not affect any run, so an older folder may be updated
     shown = [runs.as_record(measure) for measure in task.shown]
-    record = fixed | {"described": data.summary(), "shown": shown, "arms": arms, "seeds": seeds}
+    named = "" if comparison.data is None else comparison.data.resolve().name
+    told = {"described": data.summary(), "named": named, "shown": shown, "arms": arms, "seeds": seeds}
     runs.write_arrays(out / TEST, bins=task.difficulties(data))
     references = task.references(data)
     if references is not None:
         runs.write_text(out / REFERENCES, "".join(f"{line}\n" for line in references))
-    runs.write_json(path, seal(record, out, [TEST] if references is None else [TEST, REFERENCES]))
+    runs.write_json(path, seal(fixed | told, out, [TEST] if references is None else [TEST, REFERENCES]))
 
 
 def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

@@ -61,10 +61,11 @@ def label_arm(name: str) -> str:
 
 
 def name_data(axes: Axes, table: Table) -> None:
-    """Write above the axes what was compared: task, scale and number of seeds."""
+    """Write above the axes what was compared: task, data, scale and number of seeds."""
     seeds = max(len(row.seeds) for row in table.rows)
     scale = table.scale if len(table.scale) <= LONGEST_SCALE else f"{table.scale[:LONGEST_SCALE]}..."
-    said = f"{table.task}, scale {scale}, {seeds} seed{'s' * (seeds > 1)}"
+    task = f"{table.task} on {table.named}" if table.named else table.task
+    said = f"{task}, scale {scale}, {seeds} seed{'s' * (seeds > 1)}"
     axes.set_title(said, loc="left", fontsize=9, color=GRAY)
 
 

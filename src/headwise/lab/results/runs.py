@@ -114,6 +114,7 @@ class Results:
         paired: sacreBLEU's paired tests of each arm against its control, if done.
         paired_signatures: Their signatures.
         described: Description of the data, or "".
+        named: Name of the data's folder or file; "" for data that was generated, and where it is not known.
     """
 
     task: str
@@ -130,6 +131,7 @@ class Results:
     paired: tuple[PairedTests, ...] = ()
     paired_signatures: Mapping[str, str] = field(default_factory=dict)
     described: str = ""
+    named: str = ""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -180,6 +182,7 @@ def read_results(out: Path) -> Results:
         paired=paired,
         paired_signatures=signatures,
         described=str(record.get("described", "")),
+        named=str(record.get("named", "")),
     )
 
 

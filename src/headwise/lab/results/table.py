@@ -125,6 +125,7 @@ class Table:
         signatures: How each score was computed, as (name, signature); one entry per name unless runs differ.
         difficulty: The quantity that bins are made of, such as "number of operators".
         data: Fingerprint of the data.
+        named: Name of the data's folder or file; "" for data that was generated, and where it is not known.
         seeds: The requested seeds.
         bins: Difficulty of each bin.
         items: Number of test items in each bin.
@@ -142,6 +143,7 @@ class Table:
     signatures: tuple[tuple[str, str], ...]
     difficulty: str
     data: str
+    named: str
     seeds: tuple[int, ...]
     bins: tuple[int, ...]
     items: tuple[int, ...]

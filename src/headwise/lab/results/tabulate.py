@@ -72,6 +72,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         ),
         difficulty=results.difficulty,
         data=results.data,
+        named=results.named,
         seeds=results.seeds,
         bins=tuple(bins.tolist()),
         items=tuple(items.tolist()),
