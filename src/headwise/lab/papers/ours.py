@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
-from headwise.lab.papers.sizes import Size, Sizes, logic
+from headwise.lab.papers.sizes import QUESTIONS, Size, Sizes, logic
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture, draw_effective_heads
 from headwise.lab.results.table import Table
@@ -37,7 +37,6 @@ SIZES = (
     "half the heads, twice as wide; wider layers with the parameters of gates on features, or on heads (two units)"
 )
 EFFECTIVE = "effective_heads"
-QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 
 
 def draw_heads(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called

@@ -9,7 +9,7 @@ from headwise.lab.analyses.registry import SHRINKING
 from headwise.lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SCORE, SHARES, name_number
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
-from headwise.lab.papers.sizes import Size, Sizes, logic
+from headwise.lab.papers.sizes import QUESTIONS, Size, Sizes, logic
 from headwise.lab.results.cells import NONE, Cell, Grid, Number
 from headwise.lab.results.drawing import choose_styles, label_arm, name_data
 from headwise.lab.results.evidence import Evidence
@@ -138,9 +138,9 @@ def _claim(left: str, cut: str) -> tuple[Claim, ...]:
     )
 
 
-def _study(task: str, title: str, sizes: Sizes, *claims: Claim) -> Reproduction:
+def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = "") -> Reproduction:
     return Reproduction(
-        id=f"diversity/shrinking-{task}",
+        id=f"diversity/shrinking-{ending or task}",
         title=f"Pruning and merging models with diverse and with alike heads: {title}",
         source=OWN,
         task=task,
@@ -165,6 +165,7 @@ _WHOLE: Sizes = {
 }
 SHRUNK = (
     _study("logic", "logical inference", logic()),
+    _study("classification", "classification of questions (TREC)", QUESTIONS, ending="questions"),
     _study("translation", "translation", {name: Size(name) for name in ("demo", "cpu", "gpu")}),
     _study("lm", "a language model", _WHOLE, *_claim(KEY_VALUE_HEADS, "merging key/value heads to half")),
 )

@@ -35,6 +35,8 @@ class Size:
 
 
 Sizes = Mapping[str, Size]
+# Our own studies of questions.
+QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 
 
 def logic() -> Sizes:
