@@ -83,7 +83,7 @@ def test_the_picture_has_a_line_for_each_method_that_was_run(evidence: Evidence)
     table = make_table(evidence.results)
     (picture,) = draw_doses("1x", Path(), evidence, table)
     assert picture.name == "doses-1x"
-    assert picture.alt.startswith("cka from 2.02 heads and ")
-    assert "to 4.02 and " in picture.alt
+    assert picture.alt.startswith("cka from 2.02 heads, ")
+    assert "to 4.02 heads, " in picture.alt
     alone = dataclasses.replace(evidence, numbers={})
     assert draw_doses("1x", Path(), alone, table) == ()

@@ -1,16 +1,21 @@
 """Our own question: how score and effective heads follow the strength of a method and the budget of its training."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
 
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.claims import Claim, follow_doses
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
-from headwise.lab.results.drawing import draw_means
+from headwise.lab.results.drawing import label_arm, name_data
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
-from headwise.lab.results.table import Table
-from headwise.plots.style import GRAY, MARKERS, Style, assign_styles, drawing, to_png
+from headwise.lab.results.statistics import Estimate, estimate
+from headwise.lab.results.table import Row, Table
+from headwise.plots.style import GRAY, MARKERS, assign_styles, drawing, to_png
 
 EFFECTIVE = "effective_heads"
 # Shares of the loss's gradient on the heads, in equal steps on a logarithmic axis.
@@ -31,38 +36,53 @@ def name_doses(method: str) -> tuple[str, ...]:
 
 def draw_doses(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
     """Return the score by effective heads: a line for each method from its weakest to its strongest form."""
-    means = {row.arm: evidence.mean(row.arm, EFFECTIVE) for row in table.arms}
-    scores = {row.arm: row.score.value * 100 for row in table.arms}
-    lines = {
-        method: [(x, scores[arm]) for arm in name_doses(method) if (x := means.get(arm)) is not None]
-        for method in METHODS
-    }
-    dots = {arm: [(x, scores[arm])] for arm in CONTROLS if (x := means.get(arm)) is not None}
+    found = {row.arm: _place(row, evidence) for row in table.arms}
+    lines = {method: [point for arm in name_doses(method) if (point := found.get(arm))] for method in METHODS}
+    lines = {method: points for method, points in lines.items() if points}
     if not any(len(points) > 1 for points in lines.values()):
         return ()
-    with drawing(7.2, 4.8) as figure:
+    with drawing(7.6, 4.8) as figure:
         axes = figure.subplots()
         styles = assign_styles(METHODS)
         for method, points in lines.items():
-            if points:
-                color = styles[method].color
-                axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=method)
-                axes.plot(*points[-1], color=color, marker="o", markersize=8)
-        grays = {arm: Style(GRAY, mark, "") for arm, mark in zip(CONTROLS, MARKERS, strict=False)}
-        draw_means(axes, dots, grays)
+            color, places = styles[method].color, [(heads.value, score.value) for heads, score in points]
+            axes.plot(*zip(*places, strict=True), color=color, marker="o", markersize=3, label=label_arm(method))
+            axes.plot(*places[-1], color=color, marker="o", markersize=8)
+            _draw_intervals(axes, points, color)
+        for arm, mark in zip(CONTROLS, MARKERS, strict=False):
+            if point := found.get(arm):
+                heads, score = (one.value for one in point)
+                axes.scatter(heads, score, s=95, color=GRAY, marker=mark, edgecolors="white", label=label_arm(arm))
+                _draw_intervals(axes, [point], GRAY)
         axes.set_xlabel("effective heads")
-        axes.set_ylabel(f"{table.metric.name}, times 100")
+        axes.set_ylabel(table.axis)
+        name_data(axes, table)
+        figure.legend(loc="outside right upper", frameon=False)
         png = to_png(figure)
-    ends = "; ".join(
-        f"{method} from {points[0][0]:.2f} heads and {points[0][1]:.1f} to {points[-1][0]:.2f} and {points[-1][1]:.1f}"
-        for method, points in lines.items()
-        if points
-    )
+    ends = "; ".join(f"{method} from {_write(points[0])} to {_write(points[-1])}" for method, points in lines.items())
     caption = (
-        f"Score by effective heads, means over seeds; a line for each method from {RATIOS[0]:g} of the loss's gradient "
-        f"to {RATIOS[-1]:g} of it, where the dot is large; controls in gray."
+        f"Score by effective heads, means over seeds with Student's 95 % intervals; a line for each method from "
+        f"{RATIOS[0]:g} of the loss's gradient to {RATIOS[-1]:g} of it, where the dot is large; controls in gray."
     )
     return (Picture(f"doses-{part}" if part else "doses", png, f"{part}: {caption}" if part else caption, ends),)
+
+
+def _place(row: Row, evidence: Evidence) -> tuple[Estimate, Estimate] | None:
+    """Return the effective heads of an arm and its score in percent, over seeds; None where heads were not counted."""
+    heads = list(evidence.of(row.arm, EFFECTIVE).values())
+    scores = [100 * score for score in row.score.by_seed]
+    return (estimate(np.array(heads)[:, None]), estimate(np.array(scores)[:, None])) if heads else None
+
+
+def _draw_intervals(axes: Axes, points: Sequence[tuple[Estimate, Estimate]], color: str) -> None:
+    for heads, score in points:
+        if not heads.is_one_number:
+            axes.hlines(score.value, heads.low, heads.high, color=color, linewidth=0.8, alpha=0.4)
+            axes.vlines(heads.value, score.low, score.high, color=color, linewidth=0.8, alpha=0.4)
+
+
+def _write(point: tuple[Estimate, Estimate]) -> str:
+    return f"{point[0].value:.2f} heads, {point[1].value:.1f}"
 
 
 def _study(
