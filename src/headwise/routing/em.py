@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.routing.passes import materialize, softmax, sum_axis
 from headwise.routing.votes import full_precision
 
 _NATS_PER_DIMENSION = 0.5 * (1.0 + math.log(2.0 * math.pi))
@@ -126,7 +127,7 @@ def em_gradient(
     d_logit = None
     if last.logit is not None:
         activation = torch.sigmoid(last.logit)
-        d_logit = _sum_axis(d_mean * last.mean, 1) * activation * (1.0 - activation)
+        d_logit = sum_axis(d_mean * last.mean, 1) * activation * (1.0 - activation)
         d_mean = d_mean * activation.unsqueeze(1)
     d_variance, d_cost = torch.zeros_like(d_mean), torch.zeros_like(last.cost)
     d_beta_a = d_beta_mu = None
@@ -149,7 +150,7 @@ def em_gradient(
         missing = 1.0 - state.total * state.scale
         d_mean = d_mean - 2.0 * d_variance * state.mean * _align_with_mean(missing)
         scale = _align_with_mean(state.scale)
-        toward, along = _materialize(d_mean * scale), _materialize(d_variance * scale)
+        toward, along = materialize(d_mean * scale), materialize(d_variance * scale)
         centered = inner - state.mean.unsqueeze(1)
         pulled = torch.addcmul(toward.unsqueeze(1), centered, along.unsqueeze(1), value=2.0)
         if t == 0 or state.weights is None:
@@ -160,12 +161,12 @@ def em_gradient(
         above = _align_with_mean(state.total >= floor)
         held = torch.where(above, d_variance * scale * state.spread + toward * state.mean, 0.0)
         # d C without the part that is the same for all heads of a capsule; V is written (V - mu) + mu
-        offset = _materialize(d_total + _sum_axis(toward * state.mean - held, 1))
+        offset = materialize(d_total + sum_axis(toward * state.mean - held, 1))
         drawn = torch.addcmul(toward.unsqueeze(1), centered, along.unsqueeze(1)) * centered
-        d_weights = _sum_axis(drawn, 2) + offset.unsqueeze(1)
+        d_weights = sum_axis(drawn, 2) + offset.unsqueeze(1)
 
         drawn = weights * d_weights
-        d_log = _materialize(torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0))
+        d_log = materialize(torch.addcmul(drawn, weights, drawn.sum(-1, keepdim=True), value=-1.0))
         previous = states[t - 1]
         root = previous.precision_root
         z = (inner - previous.mean.unsqueeze(1)) * root.unsqueeze(1)
@@ -184,9 +185,7 @@ def _expectation(inner: Tensor, state: EMState) -> Tensor:
     root = state.precision_root
     z = (inner - state.mean.unsqueeze(1)) * root.unsqueeze(1)
     offset = -state.cost if state.logit is None else F.logsigmoid(state.logit) - state.cost
-    log_weights = _materialize(offset).unsqueeze(1) - 0.5 * _sum_axis(z * z, 2)
-    weights = (log_weights - log_weights.amax(-1, keepdim=True)).exp()
-    return weights * _materialize(1.0 / weights.sum(-1, keepdim=True))
+    return softmax(materialize(offset).unsqueeze(1) - 0.5 * sum_axis(z * z, 2), -1)
 
 
 def _maximization(
@@ -202,38 +201,25 @@ def _maximization(
     if weights is None:
         total = inner.new_full((), heads / capsules)
         scale = 1.0 / total.clamp_min(floor)
-        mean = _materialize(inner.sum(1) * (scale / capsules))
+        mean = materialize(inner.sum(1) * (scale / capsules))
         spread = (inner - mean.unsqueeze(1)).square().sum(1) * (scale / capsules)
     else:
         total = weights.sum(1)
         scale = 1.0 / total.clamp_min(floor)
         weighed = weights.unsqueeze(2)
-        mean = _materialize((weighed * inner).sum(1) * scale.unsqueeze(1))
+        mean = materialize((weighed * inner).sum(1) * scale.unsqueeze(1))
         spread = (weighed * (inner - mean.unsqueeze(1)).square()).sum(1) * scale.unsqueeze(1)
     variance = spread.clamp_min(floor)
-    cost = _sum_axis(0.5 * variance.log(), 1)
+    cost = sum_axis(0.5 * variance.log(), 1)
     logit = None
     if beta_a is not None and beta_mu is not None:
         logit = temperature * (beta_a - total * (beta_mu + cost + size * _NATS_PER_DIMENSION))
-    return EMState(weights, total, scale, mean, spread, _materialize(variance.rsqrt()), cost, logit)
-
-
-def _sum_axis(tensor: Tensor, axis: int) -> Tensor:
-    # a sum over an axis of length 1 would copy the whole tensor
-    return tensor.squeeze(axis) if tensor.shape[axis] == 1 else tensor.sum(axis)
+    return EMState(weights, total, scale, mean, spread, materialize(variance.rsqrt()), cost, logit)
 
 
 def _align_with_mean(per_capsule: Tensor) -> Tensor:
     """Return [T, N] as [T, 1, N], and a scalar unchanged."""
     return per_capsule if per_capsule.dim() == 0 else per_capsule.unsqueeze(1)
-
-
-def _materialize(tensor: Tensor) -> Tensor:
-    """Return `tensor`, and make a compiler write it out here instead of recomputing it for every head."""
-    if not torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return tensor
-    tensor = tensor.contiguous()
-    return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def _add(sum_so_far: Tensor | None, term: Tensor) -> Tensor:
