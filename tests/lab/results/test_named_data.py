@@ -1,0 +1,20 @@
+"""Pictures name the data that was compared."""
+
+import dataclasses
+
+import pytest
+
+from headwise.lab.results.drawing import name_data
+from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.tabulate import make_table
+from headwise.plots.style import drawing
+from lab.papers.test_doses import evidence as evidence
+
+
+@pytest.mark.parametrize(("named", "said"), [("trec", " on trec, scale "), ("", ", scale ")])
+def test_a_picture_says_task_data_scale_and_seeds(evidence: Evidence, named: str, said: str):
+    table = make_table(dataclasses.replace(evidence.results, named=named))
+    with drawing(4.0, 3.0) as figure:
+        axes = figure.subplots()
+        name_data(axes, table)
+        assert axes.get_title(loc="left").startswith(f"{table.task}{said}{table.scale}, ")
