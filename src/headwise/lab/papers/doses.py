@@ -91,17 +91,22 @@ def _study(
     title: str,
     corpus: str | None = None,
     methods: tuple[str, ...] = METHODS,
+    cpu: str = "cpu",
     epochs: int | None = None,
 ) -> Reproduction:
-    """Return the study of a task on a corpus, each budget a part; at `cpu`, 1x is the scale's epochs or `epochs`."""
+    """Return the study of a task on a corpus, each budget a part.
+
+    At `cpu` the models have the sizes of the task's scale of that name, and 1x is as many epochs as it has or `epochs`.
+    """
     scales = named_task(task).scales
-    usual = {scale: scales[scale].epochs for scale in ("demo", "cpu")}
+    chosen = {"demo": "demo", "cpu": cpu}
+    usual = {scale: scales[name].epochs for scale, name in chosen.items()}
     once = usual if epochs is None else {**usual, "cpu": epochs}
 
     def sizes(times: int) -> Sizes:
         wanted = {scale: times * once[scale] for scale in usual}
         sets = {scale: () if wanted[scale] == usual[scale] else (f"epochs={wanted[scale]}",) for scale in usual}
-        return {scale: Size(scale, corpus=corpus, sets=more) for scale, more in sets.items()}
+        return {scale: Size(chosen[scale], corpus=corpus, sets=more) for scale, more in sets.items()}
 
     arms = (*CONTROLS, *(arm for method in methods for arm in name_doses(method)))
     return Reproduction(
@@ -111,7 +116,8 @@ def _study(
         task=task,
         parts=tuple(Part(arms, sizes(times), budget) for times, budget in zip((1, 3), BUDGETS, strict=True)),
         extra=f"strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
-        f"many epochs as the scale has{'' if epochs is None else f' (at cpu {epochs})'}, or three times as many",
+        f"many epochs as the scale has{'' if epochs is None else f' (at cpu {epochs})'}, or three times as many"
+        f"{'' if cpu == 'cpu' else f'; at cpu the sizes are those of {task} at {cpu}'}",
         claims=(
             Claim(
                 "The stronger a method, the more effective heads (ours).",
@@ -127,8 +133,9 @@ def _study(
 
 
 DOSES = (
-    _study("logic", "logic", "logical inference"),
-    _study("translation", "translation", "translation"),
+    # as large as two cores can run 310 times: formulas of at most three operators, and 10,000 pairs of sentences
+    _study("logic", "logic", "logical inference", cpu="demo"),
+    _study("translation", "translation", "translation", cpu="demo"),
     # one attention, whose heads share their values: there is nothing that the subspace term compares
     # on dev, plain still rises after the scale's four epochs, and no more after nine
     _study("sentence", "pairs", "pairs of sentences (SICK)", corpus="sick", methods=METHODS[:-1], epochs=9),

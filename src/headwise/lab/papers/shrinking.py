@@ -9,7 +9,7 @@ from headwise.lab.analyses.registry import SHRINKING
 from headwise.lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SCORE, SHARES, name_number
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
-from headwise.lab.papers.sizes import QUESTIONS, Size, Sizes, logic
+from headwise.lab.papers.sizes import FORMULAS, QUESTIONS, SENTENCES, Size, Sizes
 from headwise.lab.results.cells import NONE, Cell, Grid, Number
 from headwise.lab.results.drawing import choose_styles, label_arm, name_data
 from headwise.lab.results.evidence import Evidence
@@ -138,7 +138,7 @@ def _claim(left: str, cut: str) -> tuple[Claim, ...]:
     )
 
 
-def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = "") -> Reproduction:
+def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = "", extra: str = "") -> Reproduction:
     return Reproduction(
         id=f"diversity/shrinking-{ending or task}",
         title=f"Pruning and merging models with diverse and with alike heads: {title}",
@@ -146,7 +146,7 @@ def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = ""
         task=task,
         parts=(Part((PLAIN, *DIFFERENT, TOGETHER), sizes),),
         extra="a strength of 0.1 relative to the gradient of the loss on the heads; heads are removed by "
-        "first-order importance on dev, and nothing is trained afterwards",
+        f"first-order importance on dev, and nothing is trained afterwards{extra}",
         claims=(
             Claim("Penalties and repulsion raise the effective number of heads (ours).", _compare(EFFECTIVE)),
             Claim("A penalty with its sign turned lowers it (ours).", (Contrast(PLAIN, TOGETHER, measure=EFFECTIVE),)),
@@ -163,9 +163,10 @@ def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = ""
 _WHOLE: Sizes = {
     name: Size(name, sets=(f"key_value_heads={heads}",)) for name, heads in (("demo", 4), ("cpu", 8), ("gpu", 8))
 }
+_LONGER = "; at cpu the sizes are those of the task's demo, trained three times as long"
 SHRUNK = (
-    _study("logic", "logical inference", logic()),
+    _study("logic", "logical inference", FORMULAS, extra=_LONGER),
     _study("classification", "classification of questions (TREC)", QUESTIONS, ending="questions"),
-    _study("translation", "translation", {name: Size(name) for name in ("demo", "cpu", "gpu")}),
+    _study("translation", "translation", SENTENCES, extra=_LONGER),
     _study("lm", "a language model", _WHOLE, *_claim(KEY_VALUE_HEADS, "merging key/value heads to half")),
 )
