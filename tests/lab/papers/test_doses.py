@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,18 +71,25 @@ def test_strengths_are_equal_steps_and_arms_of_the_laboratory():
         assert set(arms) == {"1x", "3x"}
         sizes = {part.name: part.sizes["cpu"].sets for part in study.parts}
         own = study.id == "diversity/dose-pairs"
-        once = 9 if own else scales["cpu"].epochs
+        (scale,) = {part.sizes["cpu"].scale for part in study.parts}
+        assert scale == ("demo" if study.task in ("logic", "translation") else "cpu")
+        once = 9 if own else scales[scale].epochs
         assert sizes == {"1x": ("epochs=9",) if own else (), "3x": (f"epochs={3 * once}",)}
         assert study.parts[0].sizes["demo"].sets == ()
         # one slope for each method, budget and number
         assert sum(len(claim.contrasts) for claim in study.claims_at("demo", scales)) >= 4 * (len(METHODS) - 1)
 
 
-def test_the_picture_has_a_line_for_each_method_that_was_run(evidence: Evidence):
+def test_the_picture_has_a_line_for_each_method_that_was_run_and_a_panel_for_each_budget(evidence: Evidence):
     table = make_table(evidence.results)
-    (picture,) = draw_doses("1x", Path(), evidence, table)
-    assert picture.name == "doses-1x"
-    assert picture.alt.startswith("cka from 2.02 heads, ")
+    alone = draw_doses({"1x": evidence}, {"1x": table})
+    picture = draw_doses({"1x": evidence, "3x": evidence}, {"1x": table, "3x": table})
+    assert alone is not None
+    assert picture is not None
+    assert picture.name == "doses"
+    assert picture.alt.startswith("cka in 1x from 2.02 heads, ")
     assert "to 4.02 heads, " in picture.alt
-    alone = dataclasses.replace(evidence, numbers={})
-    assert draw_doses("1x", Path(), alone, table) == ()
+    assert "; cka in 3x from 2.02 heads, " in picture.alt
+    assert alone.alt == picture.alt.partition("; ")[0]
+    uncounted = dataclasses.replace(evidence, numbers={})
+    assert draw_doses({"1x": uncounted}, {"1x": table}) is None

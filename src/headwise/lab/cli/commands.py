@@ -143,6 +143,9 @@ def reproduce(
     record: Annotated[
         Path | None, typer.Option(help="Folder of the paper's notes; writes its results/ and RESULTS.md.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Take over the runs that the record in --record has; do only the others.")
+    ] = False,
     kept: Annotated[
         Path | None, typer.Option("--from", help="Folder of a paper's notes: train nothing, use the runs kept there.")
     ] = None,
@@ -156,6 +159,7 @@ def reproduce(
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
     from headwise.lab.papers.recomputed import find_record, recompute
+    from headwise.lab.papers.resumed import restore_runs
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -164,7 +168,8 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     if kept is not None:
-        given = {"--part": parts, "--record": record, "--dry-run": dry_run, "--data": data, "--tuned": tuned}
+        given = {"--part": parts, "--record": record, "--resume": resume, "--dry-run": dry_run, "--data": data}
+        given["--tuned"] = tuned
         if idle := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
         with stoppable("stopped.", [out]), TemporaryDirectory() as place:
@@ -172,6 +177,8 @@ def reproduce(
             reproducing.show(found, out, standard_console(), f"headwise reproduce {identifier} --from {kept}")
             print_record({"id": identifier, "scale": scale, "claims": record_claims(found.judged)})
         return
+    if resume and record is None:
+        raise typer.BadParameter("--resume takes over the runs of a record; name its folder with --record.")
     reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
     seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:
@@ -195,6 +202,8 @@ def reproduce(
     command += "" if data is None else " --data FOLDER"
     command += "" if tuned is None else " --tuned TUNING"
     with stoppable(folders=[out] if record is None else [out, record]):
+        if resume and record is not None:
+            say(f"taken over from the record: {restore_runs(find_record(record, identifier, scale), plans)} runs")
         failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):
             found = reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)

@@ -41,6 +41,8 @@ def draw_pictures(
             drawn.append(draw_head_map(HEAD_VECTORS, places[part], found, tables[part]))
         if reproduction.drawn is not None:
             drawn += reproduction.drawn(part, places[part], found, tables[part])
+    if reproduction.drawn_together is not None:
+        drawn.append(reproduction.drawn_together(evidence, tables))
     return tuple(picture for picture in drawn if picture is not None)
 
 

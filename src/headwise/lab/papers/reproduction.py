@@ -152,6 +152,7 @@ class Reproduction:
         measures: Numbers of each run that its claims are about instead of the score; they get a grid and, over several
             parts, a figure.
         drawn: Makes further figures of each part; None for none.
+        drawn_together: Makes a figure of all parts together; None for none.
         overview: Makes a figure of what was found for its claims; None for none.
         after: The reproduction whose runs its own begin with, where the command names no others; "" for none.
         folder: Folder below that of the data that may hold the sets of its parts; "" for none.
@@ -176,6 +177,7 @@ class Reproduction:
     analysis: str = ""
     measures: tuple[str, ...] = ()
     drawn: DrawPart | None = None
+    drawn_together: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Picture | None] | None = None
     overview: Callable[[Sequence[Judged]], Picture | None] | None = None
     after: str = ""
     folder: str = ""

@@ -35,8 +35,8 @@ class Size:
 
 
 Sizes = Mapping[str, Size]
-# Our own studies. At `cpu` those of logic and translation are three times as long as at `demo`, and of its size: formulas
-# of at most three operators, 10,000 pairs of sentences.
+# Our own studies. At `cpu` those of logic and translation have the sizes of `demo` (formulas of at most three
+# operators, 10,000 pairs of sentences) and are three times as long.
 QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 FORMULAS: Sizes = {"demo": Size("demo"), "cpu": Size("demo", sets=("epochs=6",)), "paper": Size("paper")}
 SENTENCES: Sizes = {"demo": Size("demo"), "cpu": Size("demo", sets=("epochs=12",)), "gpu": Size("gpu")}

@@ -1,0 +1,63 @@
+"""A reproduction continued from its record: the runs kept with it are put where they would be, and not done again."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headwise.errors import DataError
+from headwise.lab.experiment.run_folder import RESULT, prepare_folder, read_json, require_same, whole_folder
+from headwise.lab.papers.archive import ARCHIVE, unpack_runs
+from headwise.lab.papers.run import Plan
+from headwise.lab.results.runs import COMPARISON, TEST
+
+# What makes two runs comparable.
+_FIXED = ("task", "scale", "sizes", "data", "primary", "metric", "difficulty")
+
+
+def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
+    """Put the runs kept with a record into the folders of a reproduction's comparisons; return how many.
+
+    A run that its comparison has is left as it is, and a part that the record lacks gets none. Weights and texts are in
+    no record: an analysis that a run lacks, and that reads them, fails.
+
+    Args:
+        record: The record, as `find_record` returns it.
+        plans: The comparisons, as `make_plans` returns them.
+
+    Raises:
+        DataError: The record or its archive is damaged.
+        SettingError: A folder cannot be written, or the runs in it are of other sizes or data than the record's.
+    """
+    try:
+        parts = list(read_json(record)["parts"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+    restored = 0
+    with TemporaryDirectory() as place:
+        folders = dict(zip(parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
+        for plan in plans:
+            if plan.part.name in folders:
+                restored += _restore(folders[plan.part.name], plan.comparison.out)
+    return restored
+
+
+def _restore(source: Path, out: Path) -> int:
+    """Copy the runs of a comparison that another has not."""
+    prepare_folder(out)
+    if (out / COMPARISON).exists():
+        kept, there = read_json(source / COMPARISON), read_json(out / COMPARISON)
+        require_same(out / COMPARISON, there | {name: kept[name] for name in _FIXED if name in kept})
+    else:
+        # read before anything is copied: from here on, other sizes or data are refused
+        read_json(source / COMPARISON)
+        shutil.copy(source / TEST, out / TEST)
+        shutil.copy(source / COMPARISON, out / COMPARISON)
+    runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
+    missing = [run for run in runs if not (out / run.relative_to(source) / RESULT).exists()]
+    for run in missing:
+        target = out / run.relative_to(source)
+        prepare_folder(target.parent)
+        with whole_folder(target) as whole:
+            shutil.copytree(run, whole, dirs_exist_ok=True)
+    return len(missing)

@@ -1,0 +1,107 @@
+"""A reproduction goes on from its record: the runs kept there are taken over, and only the others are done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.papers.archive import ARCHIVE
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.recomputed import find_record
+from headwise.lab.papers.reproduction import Reproduction
+from headwise.lab.papers.resumed import restore_runs
+from headwise.lab.papers.run import Plan, do_plans, make_plans, report
+from lab.command import call
+from lab.inline import do_inline
+
+SMALL = ("width=16", "heads=4", "classifier_width=16", "warmup_steps=3", "generated_draws=1500", "train_examples=96")
+WHOLE = REPRODUCTIONS["diversity/dose-logic"]
+STUDY: Reproduction = dataclasses.replace(
+    WHOLE,
+    parts=tuple(dataclasses.replace(part, arms=("plain", "cka:ratio=0.17", "cka:ratio=3.0")) for part in WHOLE.parts),
+    claims=(),
+)
+
+
+def plan(out: Path, study: Reproduction, seeds: int, *more: str) -> tuple[Plan, ...]:
+    options = ScaleOptions("demo", sizes=(*SMALL, "dev_examples=24", *more))
+    return make_plans(study, "demo", seeds=seeds, data=None, out=out, workers=1, options=options)
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The notes of a paper with the record of one part and one seed, whose runs are gone."""
+    place = tmp_path_factory.mktemp("paper")
+    with pytest.MonkeyPatch.context() as patch:
+        do_inline(patch)
+        record_one_part(place)
+    return place / "paper"
+
+
+def record_one_part(place: Path) -> None:
+    study = STUDY.only(["1x"], "demo")
+    plans = plan(place / "runs", study, 1)
+    console = Console(quiet=True)
+    assert do_plans(study, plans, console) == []
+    report(study, "demo", plans, place / "runs", place / "paper", console, "command")
+    (place / "runs").rename(place / "gone")
+
+
+def test_it_goes_on_with_other_parts_and_seeds(paper: Path, tmp_path: Path, inline: list[str]):
+    plans = plan(tmp_path / "runs", STUDY, 2)
+    record = find_record(paper, STUDY.id, "demo")
+    # three arms and two baselines
+    assert restore_runs(record, plans) == 5
+    assert [len(one.finished) for one in plans] == [3, 0]
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/*/seed-0/result.json")}
+    assert do_plans(STUDY, plans, Console(quiet=True)) == []
+    assert not [name for name in inline if name.startswith("1x: ") and "seed 0" in name]
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    found = report(STUDY, "demo", plans, tmp_path / "runs", tmp_path / "paper", Console(quiet=True), "command")
+    assert [[len(row.score.by_seed) for row in table.arms] for table in found.tables.values()] == [[2] * 3] * 2
+    written = json.loads((tmp_path / "paper" / "results" / record.name).read_text())
+    assert list(written["parts"]) == ["1x", "3x"]
+    assert not written["missing"]
+    # a second time there is nothing to take over
+    assert restore_runs(record, plans) == 0
+
+
+def test_runs_of_other_sizes_are_refused(paper: Path, tmp_path: Path):
+    record = find_record(paper, STUDY.id, "demo")
+    plans = plan(tmp_path / "runs", STUDY, 1, "dropout=0.3")
+    restore_runs(record, plans)
+    with pytest.raises(SettingError, match=r"has scale '.*dev_examples=24' but '.*dropout=0.3' is requested"):
+        do_plans(STUDY, plans, Console(quiet=True))
+
+
+@pytest.mark.usefixtures("inline")
+def test_runs_of_other_sizes_are_not_put_beside_those_there(paper: Path, tmp_path: Path):
+    plans = plan(tmp_path / "runs", STUDY.only(["1x"], "demo"), 1, "dropout=0.3")
+    assert do_plans(STUDY.only(["1x"], "demo"), plans, Console(quiet=True)) == []
+    with pytest.raises(SettingError, match=r"has scale '.*dropout=0.3' but '.*dev_examples=24' is requested"):
+        restore_runs(find_record(paper, STUDY.id, "demo"), plans)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path):
+    record = tmp_path / "dose-logic-demo.json"
+    record.write_text("{}")
+    with pytest.raises(DataError, match="is not the record of a reproduction"):
+        restore_runs(record, ())
+    record.write_text('{"parts": {"1x": ""}}')
+    record.with_suffix(ARCHIVE).write_text("nothing")
+    with pytest.raises(DataError, match="cannot be read as an archive of runs"):
+        restore_runs(record, ())
+
+
+def test_the_command_wants_the_folder_of_the_record(tmp_path: Path, capsys):
+    assert call("reproduce", WHOLE.id, "--scale", "demo", "--resume", "--out", str(tmp_path)) == 2
+    assert "name its folder with --record" in " ".join(capsys.readouterr().err.split())
+    words = ["--resume", "--record", str(tmp_path), "--out", str(tmp_path)]
+    assert call("reproduce", WHOLE.id, "--scale", "demo", *words) == 2
+    assert "holds no record of diversity/dose-logic at scale demo" in " ".join(capsys.readouterr().err.split())
