@@ -1,4 +1,4 @@
-"""EM routing on chip against the plain form: in Triton's interpreter, which runs the same programs on a CPU."""
+"""Routing by Triton's programs against the plain form: in Triton's interpreter, which runs them on a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.routing import em_triton, triton_tiles
 from headwise.routing.em import EMKernel, em_forward, em_schedule
-from headwise.routing.em_fused import FusedEMKernel, fuse_kernel, runs_on
+from headwise.routing.fused import FusedKernel, fuse_kernel, runs_on
 from headwise.routing.modules import build
-from headwise.routing.settings import Chunks, EMRouting
+from headwise.routing.settings import Chunks, EMRouting, SimpleRouting
+from headwise.routing.simple import SimpleKernel, simple_forward
 
 FLOOR = 1e-6
 
@@ -33,7 +35,13 @@ def problem(heads: int, capsules: int, size: int, *, active: bool, dtype: torch.
     return [votes.to(dtype), *(beta.to(torch.promote_types(dtype, torch.float32)) for beta in betas)]
 
 
-def everything(kernel: EMKernel | FusedEMKernel, votes: Tensor, *betas: Tensor) -> list[Tensor]:
+@pytest.fixture(params=[1024, 16])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes of a tile: all that a token has, and some of them."""
+    monkeypatch.setattr(triton_tiles, "TILE_VOTES", request.param)
+
+
+def everything(kernel: EMKernel | SimpleKernel | FusedKernel, votes: Tensor, *betas: Tensor) -> list[Tensor]:
     """Capsules and all gradients for a gradient of the capsules that is not the same everywhere."""
     capsules = kernel.forward(votes, *betas)
     grad = torch.linspace(-1.3, 2.1, capsules.numel(), dtype=torch.float64).view(capsules.shape).to(votes.dtype)
@@ -45,13 +53,43 @@ def everything(kernel: EMKernel | FusedEMKernel, votes: Tensor, *betas: Tensor) 
 @pytest.mark.parametrize(
     ("heads", "capsules", "size", "iterations"), [(3, 6, 2, 3), (4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2)]
 )
-@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.usefixtures("undisturbed", "tiles")
 def test_it_equals_the_plain_form(heads, capsules, size, iterations, active):
     plain = EMKernel(em_schedule(iterations, 0.8, 2.9), FLOOR)
     tensors = problem(heads, capsules, size, active=active)
-    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+    for fast, slow in zip(everything(FusedKernel(plain), *tensors), everything(plain, *tensors), strict=True):
         # the settings reach the programs in float32
         torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("over_capsules", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "capsules", "size", "iterations"), [(3, 6, 2, 3), (4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2)]
+)
+@pytest.mark.usefixtures("undisturbed", "tiles")
+def test_simple_routing_equals_its_plain_form(heads, capsules, size, iterations, over_capsules):
+    plain = SimpleKernel(iterations, over_capsules, 0.8)
+    votes = problem(heads, capsules, size, active=False)
+    if over_capsules and iterations > 1:
+        # a sum of weights below the floor passes no gradient, and one above does
+        received = simple_forward(*votes, iterations, True, 0.8)[1].sum(1)
+        assert (received < 0.8).any()
+        assert (received > 0.8).any()
+    for fast, slow in zip(everything(FusedKernel(plain), *votes), everything(plain, *votes), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("over_capsules", [True, False])
+@pytest.mark.usefixtures("undisturbed", "tiles")
+def test_simple_routing_in_half_precision_and_other_layouts(over_capsules):
+    plain = SimpleKernel(3, over_capsules, FLOOR)
+    (votes,) = problem(4, 6, 2, active=False, dtype=torch.bfloat16)
+    for seen in (votes, votes.transpose(0, 1).contiguous().transpose(0, 1)):
+        capsules, into = everything(FusedKernel(plain), seen)
+        assert capsules.dtype == into.dtype == torch.bfloat16
+        wanted = everything(plain, votes.float())
+        torch.testing.assert_close(capsules, wanted[0].bfloat16(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(into, wanted[1].bfloat16(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -66,7 +104,7 @@ def test_variances_and_sums_below_their_floor(size):
     states = em_forward(votes, *betas, plain.schedule, FLOOR)[1]
     assert (states[-1].spread < FLOOR).any()
     assert (states[-1].total < FLOOR).any()
-    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+    for fast, slow in zip(everything(FusedKernel(plain), *tensors), everything(plain, *tensors), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
 
 
@@ -74,7 +112,7 @@ def test_variances_and_sums_below_their_floor(size):
 def test_half_precision_is_read_as_it_is_and_routed_in_float32():
     plain = EMKernel(em_schedule(3, 1.0, 3.0), FLOOR)
     votes, *betas = problem(4, 6, 2, active=True, dtype=torch.bfloat16)
-    fast = everything(FusedEMKernel(plain), votes, *betas)
+    fast = everything(FusedKernel(plain), votes, *betas)
     slow = everything(plain, votes.float(), *betas)
     assert fast[0].dtype == fast[1].dtype == torch.bfloat16
     torch.testing.assert_close(fast[0], slow[0].bfloat16(), rtol=1e-2, atol=1e-2)
@@ -91,25 +129,24 @@ def test_any_layout_of_the_heads_is_read_rightly():
     wanted = everything(plain, votes, *betas)
     for other in (heads_first, numbers_first):
         assert not other.is_contiguous()
-        for fast, slow in zip(everything(FusedEMKernel(plain), other, *betas), wanted, strict=True):
+        for fast, slow in zip(everything(FusedKernel(plain), other, *betas), wanted, strict=True):
             torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("undisturbed")
 def test_more_tokens_than_programs(monkeypatch):
-    from headwise.routing import em_triton
-
-    monkeypatch.setattr(em_triton, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(triton_tiles, "MAX_PROGRAMS", 2)
     plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
     tensors = problem(3, 6, 2, active=True)
-    for fast, slow in zip(everything(FusedEMKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+    for fast, slow in zip(everything(FusedKernel(plain), *tensors), everything(plain, *tensors), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("routing", [EMRouting, SimpleRouting])
 @pytest.mark.usefixtures("undisturbed")
-def test_an_aggregator_takes_it_and_gives_the_same(monkeypatch):
+def test_an_aggregator_takes_it_and_gives_the_same(monkeypatch, routing):
     torch.manual_seed(3)
-    setting = EMRouting(capsules=4, iterations=2, chunks=Chunks(tokens=4, routed=3))
+    setting = routing(capsules=4, iterations=2, chunks=Chunks(tokens=4, routed=3))
     aggregator = build(setting, num_heads=2, head_size=4, width=8).double()
     heads = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     fuse_kernel.cache_clear()
@@ -135,26 +172,16 @@ def test_it_runs_on_a_gpu_or_in_the_interpreter_alone(monkeypatch):
     assert runs_on(torch.device("cuda", 0))
 
 
-def test_votes_too_large_to_stay_on_chip_take_the_plain_path(monkeypatch):
-    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
-    fused = FusedEMKernel(plain)
-    monkeypatch.setattr(fused, "_forward", lambda *_: pytest.fail("the programs were launched"))
-    votes = torch.randn(2, 9, 1025, 1)
-    torch.testing.assert_close(fused.forward(votes), plain.forward(votes), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("damage", ["wrong", "raises"])
 def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog):
-    from headwise.routing import em_triton
-
     plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
-    fused = FusedEMKernel(plain)
+    fused = FusedKernel(plain)
     launch = em_triton.launch_forward
 
-    def damaged(votes, betas, schedule, floor, capsules):
+    def damaged(votes, betas, kernel, capsules):
         if damage == "raises":
             raise RuntimeError("no such instruction")
-        launch(votes, betas, schedule, floor, capsules)
+        launch(votes, betas, kernel, capsules)
         capsules *= 1.01
 
     monkeypatch.setattr(em_triton, "launch_forward", damaged)
@@ -166,13 +193,22 @@ def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog
     assert ("from the plain kernel on votes" if damage == "wrong" else "no such instruction") in said
 
 
-def test_votes_too_large_to_stay_on_chip_take_the_plain_kernel_which_is_told_once(caplog: pytest.LogCaptureFixture):
+def test_votes_that_fit_no_tile_take_the_plain_kernel_which_is_told_once(caplog: pytest.LogCaptureFixture):
     kernel = EMKernel(em_schedule(2, 1.0, 2.0), FLOOR)
-    # 17 heads are rounded up to 32: 17 x 600 numbers to 32 x 1,024
-    votes = torch.randn(2, 17, 600, 1, dtype=torch.float64)
-    fused = FusedEMKernel(kernel)
+    # 17 heads of 129 numbers are rounded up to 32 of 256
+    votes = torch.randn(2, 17, 3, 129, dtype=torch.float64)
+    fused = FusedKernel(kernel)
     for _ in range(2):
         torch.testing.assert_close(fused.forward(votes), kernel.forward(votes), rtol=0, atol=0)
     [said] = caplog.messages
-    assert "(17, 600, 1)" in said
-    assert "32768 numbers per token" in said
+    assert "EMKernel on votes of shape (17, 3, 129)" in said
+    assert "a capsule of 17 heads and 129 numbers is 8192 numbers" in said
+    assert "using the plain kernel" in said
+
+
+def test_programs_have_less_scratch_than_it_may_take(monkeypatch):
+    votes = torch.empty(7, 2, 2, 2)
+    assert triton_tiles.make_scratch(votes, 10).shape == (7, 10)
+    monkeypatch.setattr(triton_tiles, "MAX_SCRATCH", 35)
+    assert triton_tiles.make_scratch(votes, 10).shape == (3, 10)
+    assert triton_tiles.make_scratch(votes, 100).shape == (1, 100)

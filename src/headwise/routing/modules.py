@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.errors import SettingError, ShapeError
 from headwise.routing.chunked import Kernel, compile_kernel, route_in_chunks
 from headwise.routing.em import EMKernel
-from headwise.routing.em_fused import fuse_kernel, runs_on
+from headwise.routing.fused import fuse_kernel, runs_on
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
 from headwise.routing.simple import SimpleKernel
 from headwise.routing.votes import Votes, full_precision
@@ -91,7 +91,7 @@ class _VoteAggregator(nn.Module, Generic[S]):
             kernel = EMKernel(setting.schedule, setting.floor)
         if torch.compiler.is_compiling():
             return kernel, False
-        if isinstance(kernel, EMKernel) and setting.chunks.fused and runs_on(heads.device):
+        if setting.chunks.fused and runs_on(heads.device):
             return fuse_kernel(kernel), False
         return (compile_kernel(kernel), True) if setting.chunks.compile else (kernel, False)
 

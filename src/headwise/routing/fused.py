@@ -1,4 +1,4 @@
-"""EM routing by the fused Triton programs of `em_triton`, checked against the plain kernel before it is trusted.
+"""Routing by Triton programs, checked against the plain kernel before they are trusted.
 
 Triton is imported when a kernel is first used, so that the library depends on torch only.
 """
@@ -9,20 +9,17 @@ import functools
 import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from headwise.routing.em import EMKernel
+from headwise.routing.simple import SimpleKernel
 from headwise.routing.votes import full_precision
-
-if TYPE_CHECKING:
-    from headwise.routing.em import EMKernel
 
 _logger = logging.getLogger(__name__)
 
-# Most votes per token that a program keeps in registers, with each axis rounded up to a power of two.
-MAX_VOTES = 2**14
 # Number of tokens on which each kind of call is first compared with the plain kernel, and the relative tolerance.
 CHECKED_TOKENS, TOLERANCE = 8, 1e-3
 
@@ -33,24 +30,23 @@ def runs_on(device: torch.device) -> bool:
 
 
 @functools.cache
-def fuse_kernel(plain: EMKernel) -> FusedEMKernel:
+def fuse_kernel(plain: EMKernel | SimpleKernel) -> FusedKernel:
     """Return the fused form of a kernel, one for all equal kernels."""
-    return FusedEMKernel(plain)
+    return FusedKernel(plain)
 
 
-class FusedEMKernel:
-    """EM routing whose votes stay on chip through all iterations; values and gradients are those of `plain`.
+class FusedKernel:
+    """Routing whose votes stay close to the processor through all iterations; values and gradients are `plain`'s.
 
     Votes in half precision are read and written in that precision and routed in float32. The first call of each shape
     is compared with `plain` on a few tokens. If they differ, or Triton fails, a warning is logged and `plain` is used
-    for that shape. `plain` is also used, and logged, for votes too large to stay on chip: more than 16,384 numbers per
-    token with each axis rounded up to a power of two.
+    for that shape, as it is for votes of which a program cannot hold one capsule of all heads.
 
     Args:
         plain: The kernel.
     """
 
-    def __init__(self, plain: EMKernel) -> None:
+    def __init__(self, plain: EMKernel | SimpleKernel) -> None:
         self.plain = plain
         self._trusted: dict[object, bool] = {}
 
@@ -67,20 +63,16 @@ class FusedEMKernel:
         return self._gradient(votes, grad, into, *betas)
 
     def _forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
-        from headwise.routing.em_triton import launch_forward
-
         votes = _pack_heads(votes)
         capsules = votes.new_empty(votes.shape[0], *votes.shape[2:])
         with torch.cuda.device_of(votes):
-            launch_forward(votes, betas, self.plain.schedule, self.plain.floor, capsules)
+            self._programs.launch_forward(votes, betas, self.plain, capsules)
         return capsules
 
     def _gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
-        from headwise.routing.em_triton import launch_backward
-
         votes, written = _pack_heads(votes), _pack_heads(into)
         with torch.cuda.device_of(votes):
-            found = launch_backward(votes, grad.contiguous(), betas, self.plain.schedule, self.plain.floor, written)
+            found = self._programs.launch_backward(votes, grad.contiguous(), betas, self.plain, written)
         if written is not into:
             into.copy_(written)
         return found
@@ -88,22 +80,16 @@ class FusedEMKernel:
     def _trusts(self, votes: Tensor, betas: tuple[Tensor, ...]) -> bool:
         kind = (votes.shape[1:], votes.dtype, votes.device, bool(betas))
         if kind not in self._trusted:
-            self._trusted[kind] = self._fits(votes) and self._agrees(votes[:CHECKED_TOKENS].detach(), betas)
+            self._trusted[kind] = self._agrees(votes[:CHECKED_TOKENS].detach(), betas)
         return self._trusted[kind]
 
-    def _fits(self, votes: Tensor) -> bool:
-        padded = 1
-        for length in votes.shape[1:]:
-            padded *= 1 << (length - 1).bit_length()
-        if padded > MAX_VOTES:
-            _logger.warning(
-                "EM routing of votes of shape %s is using the plain kernel: rounded up to powers of two they are %d "
-                "numbers per token, and Triton's keeps at most %d on chip.",
-                tuple(votes.shape[1:]),
-                padded,
-                MAX_VOTES,
-            )
-        return padded <= MAX_VOTES
+    @property
+    def _programs(self) -> ModuleType:
+        if isinstance(self.plain, EMKernel):
+            from headwise.routing import em_triton as programs
+        else:
+            from headwise.routing import simple_triton as programs
+        return programs
 
     def _agrees(self, votes: Tensor, betas: tuple[Tensor, ...]) -> bool:
         betas = tuple(beta.detach() for beta in betas)
@@ -116,7 +102,9 @@ class FusedEMKernel:
             raise
         except Exception as failure:  # compilers fail in many ways; the plain kernel computes the same
             _logger.warning(
-                "Triton failed for EM routing (%s: %s); using the plain kernel.",
+                "Triton failed for %s on votes of shape %s (%s: %s); using the plain kernel.",
+                type(self.plain).__name__,
+                tuple(votes.shape[1:]),
                 type(failure).__name__,
                 str(failure)[:200],
             )
@@ -129,8 +117,8 @@ class FusedEMKernel:
         error = max(_measure_error(one, other) for one, other in zip(fast, slow, strict=True))
         if error > tolerance:
             _logger.warning(
-                "Triton's EM routing differs by %.2g from the plain kernel on votes of shape %s; "
-                "using the plain kernel.",
+                "Triton's %s differs by %.2g from the plain kernel on votes of shape %s; using the plain kernel.",
+                type(self.plain).__name__,
                 error,
                 tuple(votes.shape),
             )
