@@ -38,10 +38,10 @@ class Chunks:
         compile: Whether the routing of a chunk is compiled with `torch.compile`: half a minute once per process, then
             several times faster. If that fails, for example without a C++ compiler, a warning is logged and the plain
             kernel is used.
-        fused: Whether EM routing on a GPU runs as a Triton program, if Triton is installed: the votes of a token are
-            read once and stay on chip through all iterations. The first call of each shape is compared with the plain
-            kernel on a few tokens; if they differ, or Triton fails, a warning is logged and the plain kernel is used.
-            Independent of `compile`.
+        fused: Whether routing on a GPU runs as a Triton program, if Triton is installed: all iterations of a token are
+            one program, and no other tensor of the size of the votes is made. The first call of each shape is compared
+            with the plain kernel on a few tokens; if they differ, or Triton fails, a warning is logged and the plain
+            kernel is used. Independent of `compile`.
     """
 
     tokens: int | None = None
