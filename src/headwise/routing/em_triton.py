@@ -10,6 +10,7 @@ does so when a kernel is first used.
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 import math
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -66,7 +67,7 @@ def launch_backward(
 
 def _prepare_launch(
     votes: Tensor, betas: tuple[Tensor, ...], kernel: EMKernel
-) -> tuple[tuple[object, ...], dict[str, object]]:
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     schedule = kernel.schedule
     beta_a, beta_mu = betas or (votes, votes)
     step = (schedule[-1] - schedule[0]) / max(len(schedule) - 1, 1)
@@ -75,10 +76,10 @@ def _prepare_launch(
     return arguments, {"ITERATIONS": len(schedule), "ACTIVE": bool(betas), **choose_tile(votes)}
 
 
-def _count_state(votes: Tensor, kernel: EMKernel, constants: dict[str, object]) -> int:
+def _count_state(votes: Tensor, kernel: EMKernel, constants: dict[str, Any]) -> int:
     """Return how many numbers the M-steps of a token and their softmaxes have; see `_forward_passes`."""
     capsules, size = votes.shape[2:]
-    return len(kernel.schedule) * (2 * capsules * size + 3 * capsules + 2 * int(str(constants["HEADS"])))
+    return len(kernel.schedule) * (2 * capsules * size + 3 * capsules + 2 * constants["HEADS"])
 
 
 @triton.jit
@@ -183,8 +184,9 @@ def _forward_passes(
             else:
                 at = state_at + t * state_size
                 _store_state(at, total, mean, spread, cost, logit, capsule, places, capsules, size, real)
-                exponent = _expect(votes, mean, spread, cost, logit, present, floor, ACTIVE)
-                largest, summed = add_exponents(largest, summed, exponent)
+                if t < ITERATIONS - 1:
+                    exponent = _expect(votes, mean, spread, cost, logit, present, floor, ACTIVE)
+                    largest, summed = add_exponents(largest, summed, exponent)
         if t < ITERATIONS - 1:
             store_softmax(softmax_at + t * 2 * HEADS, largest, summed, HEADS)
         # other threads read what was kept

@@ -9,6 +9,8 @@ a kernel is first used.
 # programs are in Triton's language, whose operators and launches are untyped:
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,15 +56,15 @@ def launch_backward(
     return ()
 
 
-def _prepare_launch(votes: Tensor, kernel: SimpleKernel) -> tuple[tuple[object, ...], dict[str, object]]:
+def _prepare_launch(votes: Tensor, kernel: SimpleKernel) -> tuple[tuple[object, ...], dict[str, Any]]:
     arguments = (votes, votes.stride(0), votes.stride(1), *votes.shape, kernel.floor)
     constants = {"ITERATIONS": kernel.iterations, "OVER_CAPSULES": kernel.over_capsules}
     return arguments, {**constants, **choose_tile(votes)}
 
 
-def _count_state(votes: Tensor, kernel: SimpleKernel, constants: dict[str, object]) -> int:
+def _count_state(votes: Tensor, kernel: SimpleKernel, constants: dict[str, Any]) -> int:
     """Return how many numbers the iterations of a token and their softmaxes have; see `_forward_passes`."""
-    return kernel.iterations * (2 * votes.shape[2] * votes.shape[3] + 2 * int(str(constants["HEADS"])))
+    return kernel.iterations * (2 * votes.shape[2] * votes.shape[3] + 2 * constants["HEADS"])
 
 
 @triton.jit
@@ -144,7 +146,7 @@ def _forward_passes(
                 outputs += _squash(total, floor)
                 tl.store(state_at + 2 * t * numbers + places, total, mask=real)
                 tl.store(state_at + (2 * t + 1) * numbers + places, outputs, mask=real)
-                if OVER_CAPSULES:
+                if OVER_CAPSULES and t < ITERATIONS - 1:
                     largest, summed = add_exponents(largest, summed, _agree(votes, outputs, present))
         if OVER_CAPSULES and t < ITERATIONS - 1:
             store_softmax(softmax_at + t * 2 * HEADS, largest, summed, HEADS)

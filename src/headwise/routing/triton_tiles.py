@@ -8,6 +8,8 @@ in a part of a scratch tensor that the program owns. Importing this file imports
 # programs are in Triton's language, whose operators are untyped:
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ MAX_PROGRAMS = 1024
 MAX_SCRATCH = 2**27
 
 
-def choose_tile(votes: Tensor) -> dict[str, object]:
+def choose_tile(votes: Tensor) -> dict[str, Any]:
     """Return the constants of a launch on votes [T, H, N, c] that say how a tile is laid out.
 
     Raises:
