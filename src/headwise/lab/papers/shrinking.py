@@ -163,10 +163,10 @@ def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = ""
 _WHOLE: Sizes = {
     name: Size(name, sets=(f"key_value_heads={heads}",)) for name, heads in (("demo", 4), ("cpu", 8), ("gpu", 8))
 }
-_LONGER = "; at cpu the sizes are those of the task's demo, trained {} times as long"
+_LONGER = "; at cpu the sizes are those of the task's demo, trained {} as long"
 SHRUNK = (
-    _study("logic", "logical inference", FORMULAS, extra=_LONGER.format("three")),
+    _study("logic", "logical inference", FORMULAS, extra=_LONGER.format("three times")),
     _study("classification", "classification of questions (TREC)", QUESTIONS, ending="questions"),
-    _study("translation", "translation", SENTENCES, extra=_LONGER.format("two")),
+    _study("translation", "translation", SENTENCES, extra=_LONGER.format("twice")),
     _study("lm", "a language model", _WHOLE, *_claim(KEY_VALUE_HEADS, "merging key/value heads to half")),
 )
