@@ -27,9 +27,9 @@ from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
-ARMS = ("plain", *DIFFERENT, TOGETHER)
+ARMS = ("plain", *DIFFERENT, "scaled", TOGETHER)
 # What half of the heads adds to the loss.
-COSTS = {"plain": 1.0, "output-relative": 1.5, "cka": 2.0, "svgd-span": 0.5, "cka-together": 0.25}
+COSTS = {"plain": 1.0, "output-relative": 1.5, "cka": 2.0, "svgd-span": 0.5, "cka-together": 0.25, "scaled": 0.3}
 SMALL = ("width=16", "heads=4", "classifier_width=16", "epochs=1", "warmup_steps=3", "generated_draws=1500")
 
 
@@ -39,7 +39,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
     results = read_results(write_comparison(tmp_path_factory.mktemp("runs"), drawn, items=40))
     numbers = {}
     for run in results.runs:
-        cost = COSTS[run.arm] + 0.01 * ((ARMS.index(run.arm) + 1) * run.seed % 5)
+        cost = COSTS[run.arm] + 0.01 * ((list(COSTS).index(run.arm) + 1) * run.seed % 5)
         numbers[run.arm, run.seed] = {
             "loss_heads_100": 0.5,
             "loss_added_heads_75": cost / 2,
@@ -55,7 +55,7 @@ def test_each_arm_is_compared_with_plain_by_the_loss_that_half_of_its_heads_adds
     claims = SHRUNK[0].claims_at("demo", named_task("logic").scales)
     judged = {one.claim.statement.partition(":")[0]: one for one in judge(claims, {"": evidence})}
     needed = judged["Heads that were made different are all needed"]
-    found = {one.contrast.arm: one for one in needed.found}
+    found = {one.contrast.arm: one for one in needed.found if one.contrast.against == "plain"}
     assert tuple(found) == DIFFERENT
     cka = found["cka"].estimate
     assert cka is not None
@@ -63,13 +63,16 @@ def test_each_arm_is_compared_with_plain_by_the_loss_that_half_of_its_heads_adds
     assert (cka.seeds, cka.items) == (5, 1)
     assert found["cka"].verdict == found["output-relative"].verdict == "borne out"
     assert found["svgd-span"].verdict == "contradicted"
+    (control,) = (one for one in needed.found if one.contrast.against != "plain")
+    assert (control.contrast.arm, control.contrast.against) == ("svgd-span", "scaled")
+    assert control.verdict == "borne out"
     spared = judged["Of heads that were made alike, some can be spared"]
     assert spared.verdict == "borne out"
     assert spared.found[0].estimate is not None
     assert spared.found[0].estimate.value == pytest.approx(0.75 + 0.02)
     scores = judged["The score after removing half of them, above plain's (ours)."]
     assert scores.verdict == "measured, not tested"
-    assert len(scores.found) == len(ARMS) - 1
+    assert len(scores.found) == len(DIFFERENT) + 1
 
 
 def test_only_the_language_model_has_claims_about_merging():

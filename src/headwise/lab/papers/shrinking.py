@@ -130,7 +130,8 @@ def _claim(left: str, cut: str) -> tuple[Claim, ...]:
     added, score = name_number(ADDED, left, 0.5), name_number(SCORE, left, 0.5)
     return (
         Claim(
-            f"Heads that were made different are all needed: {cut} adds more loss than to plain, or to the control (ours).",
+            f"Heads that were made different are all needed: {cut} adds more loss than to plain, and svgd-span's more "
+            "than scaling alone (ours).",
             (*_compare(added), replace(CONTROL, measure=added)),
         ),
         Claim(
