@@ -1,4 +1,4 @@
-"""Every figure of the page on choosing a method is in one of the records that its section names."""
+"""Every figure on choosing a method, and of the study of shrinking, is in one of the records that its section names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "which-method.md"
+DOCS = Path(__file__).parents[2] / "docs"
 # digits with a point, such as -0.327, that are no part of a word, a version or a call
 FIGURE = re.compile(r"(?<![\w.(=])[-+]?\d+\.\d+(?![\w.)])")
-SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+def split_page(name: str) -> list[str]:
+    return re.split(r"^## ", (DOCS / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+STUDY = [section for section in split_page("shrinking.md") if section.startswith("Do diverse heads prune better?")]
+SECTIONS = [*split_page("which-method.md"), *STUDY]
 
 
 def read_figures(text: str) -> set[str]:
@@ -23,9 +30,9 @@ def read_figures(text: str) -> set[str]:
 def test_every_figure_is_in_a_record_that_its_section_names(section: str):
     prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
     links = re.findall(r"\]\(([^)#]+\.md)\)", prose)
-    known = set[str]().union(*(read_figures((PAGE.parent / link).read_text(encoding="utf-8")) for link in links))
+    known = set[str]().union(*(read_figures((DOCS / link).read_text(encoding="utf-8")) for link in links))
     for link in re.findall(r"\]\(([^)#]+\.json)\)", prose):
-        record = json.loads((PAGE.parent / link).read_text(encoding="utf-8"))
+        record = json.loads((DOCS / link).read_text(encoding="utf-8"))
         known |= {f"{ratio:.2f}" for ratio in record["ratio to plain"].values()}
     # prose may give a difference without its sign
     known |= {figure.lstrip("+-") for figure in known}
@@ -34,4 +41,5 @@ def test_every_figure_is_in_a_record_that_its_section_names(section: str):
 
 
 def test_there_are_figures_to_check():
+    assert len(STUDY) == 1
     assert sum(len(read_figures(section)) for section in SECTIONS) > 40
