@@ -62,7 +62,7 @@ def draw_shrinking(part: str, folder: Path, evidence: Evidence, table: Table) ->
     if not curves:
         return ()
     styles = choose_styles(table)
-    with drawing(1.2 + 4.2 * len(curves), 4.2) as figure:
+    with drawing(1.8 + 4.2 * len(curves), 4.2) as figure:
         panels = figure.subplots(1, len(curves), squeeze=False)[0]
         for axes, (left, curve) in zip(panels, curves.items(), strict=True):
             for place, (arm, found) in enumerate(curve.items()):
