@@ -168,8 +168,8 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     if kept is not None:
-        given = {"--part": parts, "--record": record, "--resume": resume, "--dry-run": dry_run, "--data": data}
-        given["--tuned"] = tuned
+        given = {"--part": parts, "--record": record, "--resume": resume, "--dry-run": dry_run}
+        given |= {"--data": data, "--tuned": tuned}
         if idle := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
         with stoppable("stopped.", [out]), TemporaryDirectory() as place:

@@ -38,14 +38,15 @@ def name_doses(method: str) -> tuple[str, ...]:
 
 def draw_doses(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
     """Return the score by effective heads, a panel for each budget, a line for each method from weak to strong."""
-    panels = {part: _trace(tables[part], found) for part, found in evidence.items()}
+    placed = {part: _place_arms(tables[part], found) for part, found in evidence.items()}
+    panels = {part: _trace(arms) for part, arms in placed.items()}
     panels = {part: lines for part, lines in panels.items() if any(len(points) > 1 for points in lines.values())}
     if not panels:
         return None
     with drawing(2.2 + 4.2 * len(panels), 4.8) as figure:
         shown = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (part, lines) in zip(shown, panels.items(), strict=True):
-            _draw_panel(axes, lines, _place_arms(tables[part], evidence[part]))
+            _draw_panel(axes, lines, placed[part])
             axes.set_xlabel("effective heads")
             axes.set_title(part, loc="right", fontsize="medium")
         first = tables[next(iter(panels))]
@@ -66,9 +67,8 @@ def draw_doses(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) ->
     return Picture("doses", png, caption, ends)
 
 
-def _trace(table: Table, evidence: Evidence) -> dict[str, list[Point]]:
+def _trace(found: Mapping[str, Point | None]) -> dict[str, list[Point]]:
     """Return the points of each method that was run, the weakest first."""
-    found = _place_arms(table, evidence)
     lines = {method: [point for arm in name_doses(method) if (point := found.get(arm))] for method in METHODS}
     return {method: points for method, points in lines.items() if points}
 

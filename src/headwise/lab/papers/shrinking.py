@@ -21,7 +21,7 @@ from headwise.plots.style import drawing, to_png
 
 EFFECTIVE = "effective_heads"
 DIFFERENT, TOGETHER = ("output-relative", "cka", "svgd-span"), "cka-together"
-# What repulsion does to the size of gradients, without repulsion.
+# The control has the size of its gradients, without repulsion.
 CONTROL = Contrast("svgd-span", "scaled")
 WORDS = {HEADS: "heads", KEY_VALUE_HEADS: "key/value heads"}
 # Lines of arms stand beside one another by so many points of percent.
