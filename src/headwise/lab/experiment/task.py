@@ -108,7 +108,7 @@ class Task(ABC):
         prepares: Whether `prepare` can write its data into a folder that `load` reads.
         analyses: Analyses of its finished runs in addition to `analyses.registry.ANALYSES`, by name.
         exported: Folder inside a finished run from which its model is read, in the format of Hugging Face; "" where
-            `open_frozen` reads it.
+            `open_frozen` reads it, as it does where a run has no such folder.
     """
 
     name: str
@@ -253,4 +253,4 @@ class Task(ABC):
         Raises:
             DataError: The run cannot be read.
         """
-        raise DataError(f"{folder} cannot be read: task {self.name} has no reader of its runs.")
+        raise DataError(f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer.")

@@ -1,35 +1,26 @@
 """Trained models opened for reading: a folder of Hugging Face, or a finished run of any task."""
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headwise.errors import DataError, HeadwiseError, LayoutError
+from headwise.errors import DataError, HeadwiseError
 from headwise.foreign_code import refuse_foreign_code
-from headwise.heads.find import find_heads
-from headwise.heads.heads import Heads
 from headwise.input_files import is_file
-from headwise.lab.data.batching import batch_by_length
-from headwise.lab.data.encoded import BATCH, Encoded
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.registry import TASKS, named_task
+from headwise.lab.frozen.transformer import read_transformer
 from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
 
-# Maximum number of tokens of a sentence.
-LONGEST = 256
-TOKENIZER = "tokenizer_config.json"
 # Files in a folder that states do not depend on.
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
 
@@ -58,19 +49,8 @@ def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code
     if task not in TASKS:
         raise DataError(f"{folder} holds a run of {task or 'no task'}; expected one of {', '.join(TASKS)}.")
     finished, exported = read_finished(folder, task), named_task(task).exported
-    if not exported:
+    if not exported or not (folder / exported / CONFIG).is_file():
         return named_task(task).open_frozen(folder, finished, pipeline)
-    if not (folder / exported / CONFIG).is_file():
-        remedy = ""
-        if exported == MODEL:
-            keeps = any(hasattr(scale, "keep_model") for scale in named_task(task).scales.values())
-            remedy = (
-                "; run it with --set keep_model=true"
-                if keeps
-                else ", as there is none of gates, talking heads or differential attention: transformers would pass "
-                "over their parameters"
-            )
-        raise DataError(f"{folder} keeps no folder {exported!r} with a model and its tokenizer{remedy}.")
     opened = open_folder(folder / exported, name_run(folder), trust_remote_code=trust_remote_code)
     return replace(opened, note=f"Of this run the {exported} was looked at.")
 
@@ -97,44 +77,10 @@ def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False
     note = ""
     if _has_encoder(model):
         model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
-    # some models count positions from the left, including padding
-    tokenizer.padding_side = "right"
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    longest = _find_longest(model, tokenizer, folder)
-    device = str(next(model.parameters()).device)
-
-    def states(batch: Encoded) -> Sequence[Tensor]:
-        return model(**batch.inputs, output_hidden_states=True).hidden_states
-
-    files = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in IGNORED)
-    return Frozen(
-        name or _find_name(folder.resolve()),
-        model,
-        _find_heads(model, folder),
-        lambda sentences: _encode(tokenizer, sentences, longest, device),
-        lambda batch: model(**batch.inputs).last_hidden_state,
-        states,
-        tuple(sorted(files)),
-        note=note,
-        longest=f"{longest} tokens",
-    )
-
-
-def _find_longest(model: Any, tokenizer: Any, folder: Path) -> int:
-    """Return how many tokens of a sentence the model takes."""
-    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    most = tokenizer.model_max_length
-    if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
-        raise DataError(f"{folder / TOKENIZER}: model_max_length is {most!r}; expected a number of tokens, at least 1.")
-    # some count two positions for padding
-    return min(LONGEST, int(positions) - 2, int(most))
-
-
-def _find_heads(model: Any, folder: Path) -> Heads:
-    try:
-        return find_heads(model)
-    except LayoutError as error:
-        raise LayoutError(f"{folder}: {error}") from error
+    found = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in IGNORED)
+    files = tuple(sorted(found))
+    return read_transformer(name or _find_name(folder.resolve()), model, tokenizer, folder, files, note)
 
 
 def _find_name(folder: Path) -> str:
@@ -171,24 +117,3 @@ def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     except Exception as error:
         # whatever transformers raises for a file that is missing or not as it expects
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
-
-
-def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:
-    import numpy as np
-
-    options = {"truncation": True, "max_length": longest}
-    whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
-    lengths = np.minimum(whole, longest)
-    for number, chosen in enumerate(batch_by_length(lengths, BATCH)):
-        texts = [sentences[place] for place in chosen]
-        encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
-        keep = encoding["attention_mask"].bool()
-        tokens = tuple(
-            tuple(tokenizer.convert_ids_to_tokens(ids[real].tolist()))
-            for ids, real in zip(encoding["input_ids"], keep, strict=True)
-        )
-        inputs = {name: tensor.to(device) for name, tensor in encoding.items()}
-        # a slow tokenizer has no offsets
-        known = encoding if getattr(encoding, "encodings", None) else None
-        places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
-        yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)

@@ -18,6 +18,7 @@ from headwise.errors import DataError, LayoutError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.frozen.open import open_frozen
 from headwise.lab.options import choose_scale, parse_lora
 from headwise.lab.tasks.lm.task import LmTask
 from headwise.lab.training.attach import attach_arm
@@ -93,6 +94,19 @@ def test_the_folder_of_a_run_computes_what_its_model_does(lora, arm, place, tmp_
     data = TASK.load(again.data, again.scale, again.cache)
     torch.testing.assert_close(compute_logits(TASK.model(data, again.scale).network), found, rtol=1e-4, atol=1e-5)
     assert data.fingerprint != TASK.load(chosen.data, chosen.scale, chosen.cache).fingerprint
+
+
+def test_a_fine_tuned_run_with_gates_is_opened_as_the_model_it_began_with(place, tmp_path):
+    chosen = settings(place, "gated-elements")
+    train_run(chosen, tmp_path / "run")
+    opened, trained = open_frozen(tmp_path / "run"), load_trained(chosen, tmp_path / "run").model
+    assert type(opened.model).__name__ == "GPT2Model"
+    batch = next(iter(opened.read(["The old clock ticks"])))
+    with torch.no_grad():
+        assert torch.equal(opened.run(batch), trained.network.base_model(**batch.inputs).last_hidden_state)
+    (tmp_path / "run" / "start.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    with pytest.raises(DataError, match=r"start\.json was changed since it was written"):
+        open_frozen(tmp_path / "run")
 
 
 def test_a_run_with_adapters_goes_on_to_the_same_bits(place, tmp_path):

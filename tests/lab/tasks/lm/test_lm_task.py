@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from itertools import islice
@@ -275,8 +276,29 @@ except (ValueError, OSError, KeyError) as error:
     assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
     assert not (runs["mixture:shared=0,active=1"] / "model").exists(), "transformers would pass over its gates"
     assert not (runs["differential"] / "model").exists(), "transformers would pass over its second maps"
-    with pytest.raises(DataError, match=r"keeps no folder 'model' .*, as there is none of gates, talking heads or"):
-        open_frozen(runs["differential"])
+
+
+@pytest.mark.parametrize("arm", ["talking", "mixture:shared=0,active=1", "differential"])
+def test_a_run_without_a_folder_for_transformers_is_opened_as_it_was_trained(arm, runs, text):
+    opened, trained = open_frozen(runs[arm]), load_trained(settings(arm, text), runs[arm])
+    batch = next(iter(opened.read(["The old clock ticks", "A bell rings"])))
+    assert {row[0] for row in batch.tokens} == {"<s>"}
+    with torch.no_grad():
+        states, own = opened.run(batch), trained.model.network.base_model(**batch.inputs).last_hidden_state
+    assert torch.equal(states, own)
+    assert [site.num_heads for site in opened.heads] == [site.num_heads for site in trained.heads]
+    assert opened.files[1] == runs[arm] / "model.safetensors"
+
+
+def test_a_run_whose_folder_for_transformers_is_gone_is_opened_all_the_same(runs, tmp_path):
+    shutil.copytree(runs["plain"], tmp_path / "run")
+    batch = next(iter(open_frozen(tmp_path / "run").read(["The old clock ticks"])))
+    with torch.no_grad():
+        before = open_frozen(tmp_path / "run").run(batch)
+        shutil.rmtree(tmp_path / "run" / "model")
+        again = open_frozen(tmp_path / "run")
+        assert torch.equal(again.run(batch), before)
+    assert next(iter(again.read(["The old clock ticks"]))).tokens == batch.tokens
 
 
 def test_one_key_value_head_for_all_query_heads_trains_and_is_measured(text, tmp_path):

@@ -14,6 +14,7 @@ from headwise.errors import DataError
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
@@ -140,6 +141,13 @@ class GlueTask(Task):
             (folder / SUBMISSION).mkdir(exist_ok=True)
             answers = _decide(data, self._logits(model, split))
             write_text(folder / SUBMISSION / f"{name}.tsv", format_submission(data.found, examples, answers.tolist()))
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is rebuilt
+        """Refuse a run that kept no model."""
+        raise DataError(
+            f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; run it with --set "
+            "keep_model=true."
+        )
 
     def _logits(self, model: Any, split: GlueSplit) -> NDArray[np.float32]:
         """Return the logits of each example of a split, [N, classes], or its number over 5, [N]."""

@@ -1,6 +1,6 @@
 """The task of language modeling: a causal model of transformers on packed text, from scratch or fine-tuned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from headwise.integrations.methods import Aggregate
 from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
+from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.method import PairHeads
 from headwise.lab.experiment.metrics import Likelihood
 from headwise.lab.experiment.task import Answers, Task
@@ -23,12 +24,13 @@ from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
 from headwise.lab.tasks.lm.cloze import find_items, score_cloze
 from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
 from headwise.lab.tasks.lm.export import write_model
+from headwise.lab.tasks.lm.frozen import START, open_causal
 from headwise.lab.tasks.lm.model import CausalModel, build_model, open_model
 from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
 from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
 from headwise.lab.tasks.lm.start import find_model, require_tokenizer
 from headwise.lab.training.processes import IGNORED
-from headwise.lab.training.start import MODEL
+from headwise.lab.training.start import CONFIG, MODEL
 
 PROBED, PROBED_TOKENS = 64, 2_048
 # The last number of documents of each bin of test rows.
@@ -161,8 +163,17 @@ class LmTask(Task):
         return score_unigrams(data.train, data.test, data.words, COUNTED)
 
     def extra_files(self, data: LmData) -> dict[str, str]:
-        """Return the tokenizer."""
-        return {TOKENIZER: data.words.to_json()}
+        """Return the tokenizer, and the configuration of the model that the run began with."""
+        began = data.start_model
+        config = {} if began is None else {START: (began.any_folder() / CONFIG).read_text(encoding="utf-8")}
+        return {TOKENIZER: data.words.to_json(), **config}
+
+    def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
+        """Return the model of a run whose folder has none for transformers."""
+        if record["scale"].get("lora"):
+            # adapters are merged when the folder is written
+            return super().open_frozen(folder, record, pipeline)
+        return open_causal(self, folder, record)
 
     def export(self, model: CausalModel, data: LmData, scale: LmScale, folder: Path) -> None:
         """Write the model and its tokenizer: see `write_model`."""
