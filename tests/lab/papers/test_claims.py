@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.papers.claims import MEASURED, UNMEASURED, Claim, Contrast, judge
+from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
+from headwise.lab.papers.judge import MEASURED, UNMEASURED, judge
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
@@ -105,6 +106,28 @@ def test_fewer_than_five_seeds_give_no_verdict(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2), seeds=(0, 1, 2, 3))
     (judged,) = judge([Claim("", (Contrast("good", "plain", (1, 12)),))], {"": Evidence(results)})
     assert judged.verdict == "no verdict (4 seeds)"
+
+
+def test_scores_of_a_task_whose_baseline_plain_does_not_beat_get_no_verdict(tmp_path):
+    drawn = (Drawn("plain", None), Drawn("svgd", effect=0.8, force=0.1))
+    weak = read_results(write_comparison(tmp_path / "weak", (Drawn("counts", None, 0.3, baseline=True), *drawn)))
+    sound = read_results(write_comparison(tmp_path / "sound", (Drawn("counts", None, -2.0, baseline=True), *drawn)))
+    cosine = {("svgd", seed): {"output_cosine": 0.2 - 0.01 * seed} for seed in range(5)}
+    plain = {("plain", seed): {"output_cosine": 0.3 + 0.02 * seed} for seed in range(5)}
+    parts = {"TREC": Evidence(weak, cosine | plain), "SUBJ": Evidence(sound, cosine | plain)}
+    contrasts = (
+        Contrast("svgd", "plain", part="TREC"),
+        Contrast("svgd", "plain", part="SUBJ"),
+        Contrast("plain", "svgd", part="TREC", measure="output_cosine"),
+        Contrast("plain", "counts", part="TREC"),
+        Contrast("plain", "counts", part="SUBJ"),
+    )
+    (judged,) = judge([Claim("", contrasts)], parts)
+    doubt = "no verdict (plain does not beat counts in TREC)"
+    assert [one.verdict for one in judged.found] == [doubt, "borne out", "borne out", "contradicted", "borne out"]
+    assert judged.verdict == doubt
+    assert judged.found[0].judgement.family == 4, "it counts among the tests of scores"
+    assert record_claims([judged])[0]["contrasts"][0]["p_holm"] is None
 
 
 def test_holm_covers_the_contrasts_of_all_claims(tmp_path):

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from headwise.lab.papers.claims import Claim, Contrast, compare_arms, judge
+from headwise.lab.papers.claims import Claim, Contrast, compare_arms
 from headwise.lab.papers.claims_grids import POWER, build_claims_grids, record_claims
+from headwise.lab.papers.judge import judge
 from headwise.lab.papers.pages import EARLIER, render
 from headwise.lab.papers.records import Reproduced, tabulate_parts, write_records
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction

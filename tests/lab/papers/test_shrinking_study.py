@@ -12,8 +12,8 @@ from rich.console import Console
 
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions
-from headwise.lab.papers.claims import judge
 from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.judge import judge
 from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.papers.shrinking import (
     DIFFERENT,

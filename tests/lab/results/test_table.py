@@ -12,7 +12,7 @@ from headwise.lab.results.comparison_page import write_headline
 from headwise.lab.results.grids import list_notes
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.statistics import difference, holm, score
-from headwise.lab.results.table import Row, Table
+from headwise.lab.results.table import Row, Table, make_record
 from headwise.lab.results.tabulate import make_table, read_table
 from headwise.lab.results.verdicts import judge_family
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
@@ -81,6 +81,25 @@ def test_an_arm_that_has_no_run_yet_counts_among_the_tests(table, tmp_path):
     assert (one.family, more.family) == (7, 8)
     assert one.estimate == more.estimate
     assert more.detectable_in_family > one.detectable_in_family
+
+
+@pytest.mark.parametrize(("effect", "beaten"), [(-0.3, True), (-0.05, False), (0.4, False)])
+def test_a_task_whose_baseline_plain_does_not_beat_gives_no_verdict_on_scores(effect, beaten, tmp_path):
+    doubt = "" if beaten else "plain does not beat counts"
+    arms = (Drawn("counts", None, effect, baseline=True), Drawn("plain", None), Drawn("svgd", "plain", 1.0))
+    table = read_table(write_comparison(tmp_path, arms, items=1500))
+    assert table.doubt == make_record(table)["doubt"] == doubt
+    lead = known(table.row("counts")).to_plain.estimate
+    assert (lead.value < 0.0) is (effect < 0.0), "a lead of plain that may be chance is none"
+    svgd = known(table.row("svgd"))
+    assert svgd.verdict == (f"no verdict ({doubt})" if doubt else "better (p = 0.001)")
+    assert any("get no verdict" in note for note in list_notes(table)) is bool(doubt)
+
+
+def test_without_plain_or_a_baseline_nothing_is_doubted(tmp_path):
+    arms = (Drawn("counts", None, 3.0, baseline=True), Drawn("smooth", None), Drawn("svgd", "smooth"))
+    assert read_table(write_comparison(tmp_path / "without plain", arms)).doubt == ""
+    assert read_table(write_comparison(tmp_path / "alone", (Drawn("plain", None), Drawn("svgd")))).doubt == ""
 
 
 def test_where_verdicts_are_given_elsewhere_no_others_are(tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headwise.lab.papers.claims import Found, Judged
+from headwise.lab.papers.judge import Found, Judged
 from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, show_number
 from headwise.lab.results.table import record_judgement
 

@@ -7,9 +7,10 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.papers.claims_grids import build_claims_grids
+from headwise.lab.papers.plateau import describe_plateau, describe_rise
 from headwise.lab.papers.reproduction import OWN, describe_lack
 from headwise.lab.results.cells import Grid
-from headwise.lab.results.grids import NOTE
+from headwise.lab.results.grids import NOTE, describe_doubt
 
 FOLDER = "results"
 PAGE = "RESULTS.md"
@@ -77,6 +78,10 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
         lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
     if found.get("left_out"):
         lines += [describe_lack(found["left_out"]), ""]
+    for part, table in found.get("tables", {}).items():
+        doubt, rise = table.get("doubt"), describe_rise(table)
+        lines += [f"{_name(part)}{describe_doubt(doubt)}", ""] if doubt else []
+        lines += [f"{_name(part)}{rise}", ""] if rise else []
     for grid in build_claims_grids(found["claims"])[:1]:
         lines += [grid.to_markdown(), ""]
     if found.get("published"):
@@ -92,6 +97,9 @@ def _render_details(found: Mapping[str, Any]) -> str:
     lines += ["", _describe_extra(found), "", "```console", f"$ {found['command']}", "```", ""]
     if found.get("described"):
         lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
+    curves = {part: text for part, table in found.get("tables", {}).items() if (text := describe_plateau(table))}
+    if curves:
+        lines += ["Training:", "", *(f"* {_name(part)}{text}" for part, text in curves.items()), ""]
     for grid in build_claims_grids(found["claims"])[1:]:
         lines += [grid.to_markdown(), ""]
     for grid in found["grids"]:
@@ -106,6 +114,10 @@ def _render_details(found: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _name(part: str) -> str:
+    return f"{part}: " if part else ""
 
 
 def _describe_extra(found: Mapping[str, Any]) -> str:

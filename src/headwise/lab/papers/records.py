@@ -11,10 +11,10 @@ from headwise.atomic import write_whole
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import prepare_folder, write_json, write_text
 from headwise.lab.papers.archive import ARCHIVE, pack_runs
-from headwise.lab.papers.claims import Judged, judge, map_judgements
 from headwise.lab.papers.claims_grids import record_claims
 from headwise.lab.papers.data import InitialRuns
 from headwise.lab.papers.grouped_table import build_grouped_grid
+from headwise.lab.papers.judge import Judged, judge, map_judgements
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, render
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction
 from headwise.lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.registry import named_task
-from headwise.lab.papers.claims import EFFICACY, Claim, Contrast, Judged
+from headwise.lab.papers.claims import EFFICACY, Claim, Contrast
+from headwise.lab.papers.judge import Judged
 from headwise.lab.papers.sizes import Sizes, arm_name, arm_names, resize_scale
 from headwise.lab.results.cells import Grid
 from headwise.lab.results.evidence import Evidence

@@ -91,10 +91,16 @@ def list_notes(table: Table) -> tuple[str, ...]:
     met = [row.arm for row in table.arms if has_met_target(row.settings, [row.measures["force_ratio"]])]
     return (
         NOTE if tested else INTERVALS,
+        *([describe_doubt(table.doubt)] if table.doubt else []),
         *([FORCE_NOTE] if strong else []),
         *([f"{', '.join(met)}: the target was met from the start, and nothing pushed the heads."] if met else []),
         *([f"Not shown by {table.bin_words}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
     )
+
+
+def describe_doubt(doubt: str) -> str:
+    """Return what a doubt about a task means for its table, as a sentence."""
+    return f"Differences in score get no verdict: {doubt}, so this task does not show what attention is worth."
 
 
 def plain_grid(table: Table) -> Grid:

@@ -132,6 +132,7 @@ class Table:
         rows: The rows.
         paired: sacreBLEU's paired tests, one entry per arm and metric, for translations.
         missing: Requested runs that are not finished, as text.
+        doubt: Why differences in score decide nothing, as in "plain does not beat counts"; "" where they do.
         versions: Package to version, over all runs.
     """
 
@@ -150,6 +151,7 @@ class Table:
     rows: tuple[Row, ...]
     paired: tuple[PairedTests, ...]
     missing: tuple[str, ...]
+    doubt: str
     versions: Mapping[str, str]
 
     def row(self, arm: str) -> Row | None:
@@ -197,6 +199,7 @@ def make_record(table: Table) -> dict[str, Any]:
         "rows": [_record_row(row, table) for row in table.rows],
         "paired_tests": [_record_paired(tests) for tests in table.paired],
         "missing": list(table.missing),
+        "doubt": table.doubt,
         "signatures": [list(pair) for pair in table.signatures],
         "versions": dict(table.versions),
     }

@@ -58,7 +58,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
             _require_distinct(runs, plain)
     rows = [_make_row(arms[name], arms, results) for name in _order_arms(arms, results.arms)]
     if judged is None and not results.metric.own_test:
-        judged = _judge_arms(rows, results.arms)
+        judged = _judge_arms(rows, results.arms, find_doubt(results))
     bins, items = np.unique(results.bins, return_counts=True)
     return Table(
         task=results.task,
@@ -79,8 +79,23 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         rows=tuple(_judge(row, judged or {}, results.metric) for row in rows),
         paired=_select_paired(results.paired, {row.arm: row.seeds for row in rows}),
         missing=results.missing,
+        doubt=find_doubt(results),
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
     )
+
+
+def find_doubt(results: Results) -> str:
+    """Return why differences in score decide nothing here; "" where they do.
+
+    Where attention itself does not beat a baseline without it, the task does not need attention, and arms that score
+    alike do not show that diversity is worthless. Plain beats a baseline if the 95 % interval of its lead is above 0.
+    """
+    plain = sorted((run for run in results.runs if run.arm == PLAIN), key=lambda run: run.seed)
+    for run in results.runs if plain and not results.metric.own_test else ():
+        lead = _compare([run], plain, results.metric) if run.baseline else None
+        if lead is not None and lead.estimate.interval()[1] >= 0.0:
+            return f"{PLAIN} does not beat {run.arm}"
+    return ""
 
 
 def _order_arms(arms: Mapping[str, Sequence[Run]], requested: Sequence[str]) -> list[str]:
@@ -177,13 +192,14 @@ def _pair_runs(runs: Sequence[Run], others: Sequence[Run]) -> list[tuple[Run, Ru
     return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
 
 
-def _judge_arms(rows: Sequence[Row], requested: Sequence[str]) -> dict[tuple[str, str], Judgement]:
-    """Return the judgement of each arm's difference to its control."""
+def _judge_arms(rows: Sequence[Row], requested: Sequence[str], doubt: str) -> dict[tuple[str, str], Judgement]:
+    """Return the judgement of each arm's difference to its control; with a doubt about the task, without verdicts."""
     known = {(row.arm, row.to_control.against): row.to_control.estimate for row in rows if row.to_control is not None}
     # an arm without its control, or without a run so far, was to be tested too unless its control is not wanted
     controls = {row.arm: row.control for row in rows}
     planned = {arm for arm in requested if arm != PLAIN and controls.get(arm, PLAIN) in (PLAIN, *requested)}
-    judged = judge_family(list(known.values()), planned=len(planned | {arm for arm, _ in known}))
+    estimates, family = list(known.values()), len(planned | {arm for arm, _ in known})
+    judged = judge_family(estimates, planned=family, doubts=[doubt] * len(estimates))
     return dict(zip(known, judged, strict=True))
 
 

@@ -26,12 +26,14 @@ class Judgement:
         family: Number of tests it was adjusted for; 0 if it is not tested.
         adjusted: Its Holm-adjusted p-value; None without a verdict.
         published: The published difference, in the units of the estimate; None where none is known.
+        doubt: Why what it is measured on decides nothing; "" where it does.
     """
 
     estimate: Estimate
     family: int = 0
     adjusted: float | None = None
     published: float | None = None
+    doubt: str = ""
 
     @property
     def reversed(self) -> Judgement:
@@ -39,6 +41,11 @@ class Judgement:
         one = self.estimate
         turned = replace(one, by_seed=tuple(-value for value in one.by_seed), least=-one.most, most=-one.least)
         return replace(self, estimate=turned, published=None if self.published is None else -self.published)
+
+    @property
+    def undecided(self) -> str:
+        """Why there is no verdict, "" where there is one."""
+        return describe_undecided(self.estimate) or (f"no verdict ({self.doubt})" if self.doubt else "")
 
     @property
     def gain(self) -> float | None:
@@ -71,13 +78,13 @@ class Judgement:
     @property
     def words(self) -> str:
         """The verdict without reference to what was published; "" if there is no test."""
-        return "" if not self.family else describe_undecided(self.estimate) or describe(self.estimate, self.adjusted)
+        return "" if not self.family else self.undecided or describe(self.estimate, self.adjusted)
 
     @property
     def claim_words(self) -> str:
         """The verdict on the claim that the difference is above zero, and as large as published."""
-        if undecided := describe_undecided(self.estimate):
-            return undecided
+        if self.undecided:
+            return self.undecided
         high = self.estimate.interval()[1]
         if self.adjusted is not None and self.adjusted <= LEVEL:
             if self.estimate.value < 0.0:
@@ -98,7 +105,11 @@ class Judgement:
 
 
 def judge_family(
-    estimates: Sequence[Estimate], published: Sequence[float | None] | None = None, *, planned: int = 0
+    estimates: Sequence[Estimate],
+    published: Sequence[float | None] | None = None,
+    *,
+    planned: int = 0,
+    doubts: Sequence[str] | None = None,
 ) -> list[Judgement]:
     """Return the judgements of one family of tests.
 
@@ -106,15 +117,16 @@ def judge_family(
         estimates: The differences.
         published: The published difference of each, or None.
         planned: Number of tests of the family, with those that could not be done.
+        doubts: Why each decides nothing; "" where it does.
     """
-    family = max(planned, len(estimates))
-    # what has no verdict counts as a test that finds nothing
-    decided = [found for found in estimates if not describe_undecided(found)]
-    adjusted = iter(holm([found.p for found in decided], family))
-    return [
-        Judgement(found, family, None if describe_undecided(found) else next(adjusted), gain)
-        for found, gain in zip(estimates, published or [None] * len(estimates), strict=True)
+    family, many = max(planned, len(estimates)), len(estimates)
+    judged = [
+        Judgement(found, family, None, gain, doubt)
+        for found, gain, doubt in zip(estimates, published or [None] * many, doubts or [""] * many, strict=True)
     ]
+    # what has no verdict counts as a test that finds nothing
+    adjusted = iter(holm([one.estimate.p for one in judged if not one.undecided], family))
+    return [one if one.undecided else replace(one, adjusted=next(adjusted)) for one in judged]
 
 
 def describe(found: Estimate, adjusted: float | None) -> str:

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from headwise.lab.experiment.guided import PARSED, ROLES
-from headwise.lab.papers.claims import Claim, Contrast, Judged, claim_control, compare_arms
+from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
+from headwise.lab.papers.judge import Judged
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import Size, Sizes
