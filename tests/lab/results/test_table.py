@@ -93,6 +93,10 @@ def test_a_task_whose_baseline_plain_does_not_beat_gives_no_verdict_on_scores(ef
     assert (lead.value < 0.0) is (effect < 0.0), "a lead of plain that may be chance is none"
     svgd = known(table.row("svgd"))
     assert svgd.verdict == (f"no verdict ({doubt})" if doubt else "better (p = 0.001)")
+    said = (
+        "No verdict is given (plain does not beat counts): one needs the arm's control and 5 seeds of both, and plain"
+    )
+    assert (said in write_headline(table)) is bool(doubt)
     assert any("get no verdict" in note for note in list_notes(table)) is bool(doubt)
 
 

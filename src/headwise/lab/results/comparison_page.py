@@ -100,7 +100,7 @@ def write_headline(table: Table) -> str:
     )
     if table.metric.own_test:
         return f"{what} Each model answers a test that it generated itself, so there are no verdicts."
-    return f"{what} {_summarize_verdicts(arms)}"
+    return f"{what} {_summarize_verdicts(arms, doubted=bool(table.doubt))}"
 
 
 def format_setting(record: object) -> str:
@@ -118,7 +118,7 @@ def format_setting(record: object) -> str:
     return repr(record)
 
 
-def _summarize_verdicts(arms: Sequence[Row]) -> str:
+def _summarize_verdicts(arms: Sequence[Row], *, doubted: bool) -> str:
     better = [row.arm for row in arms if row.verdict.startswith("better")]
     worse = [row.arm for row in arms if row.verdict.startswith("worse")]
     open_ = [row for row in arms if row.verdict.startswith("no verdict")]
@@ -127,7 +127,8 @@ def _summarize_verdicts(arms: Sequence[Row]) -> str:
     if len(open_) == len(arms):
         reasons = ", ".join(dict.fromkeys(row.verdict.removeprefix("no verdict ").strip("()") for row in open_))
         drawn = next((row.to_control.estimate.drawn for row in open_ if row.to_control is not None), "seed")
-        return f"No verdict is given ({reasons}): one needs the arm's control and {MINIMUM_SEEDS} {drawn}s of both."
+        needed = f"the arm's control and {MINIMUM_SEEDS} {drawn}s of both"
+        return f"No verdict is given ({reasons}): one needs {needed}{', and plain above every baseline' * doubted}."
     parts = []
     if better:
         parts.append(f"Better than the control: {_join_words(better)}.")
