@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from headwise.digests import FILES, OWN, seal
 from headwise.errors import DataError, HeadwiseError, SettingError, require_choice, require_integer
+from headwise.integrations.methods import Repel
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.job import Failure, Job
@@ -27,8 +28,6 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
-from headwise.lab.results.comparison_page import make_page
-from headwise.lab.results.figures import write_figures
 from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.paired_tests import run_paired_tests
@@ -179,6 +178,10 @@ def publish(out: Path, console: Console, command: str) -> None:
 
 def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
     """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
+    # they import matplotlib, for which training need not wait
+    from headwise.lab.results.comparison_page import make_page
+    from headwise.lab.results.figures import write_figures
+
     runs.prepare_folder(folder / FIGURES)
     runs.write_json(folder / RESULTS, make_record(table))
     drawn = write_figures(table, folder / FIGURES)
@@ -240,7 +243,9 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
     """Check that an arm can be put on the model of a scale; raises SettingError if not."""
     try:
         model, methods = attach_arm(task, arm, data, scale, seed=0)
-        methods.repel(torch.optim.Adam(model.parameters()))
+        if arm.find(Repel) is not None:
+            # an optimizer imports torch's compiler, which takes a second
+            methods.repel(torch.optim.Adam(model.parameters()))
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
