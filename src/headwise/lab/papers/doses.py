@@ -119,8 +119,9 @@ def _study(
     methods: tuple[str, ...] = METHODS,
     cpu: str = "cpu",
     epochs: int | None = None,
+    expected: str = "",
 ) -> Reproduction:
-    """Return the study of a task on a corpus, each budget a part.
+    """Return the study of a task on a corpus, each budget a part; `expected` is what was expected before it was run.
 
     At `cpu` the models have the sizes of the task's scale of that name, and 1x is as many epochs as it has or `epochs`.
     """
@@ -143,7 +144,8 @@ def _study(
         parts=tuple(Part(arms, sizes(times), budget) for times, budget in zip((1, 3), BUDGETS, strict=True)),
         extra=f"strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
         f"many epochs as the scale has{'' if epochs is None else f' (at cpu {epochs})'}, or three times as many"
-        f"{'' if cpu == 'cpu' else f'; at cpu the sizes are those of {task} at {cpu}'}",
+        f"{'' if cpu == 'cpu' else f'; at cpu the sizes are those of {task} at {cpu}'}"
+        f"{f'; expected beforehand: {expected}' if expected else ''}",
         claims=(
             Claim(
                 "The stronger a method, the more effective heads (ours).",
@@ -161,9 +163,23 @@ def _study(
 DOSES = (
     # as large as two cores can run 310 times: formulas of at most three operators, and 10,000 pairs of sentences
     _study("logic", "logic", "logical inference", cpu="demo"),
-    _study("translation", "translation", "translation", cpu="demo"),
+    _study(
+        "translation",
+        "translation",
+        "translation",
+        cpu="demo",
+        expected="stronger is worse, as plain heads have not collapsed",
+    ),
     # one attention, whose heads share their values: there is nothing that the subspace term compares
     # on dev, plain still rises after the scale's four epochs, and no more after nine
-    _study("sentence", "pairs", "pairs of sentences (SICK)", corpus="sick", methods=METHODS[:-1], epochs=9),
+    _study(
+        "sentence",
+        "pairs",
+        "pairs of sentences (SICK)",
+        corpus="sick",
+        methods=METHODS[:-1],
+        epochs=9,
+        expected="stronger is better, as plain heads have collapsed",
+    ),
     _study("classification", "questions", "classification of questions (TREC)", corpus="trec"),
 )
