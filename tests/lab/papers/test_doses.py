@@ -71,11 +71,9 @@ def test_strengths_are_equal_steps_and_arms_of_the_laboratory():
         arms = study.arms_at("demo", scales)
         assert set(arms) == {"1x", "3x"}
         sizes = {part.name: part.sizes["cpu"].sets for part in study.parts}
-        own = study.id == "diversity/dose-pairs"
         (scale,) = {part.sizes["cpu"].scale for part in study.parts}
         assert scale == ("demo" if study.task in ("logic", "translation") else "cpu")
-        once = 9 if own else scales[scale].epochs
-        assert sizes == {"1x": ("epochs=9",) if own else (), "3x": (f"epochs={3 * once}",)}
+        assert sizes == {"1x": (), "3x": (f"epochs={3 * scales[scale].epochs}",)}
         assert study.parts[0].sizes["demo"].sets == ()
         # one slope for each method, budget and number
         assert sum(len(claim.contrasts) for claim in study.claims_at("demo", scales)) >= 4 * (len(METHODS) - 1)
