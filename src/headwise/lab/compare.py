@@ -28,6 +28,8 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Data, Task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
+from headwise.lab.results.comparison_page import make_page
+from headwise.lab.results.figures import write_figures
 from headwise.lab.results.grids import render_terminal
 from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.paired_tests import run_paired_tests
@@ -178,10 +180,6 @@ def publish(out: Path, console: Console, command: str) -> None:
 
 def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
     """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
-    # they import matplotlib, for which training need not wait
-    from headwise.lab.results.comparison_page import make_page
-    from headwise.lab.results.figures import write_figures
-
     runs.prepare_folder(folder / FIGURES)
     runs.write_json(folder / RESULTS, make_record(table))
     drawn = write_figures(table, folder / FIGURES)

@@ -123,7 +123,7 @@ def test_scores_of_a_task_whose_baseline_plain_does_not_beat_get_no_verdict(tmp_
         Contrast("plain", "counts", part="SUBJ"),
     )
     (judged,) = judge([Claim("", contrasts)], parts)
-    doubt = "no verdict (plain does not beat counts in TREC)"
+    doubt = "no verdict (plain is not shown to beat counts in TREC)"
     assert [one.verdict for one in judged.found] == [doubt, "borne out", "borne out", "contradicted", "borne out"]
     assert judged.verdict == doubt
     assert judged.found[0].judgement.family == 4, "it counts among the tests of scores"

@@ -12,26 +12,32 @@ def table(*curves: list[float], arm: str = "plain") -> dict:
 
 
 def test_a_curve_that_rises_to_its_end_is_named():
-    found = table([0.50, 0.60, 0.64, 0.70], [0.52, 0.62, 0.61, 0.69], [0.51, 0.58, 0.60, 0.67])
-    # the last two of four epochs against the best before: 0.10, 0.07, 0.09
+    long = [0.50, 0.60, 0.62, 0.63, 0.68, 0.70]
+    found = table(long, [score + 0.01 for score in long], [*long[:5], 0.72])
+    # the last two of six epochs against the best of the first four: 0.07, 0.07, 0.09
     assert describe_rise(found) == (
-        "Plain still rises on dev: the last third of its epochs added +8.67 (+4.87 to +12.46) points to its best."
+        "The last 2 of 6 epochs added +7.67 (+4.80 to +10.54) points to plain's best score on dev; it still rose."
     )
     assert describe_plateau(found) == (
-        f"Plain on dev by epoch, mean over seeds: 51.0, 60.0, 61.7, 68.7. {describe_rise(found)}"
+        "Score of plain on dev after each epoch, mean over seeds: 50.3, 60.3, 62.3, 63.3, 68.3, 71.0. "
+        f"{describe_rise(found)}"
     )
 
 
-def test_a_curve_that_is_level_or_falls_at_its_end_rises_no_more():
-    found = table([0.50, 0.60, 0.61], [0.52, 0.62, 0.60], [0.51, 0.58, 0.58])
-    assert describe_rise(found).startswith(
-        "Plain rises no more on dev: the last third of its epochs added \u22120.33 ("
-    )
+def test_the_last_third_is_rounded_down():
+    found = table([0.5, 0.6, 0.8, 0.7], [0.5, 0.6, 0.8, 0.9], [0.5, 0.6, 0.8, 0.8])
+    assert describe_rise(found).startswith("The last epoch added 0.00 (")
 
 
-def test_a_rise_that_may_be_chance_is_none():
-    found = table([0.50, 0.60, 0.70], [0.52, 0.62, 0.60], [0.51, 0.58, 0.59])
-    assert describe_rise(found).startswith("Plain rises no more on dev: the last third of its epochs added +3.00")
+@pytest.mark.parametrize("last", [(0.58, 0.60, 0.58), (0.70, 0.60, 0.59)])
+def test_a_curve_that_falls_or_may_rise_by_chance_shows_no_further_rise(last):
+    curves = [[0.50, 0.60, last[0]], [0.52, 0.62, last[1]], [0.51, 0.58, last[2]]]
+    assert describe_rise(table(*curves)).endswith("plain's best score on dev; no further rise is shown.")
+
+
+def test_of_one_seed_nothing_is_concluded():
+    said = describe_rise(table([0.1, 0.2, 0.3]))
+    assert said == "The last epoch added +10.00 points to plain's best score on dev."
 
 
 @pytest.mark.parametrize("found", [table([0.1, 0.2], [0.1, 0.3]), table([0.1, 0.2, 0.3], arm="svgd"), table([], [])])

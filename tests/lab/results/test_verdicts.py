@@ -107,14 +107,14 @@ def test_a_family_counts_what_has_no_verdict_as_a_test_that_found_nothing():
 
 
 def test_what_is_doubted_has_no_verdict_and_counts_in_its_family():
-    sure, doubted = judge_family([CLEAR, CLEAR], planned=3, doubts=["", "plain does not beat counts"])
+    sure, doubted = judge_family([CLEAR, CLEAR], planned=3, doubts=["", "plain is not shown to beat counts"])
     assert (sure.adjusted, sure.undecided) == (pytest.approx(3 * CLEAR.p), "")
     assert doubted.adjusted is None
-    assert doubted.words == doubted.claim_words == "no verdict (plain does not beat counts)"
+    assert doubted.words == doubted.claim_words == "no verdict (plain is not shown to beat counts)"
     assert doubted.detectable == sure.detectable
     assert doubted.reversed.undecided == doubted.undecided
     # with too few seeds nothing is known of the task either
-    (few,) = judge_family([Estimate((0.1, 0.2))], doubts=["plain does not beat counts"])
+    (few,) = judge_family([Estimate((0.1, 0.2))], doubts=["plain is not shown to beat counts"])
     assert few.words == "no verdict (2 seeds)"
 
 

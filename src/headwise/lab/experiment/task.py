@@ -107,8 +107,8 @@ class Task(ABC):
         models: Names of models without attention that arms may use instead of the task's model.
         prepares: Whether `prepare` can write its data into a folder that `load` reads.
         analyses: Analyses of its finished runs in addition to `analyses.registry.ANALYSES`, by name.
-        exported: Folder inside a finished run from which its model is read, in the format of Hugging Face; "" where
-            `open_frozen` reads it, as it does where a run has no such folder.
+        exported: Folder inside a finished run from which its model is read, in the format of Hugging Face; "" for none.
+            Without that folder, `open_frozen` reads the run.
     """
 
     name: str
@@ -253,4 +253,4 @@ class Task(ABC):
         Raises:
             DataError: The run cannot be read.
         """
-        raise DataError(f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer.")
+        raise DataError(f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; train it again.")

@@ -23,11 +23,11 @@ TOKENIZER = "tokenizer_config.json"
 def read_transformer(
     name: str, model: Any, tokenizer: Any, folder: Path, files: tuple[Path, ...], note: str = ""
 ) -> Frozen:
-    """Return a model without its last layer of logits, in evaluation mode, and its tokenizer, frozen.
+    """Return a model and its tokenizer, frozen.
 
     Args:
         name: Name of the model.
-        model: The model.
+        model: The model, in evaluation mode; it returns states and no logits.
         tokenizer: The tokenizer.
         folder: Where they are from.
         files: Everything the model follows from.

@@ -62,17 +62,17 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     ends below the published gain; one below zero is "contradicted"; else it is "not shown", or where a gain was
     published "published gain not found" or "cannot tell", as the interval leaves it out or holds it. A claim has the
     worst of its contrasts' verdicts. With fewer than five seeds there is no verdict (runs that began with one earlier
-    run, in which the method acted, count as one), none on scores of a task where plain does not beat a baseline without
-    attention, and without a test the words are "measured, not tested", where there
-    is anything to measure.
+    run, in which the method acted, count as one), and of efficacy there is none where plain is not shown to beat a
+    baseline without attention. Without a test the words are "measured, not tested", where there is anything to measure.
     """
+    doubted = {part: find_doubt(found.results) for part, found in parts.items()}
     known = {contrast: _measure(contrast, parts) for claim in claims for contrast in claim.contrasts}
     for kind in (EFFICACY, MANIPULATION):
         planned = {one for claim in claims if claim.tested for one in claim.contrasts if one.kind == kind}
         family = [one for one in known if one in planned and known[one].estimate is not None]
         estimates = [found for one in family if (found := known[one].estimate) is not None]
         published = [one.published for one in family]
-        doubts = [_find_doubt(one, parts) if kind == EFFICACY else "" for one in family]
+        doubts = [_find_doubt(one, doubted, parts) if kind == EFFICACY else "" for one in family]
         judged = judge_family(estimates, published, planned=len(planned), doubts=doubts)
         known |= {one: replace(known[one], judgement=found) for one, found in zip(family, judged, strict=True)}
     return tuple(_judge_claim(claim, [known[one] for one in claim.contrasts], parts) for claim in claims)
@@ -90,14 +90,13 @@ def map_judgements(judged: Sequence[Judged], part: str, items: int) -> dict[tupl
     return found
 
 
-def _find_doubt(contrast: Contrast, parts: Mapping[str, Evidence]) -> str:
-    """Return why a difference in score decides nothing; "" where it does, or where it is one to a baseline itself."""
-    compared = {part: parts[part].results for part in contrast.parts if part in parts}
-    runs = (run for results in compared.values() for run in results.runs)
+def _find_doubt(contrast: Contrast, doubted: Mapping[str, str], parts: Mapping[str, Evidence]) -> str:
+    """Return why a contrast gets no verdict; "" where it gets one, as every difference to a baseline itself does."""
+    runs = (run for part in contrast.parts for run in parts[part].results.runs)
     if any(run.baseline and run.arm in (contrast.arm, contrast.against) for run in runs):
         return ""
-    doubts = {part: doubt for part, results in compared.items() if (doubt := find_doubt(results))}
-    return next((f"{doubt} in {part}" if part else doubt for part, doubt in doubts.items()), "")
+    doubts = (f"{doubted[part]} in {part}" if part else doubted[part] for part in contrast.parts if doubted[part])
+    return next(doubts, "")
 
 
 def _judge_claim(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> Judged:

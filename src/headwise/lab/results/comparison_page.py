@@ -128,7 +128,8 @@ def _summarize_verdicts(arms: Sequence[Row], *, doubted: bool) -> str:
         reasons = ", ".join(dict.fromkeys(row.verdict.removeprefix("no verdict ").strip("()") for row in open_))
         drawn = next((row.to_control.estimate.drawn for row in open_ if row.to_control is not None), "seed")
         needed = f"the arm's control and {MINIMUM_SEEDS} {drawn}s of both"
-        return f"No verdict is given ({reasons}): one needs {needed}{', and plain above every baseline' * doubted}."
+        needed += ", and a plain model that beats every baseline" if doubted else ""
+        return f"No verdict is given ({reasons}): one needs {needed}."
     parts = []
     if better:
         parts.append(f"Better than the control: {_join_words(better)}.")

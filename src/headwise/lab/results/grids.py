@@ -100,7 +100,7 @@ def list_notes(table: Table) -> tuple[str, ...]:
 
 def describe_doubt(doubt: str) -> str:
     """Return what a doubt about a task means for its table, as a sentence."""
-    return f"Differences in score get no verdict: {doubt}, so this task does not show what attention is worth."
+    return f"Differences in score get no verdict: {doubt}, so this task may not need attention."
 
 
 def plain_grid(table: Table) -> Grid:

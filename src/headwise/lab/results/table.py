@@ -132,7 +132,7 @@ class Table:
         rows: The rows.
         paired: sacreBLEU's paired tests, one entry per arm and metric, for translations.
         missing: Requested runs that are not finished, as text.
-        doubt: Why differences in score decide nothing, as in "plain does not beat counts"; "" where they do.
+        doubt: Why differences in score decide nothing, as in "plain is not shown to beat counts"; "" where they do.
         versions: Package to version, over all runs.
     """
 

@@ -15,7 +15,7 @@ from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.runs import MEASURES, Results, Run, has_met_target, read_results, read_starts
 from headwise.lab.results.statistics import difference, score
 from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
-from headwise.lab.results.verdicts import Judgement, judge_family
+from headwise.lab.results.verdicts import Judgement, describe_undecided, judge_family
 
 # Two runs with equal answers whose measures differ by less than this are the same.
 SAME = 1e-6
@@ -57,8 +57,9 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         for runs in arms.values():
             _require_distinct(runs, plain)
     rows = [_make_row(arms[name], arms, results) for name in _order_arms(arms, results.arms)]
+    doubt = find_doubt(results)
     if judged is None and not results.metric.own_test:
-        judged = _judge_arms(rows, results.arms, find_doubt(results))
+        judged = _judge_arms(rows, results.arms, doubt)
     bins, items = np.unique(results.bins, return_counts=True)
     return Table(
         task=results.task,
@@ -79,7 +80,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         rows=tuple(_judge(row, judged or {}, results.metric) for row in rows),
         paired=_select_paired(results.paired, {row.arm: row.seeds for row in rows}),
         missing=results.missing,
-        doubt=find_doubt(results),
+        doubt=doubt,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
     )
 
@@ -87,14 +88,15 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
 def find_doubt(results: Results) -> str:
     """Return why differences in score decide nothing here; "" where they do.
 
-    Where attention itself does not beat a baseline without it, the task does not need attention, and arms that score
-    alike do not show that diversity is worthless. Plain beats a baseline if the 95 % interval of its lead is above 0.
+    Where attention itself is not shown to beat a baseline without it, the task may not need attention, and arms that
+    score alike do not show that diversity is worthless. Plain beats a baseline if the 95 % interval of its lead is
+    above 0. With too few seeds of plain nothing is said.
     """
     plain = sorted((run for run in results.runs if run.arm == PLAIN), key=lambda run: run.seed)
     for run in results.runs if plain and not results.metric.own_test else ():
         lead = _compare([run], plain, results.metric) if run.baseline else None
-        if lead is not None and lead.estimate.interval()[1] >= 0.0:
-            return f"{PLAIN} does not beat {run.arm}"
+        if lead is not None and not describe_undecided(lead.estimate) and lead.estimate.interval()[1] >= 0.0:
+            return f"{PLAIN} is not shown to beat {run.arm}"
     return ""
 
 

@@ -26,7 +26,7 @@ class Judgement:
         family: Number of tests it was adjusted for; 0 if it is not tested.
         adjusted: Its Holm-adjusted p-value; None without a verdict.
         published: The published difference, in the units of the estimate; None where none is known.
-        doubt: Why what it is measured on decides nothing; "" where it does.
+        doubt: Why its task gives no verdict; "" where it does.
     """
 
     estimate: Estimate
@@ -54,7 +54,7 @@ class Judgement:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest effect that a test at 5 % finds with 80 % power; None if there is no verdict."""
+        """The smallest effect that a test at 5 % finds with 80 % power; None with too few or equal seeds."""
         return None if describe_undecided(self.estimate) else self.estimate.detectable() or None
 
     @property
@@ -117,7 +117,7 @@ def judge_family(
         estimates: The differences.
         published: The published difference of each, or None.
         planned: Number of tests of the family, with those that could not be done.
-        doubts: Why each decides nothing; "" where it does.
+        doubts: Why the task of each gives no verdict; "" where it does.
     """
     family, many = max(planned, len(estimates)), len(estimates)
     judged = [

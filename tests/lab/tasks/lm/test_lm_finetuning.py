@@ -97,15 +97,23 @@ def test_the_folder_of_a_run_computes_what_its_model_does(lora, arm, place, tmp_
 
 
 def test_a_fine_tuned_run_with_gates_is_opened_as_the_model_it_began_with(place, tmp_path):
+    begun = Path(shutil.copytree(place / "gpt2", tmp_path / "gpt2"))
+    for name, change in {"config": {"dtype": "bfloat16"}, "tokenizer_config": {"model_max_length": 19}}.items():
+        path = begun / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
     chosen = settings(place, "gated-elements")
+    chosen = dataclasses.replace(chosen, scale=dataclasses.replace(chosen.scale, pretrained=begun))
     train_run(chosen, tmp_path / "run")
     opened, trained = open_frozen(tmp_path / "run"), load_trained(chosen, tmp_path / "run").model
     assert type(opened.model).__name__ == "GPT2Model"
     batch = next(iter(opened.read(["The old clock ticks"])))
     with torch.no_grad():
         assert torch.equal(opened.run(batch), trained.network.base_model(**batch.inputs).last_hidden_state)
-    (tmp_path / "run" / "start.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
-    with pytest.raises(DataError, match=r"start\.json was changed since it was written"):
+    assert {one.dtype for one in opened.model.parameters()} == {torch.float32}
+    assert opened.longest == "19 tokens", "as the tokenizer of the folder says"
+    config = tmp_path / "run" / "start" / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_layer": 3}')
+    with pytest.raises(DataError, match=r"start.config\.json was changed since it was written"):
         open_frozen(tmp_path / "run")
 
 

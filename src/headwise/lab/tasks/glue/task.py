@@ -143,7 +143,11 @@ class GlueTask(Task):
             write_text(folder / SUBMISSION / f"{name}.tsv", format_submission(data.found, examples, answers.tolist()))
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is rebuilt
-        """Refuse a run that kept no model."""
+        """Refuse a run that kept no model.
+
+        Raises:
+            DataError: Always.
+        """
         raise DataError(
             f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; run it with --set "
             "keep_model=true."

@@ -24,13 +24,13 @@ from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
 from headwise.lab.tasks.lm.cloze import find_items, score_cloze
 from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
 from headwise.lab.tasks.lm.export import write_model
-from headwise.lab.tasks.lm.frozen import START, open_causal
+from headwise.lab.tasks.lm.frozen import open_causal
 from headwise.lab.tasks.lm.model import CausalModel, build_model, open_model
 from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
 from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
 from headwise.lab.tasks.lm.start import find_model, require_tokenizer
 from headwise.lab.training.processes import IGNORED
-from headwise.lab.training.start import CONFIG, MODEL
+from headwise.lab.training.start import MODEL
 
 PROBED, PROBED_TOKENS = 64, 2_048
 # The last number of documents of each bin of test rows.
@@ -163,15 +163,18 @@ class LmTask(Task):
         return score_unigrams(data.train, data.test, data.words, COUNTED)
 
     def extra_files(self, data: LmData) -> dict[str, str]:
-        """Return the tokenizer, and the configuration of the model that the run began with."""
-        began = data.start_model
-        config = {} if began is None else {START: (began.any_folder() / CONFIG).read_text(encoding="utf-8")}
-        return {TOKENIZER: data.words.to_json(), **config}
+        """Return the tokenizer."""
+        return {TOKENIZER: data.words.to_json()}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
-        """Return the model of a run whose folder has none for transformers."""
+        """Return the model of a run whose folder has none for transformers.
+
+        Raises:
+            DataError: The run cannot be read, or its weights are those of a model with adapters.
+            LayoutError: The heads of its model cannot be found.
+        """
         if record["scale"].get("lora"):
-            # adapters are merged when the folder is written
+            # a model with adapters is not built again here
             return super().open_frozen(folder, record, pipeline)
         return open_causal(self, folder, record)
 
