@@ -113,6 +113,25 @@ def test_ctrl_c_while_a_worker_starts_shows_no_traceback(tmp_path):
 # ---- progress ----
 
 
+def test_a_comparison_without_repulsion_starts_without_torchs_compiler():
+    code = """
+import sys
+from headwise.lab.compare import require_fits
+from headwise.lab.experiment.arm import named_arms
+from headwise.lab.tasks.logic.task import LogicTask
+from lab.tasks.logic.logic_toy import TOY
+task = LogicTask()
+data = task.load(None, TOY, None)
+require_fits(named_arms()["plain"], task, data, TOY)
+print("torch._dynamo" in sys.modules)
+require_fits(named_arms()["svgd"], task, data, TOY)
+"""
+    places = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["False"], "it takes a second to import, before the first run begins"
+
+
 def console(terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=200)
 

@@ -122,8 +122,8 @@ def _study(
 ) -> Reproduction:
     """Return the study of a task on a corpus, without some methods and controls, each budget a part.
 
-    At `cpu` the models have the sizes of the task's scale of that name, and 1x is as many epochs as it has. `expected` is
-    what was expected before it was run.
+    At `cpu` the models have the sizes of the task's scale of that name, and 1x is as many epochs as it has. What was
+    expected before it was run is `expected`.
     """
     methods = tuple(method for method in METHODS if method not in without)
     controls = tuple(control for control in CONTROLS if control not in without)
@@ -171,9 +171,8 @@ DOSES = (
         cpu="demo",
         expected="stronger is worse, as plain heads have not collapsed",
     ),
-    # One attention, whose thirty heads share their values: there is nothing that the subspace term compares, and routing
-    # would have 457 million parameters.
-    # plain still rises on dev after the scale's four epochs, and hardly after nine: 3x is a training to its end
+    # One attention, whose thirty heads share their values: there is nothing that the subspace term compares, and
+    # routing would have 457 million parameters. Plain still rises on dev after the scale's four epochs.
     _study(
         "sentence",
         "pairs",
