@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.similarity.alignment import multiply_features
+from headwise.similarity.alignment import multiply_features, square_products
 from headwise.similarity.correlation import cross_correlation
 from headwise.similarity.cosine import squared_cosine_sum
 from headwise.similarity.effective import effective_number, log_determinant
@@ -54,6 +55,43 @@ TERMS = {
     "correlation": (lambda x, k=None: mean(cross_correlation(x, k)), (True, False, True)),
     "determinant": (lambda x, k=None: log_determinant(multiply_features(x, k).linear_cka()), (True, True, True)),
 }
+
+
+@pytest.mark.parametrize("with_metric", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 11, 40])
+def test_products_of_tokens_and_of_features_are_the_same_with_their_gradients(tokens, with_metric):
+    # with three heads of six features, up to ten tokens are multiplied with one another, and from eleven on features
+    generator = torch.Generator().manual_seed(tokens)
+    vectors = torch.randn(tokens, 3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    factors = torch.randn(3, 6, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    inputs = (vectors, factors) if with_metric else (vectors,)
+
+    def fast(x, w=None):
+        return square_products(x, None if w is None else w @ w.mT)
+
+    contributions = torch.einsum("the,hed->thd", vectors, factors) if with_metric else vectors
+    expected = torch.einsum("tia,tjb->iajb", contributions, contributions).square().sum((1, 3))
+    torch.testing.assert_close(fast(*inputs), expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(3, 3, dtype=torch.float64, generator=generator)
+    found = torch.autograd.grad((fast(*inputs) * weights).sum(), inputs)
+    slow = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(found, slow, rtol=1e-11, atol=1e-11)
+    assert torch.autograd.gradgradcheck(fast, inputs) if tokens == 9 else True
+
+
+@pytest.mark.parametrize(("tokens", "largest"), [(10, 3 * 10 * 10), (11, (3 * 6) ** 2)])
+def test_the_smaller_of_both_products_is_formed(tokens, largest):
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend([out.numel()] if isinstance(out, torch.Tensor) else [])
+            return out
+
+    with Sizes():
+        square_products(torch.randn(tokens, 3, 6))
+    assert max(sizes) == largest
 
 
 def test_golden_numbers():

@@ -54,9 +54,10 @@ class CKA(Arithmetic):
             batches of any size, or the biased one, under which they score about e / T.
         of: "outputs" O_h, or "contributions" O_h W_O,h, whose gradient reaches W_O too and which no change of basis
             between W_V and W_O fools; H^2 e^3 multiplications more.
-        sketch: 0 computes the products of features: T (He)^2 multiplications, those of about one linear layer. A
-            number s estimates them from s random directions at T H^2 e s, unbiased, with a relative deviation of about
-            sqrt(2 / s) where one direction dominates.
+        sketch: 0 computes the products of features, T (He)^2 multiplications, those of about one linear layer; or of
+            tokens, H T^2 e + H^2 T^2, where these are smaller (T^2 <= H e^2). A number s estimates them from s random
+            directions at T H^2 e s, unbiased, with a relative deviation of about sqrt(2 / s) where one direction
+            dominates.
     """
 
     debiased: bool = True

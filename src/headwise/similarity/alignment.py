@@ -84,7 +84,7 @@ class Products:
 def multiply_features(
     features: Tensor, keep: Tensor | None = None, metric: Tensor | None = None, *, sketch: int = 0
 ) -> Products:
-    """Return the sums from which alignment is computed, differentiably: T (He)^2 multiplications, one product.
+    """Return the sums from which alignment is computed, differentiably, from one product; see `square_products`.
 
     Features are centered first, also for the unbiased estimator: uncentered sums in float32 lose every digit to a
     common offset. Each head is divided by its root mean square, as fourth powers would overflow or vanish.
@@ -95,7 +95,7 @@ def multiply_features(
         metric: [H, e, e], symmetric: lengths and products are those of features y with y . y' = x^T M x'. With
             M_i = W_O,i W_O,i^T these are the contributions y = x W_O,i of each head, [N, d], which are never formed.
         sketch: Number of random directions in which products of different heads are estimated, without bias, as
-            |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2 with g ~ N(0, I): T H^2 e of them in place of T (He)^2. Directions
+            |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2 with g ~ N(0, I): T H^2 e multiplications for each. Directions
             follow the state of torch's generator on the CPU, which stays as it was. 0 computes the products.
 
     Raises:
@@ -115,22 +115,39 @@ def multiply_features(
         # every result is homogeneous in each head, so that the scale needs no gradient
         scaled = centered * sizes.rsqrt()[:, None]
         squares = squares / sizes
-        heads, width = scaled.shape[1:]
-        if sketch:
-            products = _estimate_products(scaled, metric, sketch)
-            lengths = squares.mT @ squares
-            return Products(products, lengths, squares.sum(0), count, sizes)
-        scatter: Tensor = _Scatter.apply(scaled.flatten(1))
-        blocks = scatter.view(heads, width, heads, width)
-        if metric is None:
-            products = blocks.square().sum((1, 3))
-        else:
-            # |Y_i^T Y_j|^2 = tr(S_ij M_j S_ij^T M_i)
-            left = torch.einsum("iab,ibjc->iajc", metric, blocks)
-            right = torch.einsum("iajb,jbc->iajc", blocks, metric)
-            products = (left * right).sum((1, 3))
+        products = _estimate_products(scaled, metric, sketch) if sketch else square_products(scaled, metric)
         lengths = squares.mT @ squares
     return Products(products, lengths, squares.sum(0), count, sizes)
+
+
+def square_products(vectors: Tensor, metric: Tensor | None = None) -> Tensor:
+    """Return |Y_i^T Y_j|_F^2 of each pair of heads, [H, H].
+
+    It is the sum of squares of a block of the product of features X^T X, T (He)^2 multiplications, and also tr K_i K_j
+    of the products of tokens K_i = X_i M_i X_i^T, H T^2 e + H^2 T^2 of them. Of both the smaller product is computed,
+    that of tokens where T^2 <= H e^2.
+
+    Args:
+        vectors: X, [T, H, e].
+        metric: M, [H, e, e], as for `multiply_features`.
+
+    >>> square_products(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
+    tensor([[ 25., 125.],
+            [125., 625.]])
+    """
+    tokens, heads, width = vectors.shape
+    if tokens**2 <= heads * width**2:
+        turned = vectors.permute(1, 2, 0)
+        gram: Tensor = _Scatter.apply(turned) if metric is None else turned.mT @ metric @ turned
+        return _Scatter.apply(gram.flatten(1).mT)
+    scatter: Tensor = _Scatter.apply(vectors.flatten(1))
+    blocks = scatter.view(heads, width, heads, width)
+    if metric is None:
+        return blocks.square().sum((1, 3))
+    # |Y_i^T Y_j|^2 = tr(S_ij M_j S_ij^T M_i)
+    left = torch.einsum("iab,ibjc->iajc", metric, blocks)
+    right = torch.einsum("iajb,jbc->iajc", blocks, metric)
+    return (left * right).sum((1, 3))
 
 
 def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Tensor:
@@ -183,7 +200,7 @@ def center_features(features: Tensor, keep: Tensor | None = None) -> tuple[Tenso
 
 
 class _Scatter(torch.autograd.Function):
-    """X^T X, with one product in the backward pass in place of autograd's two."""
+    """X^T X of [..., N, d], with one product in the backward pass in place of autograd's two."""
 
     generate_vmap_rule = True
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headwise.similarity.alignment import center_features
+from headwise.similarity.alignment import center_features, square_products
 from headwise.similarity.tokens import autocast_off
 
 # Added to the variance of a feature, as a share of the mean variance of its head.
@@ -40,10 +40,7 @@ def cross_correlation(features: Tensor, keep: Tensor | None = None, *, matched: 
     # the root of a variance of 0 would have an infinite slope
     smallest = torch.where(sound, SMALLEST_VARIANCE * variance.mean(-1, keepdim=True), 1.0)
     units = scaled * (variance + smallest).rsqrt()
-    heads, width = units.shape[1:]
     with autocast_off(units):
         if matched:
             return torch.einsum("tia,tja->ija", units, units).div(count).square().mean(-1)
-        flat = units.flatten(1)
-        blocks = (flat.mT @ flat / count).view(heads, width, heads, width)
-    return blocks.square().sum((1, 3)) / width
+        return square_products(units) / (count.square() * units.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,17 @@ def test_a_folder_that_holds_something_and_a_text_of_one_line_are_refused(folder
     (tmp_path / "line.txt").write_text("a b c")
     given = ("prune", str(folders / "llama"), "--text", str(tmp_path / "line.txt"))
     assert "has 1 lines; expected at least 2" in refused(capsys, *given, "--out", str(tmp_path / "new"))
+
+
+def test_a_finished_run_is_read_from_the_model_that_it_keeps(folders: Path, tmp_path: Path, capsys):
+    run = tmp_path / "plain" / "seed-0"
+    run.mkdir(parents=True)
+    (run / "settings.json").write_text("{}")
+    text = ["--text", str(folders / "text.txt"), "--keep", "0.5", "--out", str(tmp_path / "smaller")]
+    assert "is a run that keeps no model in the format of Hugging Face" in refused(capsys, "prune", str(run), *text)
+    shutil.copytree(folders / "llama", run / "model")
+    opened, own = open_subject(run, folders / "text.txt", 40), open_subject(folders / "llama", folders / "text.txt", 40)
+    assert opened.score() == own.score()
 
 
 def test_the_score_without_heads_is_that_of_the_pruned_model_and_ways_differ(folders: Path):

@@ -20,9 +20,10 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.experiment.frozen import Fidelity
+from headwise.lab.experiment.run_folder import SETTINGS
 from headwise.lab.frozen.open import open_folder
 from headwise.lab.models.pretrained import quietly, require_whole
-from headwise.lab.training.start import open_tokenizer
+from headwise.lab.training.start import CONFIG, DISCRIMINATOR, MODEL, open_tokenizer
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
 
@@ -174,7 +175,7 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
     """Return the model of a folder of Hugging Face with a text.
 
     Args:
-        folder: A folder that `save_pretrained` wrote.
+        folder: A folder that `save_pretrained` wrote, or a finished run that keeps one.
         text: A file with one text per line.
         lines: How many lines are read to choose heads by; of all others it is trained where that is wanted. A fifth of
             as many is held out.
@@ -183,6 +184,7 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
     Raises:
         DataError: The folder holds no such model, or the text has too few lines.
     """
+    folder = _find_folder(folder)
     frozen = open_folder(folder, trust_remote_code=trust_remote_code)
     tokenizer = open_tokenizer(folder, trust_remote_code=trust_remote_code)
     config: Any = frozen.model.config
@@ -210,6 +212,19 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
         with torch.no_grad():
             subject = replace(subject, states={batch.number: subject.run(model, batch) for batch in subject.held_out})
     return subject
+
+
+def _find_folder(place: Path) -> Path:
+    """Return the folder of Hugging Face that was named, or that a finished run keeps."""
+    if not (place / SETTINGS).is_file():
+        return place
+    kept = next((place / name for name in (MODEL, DISCRIMINATOR) if (place / name / CONFIG).is_file()), None)
+    if kept is None:
+        raise DataError(
+            f"{place} is a run that keeps no model in the format of Hugging Face, which this command reads; in a "
+            "script, hw.prune and hw.merge take any model."
+        )
+    return kept
 
 
 def _trim(batches: Any, *, causal: bool) -> Iterator[Encoded]:

@@ -12,7 +12,7 @@ from headwise.lab.options import TrustRemoteCode, require_known
 from headwise.lab.output import print_record, printing_record, standard_console
 from headwise.lab.stopping import stoppable
 
-Model = Annotated[Path, typer.Argument(help="A folder of save_pretrained(), with its tokenizer.")]
+Model = Annotated[Path, typer.Argument(help="A folder of save_pretrained() with its tokenizer, or a finished run.")]
 Text = Annotated[Path, typer.Option(help="File with one text per line; every fifth line is held out for the scores.")]
 Out = Annotated[Path, typer.Option(help="New folder for the smaller model, its tokenizer and the page.")]
 Lines = Annotated[int, typer.Option(help="Lines to choose heads by and to calibrate on.", min=1)]
