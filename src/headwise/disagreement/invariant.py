@@ -113,7 +113,7 @@ class CrossCorrelation(Arithmetic):
 
     The redundancy term of Barlow Twins (Zbontar et al. 2021) between heads; without the division by deviations it is
     VICReg's covariance term (Bardes et al. 2022). It is biased by about e / T, changes with rotations inside a head,
-    and has no fixed value for copies: `CKA` has none of these faults. Cost: T (He)^2 multiplications.
+    and has no fixed value for copies: `CKA` has none of these faults. Cost: that of `CKA`.
 
     Args:
         matched: Whether to compare feature a of one head with feature a of the other alone, T H^2 e multiplications; a
