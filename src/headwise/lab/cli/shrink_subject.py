@@ -23,7 +23,7 @@ from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import SETTINGS
 from headwise.lab.frozen.open import open_folder
 from headwise.lab.models.pretrained import quietly, require_whole
-from headwise.lab.training.start import CONFIG, DISCRIMINATOR, MODEL, open_tokenizer
+from headwise.lab.training.start import find_model_folder, open_tokenizer
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
 
@@ -218,7 +218,7 @@ def _find_folder(place: Path) -> Path:
     """Return the folder of Hugging Face that was named, or that a finished run keeps."""
     if not (place / SETTINGS).is_file():
         return place
-    kept = next((place / name for name in (MODEL, DISCRIMINATOR) if (place / name / CONFIG).is_file()), None)
+    kept = find_model_folder(place)
     if kept is None:
         raise DataError(
             f"{place} is a run that keeps no model in the format of Hugging Face, which this command reads; in a "

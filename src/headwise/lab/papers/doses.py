@@ -172,7 +172,7 @@ DOSES = (
         expected="stronger is worse, as plain heads have not collapsed",
     ),
     # One attention, whose thirty heads share their values: there is nothing that the subspace term compares, and
-    # routing would have 457 million parameters. Plain still rises on dev after the scale's four epochs.
+    # routing would have hundreds of millions of parameters.
     _study(
         "sentence",
         "pairs",

@@ -58,7 +58,9 @@ class Start:
             DataError: It is not there.
         """
         if not self.task:
-            only = next(place for place in _list_places(self.place) if (place / CONFIG).is_file())
+            only = find_model_folder(self.place)
+            if only is None:
+                raise DataError(f"{self.place} holds no model any more; expected {FORMS}.")
             require_intact_export(only)
             return only
         # a second fine-tuning starts from the first with the same seed
@@ -123,7 +125,7 @@ def find_start(place: Path | None) -> Start:
         # the runs follow from these to the bit, and more arms may come
         known = {name: record.get(name) for name in ("scale", "sizes", "data")}
         return Start(place, task, digest(f"{task} {known}"))
-    found = next((folder for folder in _list_places(place) if (folder / CONFIG).is_file()), None)
+    found = find_model_folder(place)
     if found is None:
         raise DataError(f"{place} holds no model; expected {FORMS}.")
     files = sorted(path for path in found.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt", ".txt"))
@@ -254,8 +256,9 @@ def require_positions(folder: Path, length: int, *, trust_remote_code: bool = Fa
         )
 
 
-def _list_places(place: Path) -> tuple[Path, ...]:
-    return place / DISCRIMINATOR, place / MODEL, place
+def find_model_folder(place: Path) -> Path | None:
+    """Return the folder of Hugging Face that a finished run keeps, or that was named; None where there is neither."""
+    return next((one for one in (place / DISCRIMINATOR, place / MODEL, place) if (one / CONFIG).is_file()), None)
 
 
 def _open_classifier(folder: Path, classes: int, *, trust_remote_code: bool) -> tuple[Any, set[str]]:
