@@ -147,15 +147,13 @@ def _study(
         "many epochs as the scale has, or three times as many"
         f"{'' if cpu == 'cpu' else f'; at cpu the sizes are those of {task} at {cpu}'}"
         f"{f'; expected beforehand: {expected}' if expected else ''}",
-        claims=(
+        claims=tuple(
             Claim(
-                "The stronger a method, the more effective heads (ours).",
-                tuple(follow_doses(name_doses(m), budget, EFFECTIVE) for budget in BUDGETS for m in methods),
-            ),
-            Claim(
-                "The stronger a method, the higher the score (the idea of all of it).",
-                tuple(follow_doses(name_doses(m), budget) for budget in BUDGETS for m in methods),
-            ),
+                f"The stronger {label_arm(method)}, {rises} (ours).",
+                tuple(follow_doses(name_doses(method), budget, measure) for budget in BUDGETS),
+            )
+            for rises, measure in (("the more effective heads", EFFECTIVE), ("the higher the score", None))
+            for method in methods
         ),
         drawn_together=draw_doses,
     )
