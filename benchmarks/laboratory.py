@@ -87,6 +87,11 @@ def compare_speeds(settings: RunSettings, rounds: int, warmup: int, steps: int) 
     """Return the examples per second of both in each round, and the median ratio of a round."""
     data, task = load_data(settings), named_task(settings.task)
     batches: Any = task.batches(data, settings.scale, derive_key(settings.seed, "order"))
+    if warmup + steps > len(batches):
+        raise SystemExit(
+            f"an epoch of {settings.task} has {len(batches)} batches, and the bare loop trains for one: --warmup and "
+            f"--steps add up to {warmup + steps}; expected at most as many."
+        )
     examples = sum(map(len, itertools.islice(batches, warmup, warmup + steps)))
     train: dict[str, Callable[[RunSettings, Clock], None]] = {
         "laboratory": train_ours,
@@ -136,7 +141,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="sentence pairs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=20, help="steps of a turn that are not timed")
-    parser.add_argument("--steps", type=int, default=100, help="steps of a turn that are timed")
+    parser.add_argument("--steps", type=int, default=80, help="steps of a turn that are timed")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args()

@@ -277,6 +277,21 @@ def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline
     assert inline == []
 
 
+@pytest.mark.usefixtures("inline")
+def test_an_arm_that_was_trained_here_is_not_fitted_again(tmp_path, monkeypatch):
+    compare(toy(tmp_path / "runs", arms="plain", seeds=1), console())
+    fitted = []
+    monkeypatch.setattr("headwise.lab.compare.require_fits", lambda arm, *_: fitted.append(arm.name))
+    compare(toy(tmp_path / "runs", arms="plain,smooth", seeds=2), console())
+    assert fitted == ["smooth"]
+
+
+def test_translation_is_planned_without_a_models_library():
+    code = "import sys, headwise.lab.tasks.translation.task; print('transformers' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False", "it takes seconds to import, before the first run begins"
+
+
 def test_an_arm_that_does_not_fit_the_model_is_refused_before_anything_runs(inline, tmp_path):
     with pytest.raises(SettingError, match=r"arm em:capsules=3 does not fit the model of scale toy: .*3"):
         compare(toy(tmp_path, "plain,em:capsules=3"), console())

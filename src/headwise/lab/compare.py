@@ -149,11 +149,15 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     data = task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
     for arm in comparison.arms:
-        require_fits(arm, task, data, comparison.scale)
-        for seed in comparison.seeds:
+        left = [
+            seed for seed in comparison.seeds if not runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
+        ]
+        if len(left) == len(comparison.seeds):
+            # an arm that was trained here fits, and a model takes seconds to make
+            require_fits(arm, task, data, comparison.scale)
+        for seed in left:
             # fail now rather than after hours if the initial run does not exist
-            if not runs.is_finished(find_run_folder(comparison.out, arm.folder, seed)):
-                task.initial_run(arm, data, comparison.scale, seed)
+            task.initial_run(arm, data, comparison.scale, seed)
     # only now, so that a refusal leaves the folder free
     _claim(comparison, task, data)
     jobs = _list_jobs(comparison, task, data)

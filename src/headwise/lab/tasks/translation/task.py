@@ -34,13 +34,6 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
-from headwise.lab.tasks.translation.decoding import (
-    compute_pair_losses,
-    decode_sources,
-    negative_log_likelihood,
-    score_targets,
-)
-from headwise.lab.tasks.translation.marian import build_model
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
@@ -110,6 +103,9 @@ class TranslationTask(Task):
 
     def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
         """Return our Transformer or Marian."""
+        # transformers takes seconds to import, and a command that starts runs may need no model
+        from headwise.lab.tasks.translation.marian import build_model
+
         return build_model(scale, data.whole.tokenizer.vocabulary_size)
 
     def extra_files(self, data: ScaledTranslation) -> dict[str, str]:
@@ -142,6 +138,8 @@ class TranslationTask(Task):
 
     def on_test(self, model: Any, data: ScaledTranslation) -> Answers:
         """Return the translations of beam search, and their scores."""
+        from headwise.lab.tasks.translation.decoding import negative_log_likelihood
+
         began = time.monotonic()
         scale = data.scale
         found = translate_split(model, data.test, data.whole, beams=scale.beams, length_penalty=scale.length_penalty)
@@ -155,10 +153,14 @@ class TranslationTask(Task):
 
     def losses(self, model: Any, data: ScaledTranslation) -> NDArray[np.float64]:
         """Return the negative log likelihood of each test target, and its tokens."""
+        from headwise.lab.tasks.translation.decoding import compute_pair_losses
+
         return compute_pair_losses(model, data.test)
 
     def dev_losses(self, model: Any, data: ScaledTranslation) -> Iterator[Tensor]:
         """Yield the mean negative log likelihood of a target's tokens, for pairs of dev."""
+        from headwise.lab.tasks.translation.decoding import score_targets
+
         chosen = spread_evenly(len(data.dev), PROBED)
         for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
             sums, tokens = score_targets(model, [data.dev[int(index)] for index in chosen[batch]])
@@ -234,6 +236,8 @@ def translate_split(
     model: Any, split: TranslationSplit, data: TranslationData, *, beams: int, length_penalty: float
 ) -> list[str]:
     """Return the translation of each source of a split, in its order; see `decode_sources`."""
+    from headwise.lab.tasks.translation.decoding import decode_sources
+
     return decode_sources(model, split.sources, data.tokenizer, beams=beams, length_penalty=length_penalty)
 
 
