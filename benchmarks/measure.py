@@ -3,9 +3,9 @@
 The model is MiniLM, or one of its shape with other layers and drawn weights (`--layers 12`). A pass without a head of
 a layer need not run what comes before it: with L layers, starting at that layer takes (L + 1) / (2L) of the time.
 
-Both run alternately on the same sentences; the result is the median over rounds of the ratio within a round, on a CPU of
-CPU time. The separate evaluations only run the model and the score once per removed head and read nothing from the heads. Run by
-`make bench-measure`, which makes the allocator keep its memory in both cases.
+Both run alternately on the same sentences; the result is the median over rounds of the ratio within a round, on a CPU
+of CPU time. The separate evaluations only run the model and the score once per removed head and read nothing from the
+heads. Run by `make bench-measure`, which makes the allocator keep its memory in both cases.
 """
 
 from __future__ import annotations
