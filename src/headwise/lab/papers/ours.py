@@ -29,6 +29,7 @@ CONTROLS = {
     "differential": "paired",
     "drophead-scheduled": "drophead",
     "muon-heads": "muon",
+    "em": "trunk",
 }
 STRENGTH = "a strength of 0.1 relative to the gradient of the loss on the heads"
 SIZES = (
@@ -47,6 +48,11 @@ def draw_heads(part: str, folder: Path, evidence: Evidence, table: Table) -> tup
 
 def _compare(arms: tuple[str, ...], measure: str | None = None) -> tuple[Contrast, ...]:
     return tuple(Contrast(arm, _choose_control(arm), measure=measure) for arm in arms)
+
+
+def _compare_with_plain(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
+    """Return the contrasts with plain of arms that have another control."""
+    return tuple(Contrast(arm, "plain") for arm in arms if _choose_control(arm) != "plain")
 
 
 def _choose_control(arm: str) -> str:
@@ -128,84 +134,62 @@ def _ask(task: str, sizes: Sizes, *, ending: str, target: float, words: str) -> 
 ON_LOGIC = _ask("logic", logic(), ending="", target=3, words="")
 ON_QUESTIONS = _ask("classification", QUESTIONS, ending="-questions", target=5.5, words=" on questions (TREC)")
 
-# One arm of each kind, all tuned with as many draws, plain and the controls too.
-TUNED = ("output-relative", "cka", "svgd-relative", "svgd-span", "drophead", "em")
-TUNED_CONTROLS = {"em": "trunk", **CONTROLS}
 
-
-def _tune(task: str, name: str, title: str, sizes: Sizes, methods: tuple[str, ...], extra: str = "") -> Reproduction:
-    """Return the study of methods that are tuned against controls and plain, which are tuned too."""
-    controls = {arm: TUNED_CONTROLS[arm] for arm in methods}
-    return Reproduction(
-        id=f"diversity/tuned-{name}",
-        title=f"Tuned against tuned on {title}",
-        source=OWN,
-        task=task,
-        parts=(Part(tuple(dict.fromkeys(("plain", *controls.values(), *methods))), sizes),),
-        extra=f"with `--tuned`, each arm has the settings of its best draw on dev{extra}",
-        claims=(
-            Claim(
-                "Tuned, a method scores higher than its control, tuned with as many draws (the idea of all of it).",
-                tuple(Contrast(arm, control) for arm, control in controls.items()),
-            ),
-            Claim(
-                "So it does against plain attention.",
-                tuple(Contrast(arm, "plain") for arm, control in controls.items() if control != "plain"),
-            ),
-            Claim(
-                "Tuned for score, a method has more effective heads than its control (ours).",
-                tuple(Contrast(arm, control, measure=EFFECTIVE) for arm, control in controls.items()),
-            ),
+def _tune(name: str, title: str, methods: tuple[str, ...], *, task: str, sizes: Sizes, words: str = "") -> Reproduction:
+    """Return the study of methods that are tuned with as many draws as plain and their controls."""
+    return _study(
+        f"tuned-{name}",
+        f"Tuned against tuned on {title}",
+        methods,
+        Claim(
+            "Tuned, a method scores higher than its control, tuned with as many draws (the idea of all of it).",
+            _compare(methods),
         ),
-        drawn=draw_heads,
+        Claim("So it does against plain attention.", _compare_with_plain(methods)),
+        Claim(
+            "Tuned for score, a method has more effective heads than its control (ours).",
+            _compare(methods, EFFECTIVE),
+        ),
+        task=task,
+        sizes=sizes,
+        extra=f"with `--tuned`, each arm has the settings of its best draw on dev{words}",
     )
 
 
+# One arm of each kind.
 TUNED_STUDIES = (
-    _tune("classification", "questions", "classification of questions (TREC)", QUESTIONS, TUNED),
-    # svgd-span is left out: from 0.01 to 3 of the gradient it changed neither score nor heads of this task
     _tune(
-        "sentence",
+        "questions",
+        "classification of questions (TREC)",
+        ("output-relative", "cka", "svgd-relative", "svgd-span", "drophead", "em"),
+        task="classification",
+        sizes=QUESTIONS,
+    ),
+    # svgd-span is left out: up to 3 of the gradient it gave no more effective heads
+    _tune(
         "pairs",
         "pairs of sentences (SICK)",
-        PAIRS,
         ("output-relative", "cka", "svgd-relative", "drophead"),
-        "; at cpu for twelve epochs, after which no further rise of plain's score on dev is shown",
+        task="sentence",
+        sizes=PAIRS,
+        words="; at cpu for twelve epochs, after which no further rise of plain's score on dev is shown",
     ),
 )
 
 # One arm of each kind on a decoder as people train them today. `differential` and `paired` have half as many heads, so
 # their effective heads are compared with one another alone.
 DECODED = ("svgd-span", "output-relative", "cka", "gated", "differential", "em", "muon-heads")
-DECODED_CONTROLS = {arm: TUNED_CONTROLS[arm] for arm in DECODED}
-DECODER_STUDY = Reproduction(
-    id="diversity/lm",
-    title="Language models with grouped queries: effective heads and score",
-    source=OWN,
+DECODER_STUDY = _study(
+    "lm",
+    "Language models with grouped queries: effective heads and score",
+    DECODED,
+    Claim("A method has more effective heads than its control (ours).", _compare(DECODED, EFFECTIVE)),
+    Claim("A method scores higher than its control (the idea of all of it).", _compare(DECODED)),
+    Claim("So it does against plain attention.", _compare_with_plain(DECODED)),
     task="lm",
-    parts=(
-        Part(
-            tuple(dict.fromkeys(("plain", *DECODED_CONTROLS.values(), *DECODED))),
-            {name: Size(name) for name in ("demo", "cpu", "gpu")},
-        ),
-    ),
+    sizes={name: Size(name) for name in ("demo", "cpu", "gpu")},
     extra=f"{STRENGTH}; gates that start at 1; Muon at the rate of the recipe; differential attention and its control "
     "with half the heads, twice as wide",
-    claims=(
-        Claim(
-            "A method has more effective heads than its control (ours).",
-            tuple(Contrast(arm, control, measure=EFFECTIVE) for arm, control in DECODED_CONTROLS.items()),
-        ),
-        Claim(
-            "A method scores higher than its control (the idea of all of it).",
-            tuple(Contrast(arm, control) for arm, control in DECODED_CONTROLS.items()),
-        ),
-        Claim(
-            "So it does against plain attention.",
-            tuple(Contrast(arm, "plain") for arm, control in DECODED_CONTROLS.items() if control != "plain"),
-        ),
-    ),
-    drawn=draw_heads,
 )
 
 OURS = (*ON_LOGIC, *ON_QUESTIONS, *TUNED_STUDIES, DECODER_STUDY)
