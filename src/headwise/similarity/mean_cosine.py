@@ -60,30 +60,35 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        vectors, keep, inverse_norm, resultant = ctx.saved_tensors
-        return _differentiate_at_once(vectors, keep, inverse_norm, resultant, grads[0]), None
+        return _differentiate(ctx.saved_tensors, grads[0]), None
 
 
 def _differentiate(saved: tuple[Tensor, Tensor | None, Tensor, Tensor], grad: Tensor) -> Tensor:
     vectors, keep, inverse_norm, resultant = saved
-    if not _is_divided(vectors) or torch.is_grad_enabled():
-        return _differentiate_at_once(vectors, keep, inverse_norm, resultant, grad)
+    if torch.is_grad_enabled():
+        # a second derivative must see how these depend on the vectors
+        inverse_norm, resultant = _resultant(vectors.to(accumulation_dtype(vectors)))
+    # d|m|^2/dx_h = (2/|x_h|) (m - u_h (u_h . m)), u_h = x_h/|x_h|
+    towards = grad.unsqueeze(-1) * inverse_norm * (2 / vectors.shape[-2] ** 2)
+    inward = -inverse_norm.square()
+    with autocast_off(vectors):
+        return _combine_parts(vectors, resultant, inward, towards, keep)
+
+
+def _combine_parts(vectors: Tensor, resultant: Tensor, inward: Tensor, towards: Tensor, keep: Tensor | None) -> Tensor:
+    divided = vectors.device.type == "cpu" and vectors.dim() > 2 and vectors.numel() > CPU_PART
+    if not divided or torch.is_grad_enabled():
+        return _combine(vectors, resultant, inward, towards, keep)
     gradient = torch.empty_like(vectors, memory_format=torch.contiguous_format)
     rows = vectors.flatten(0, -3)
-    size = _count_rows(rows)
-    columns = (rows, gradient.flatten(0, -3), inverse_norm.flatten(0, -2), resultant.flatten(0, -2), grad.flatten())
+    size = max(1, CPU_PART // (rows.shape[1] * rows.shape[2]))
+    columns = (rows, resultant.flatten(0, -2), inward.flatten(0, -2), towards.flatten(0, -2))
     kept = [None] * math.ceil(len(rows) / size) if keep is None else keep.flatten().split(size)
-    for part, out, *own, mask in zip(*(column.split(size) for column in columns), kept, strict=True):
-        _differentiate_at_once(part, mask, *own, out=out)
+    for out, mask, *part in zip(
+        gradient.flatten(0, -3).split(size), kept, *(column.split(size) for column in columns), strict=True
+    ):
+        _combine(*part, mask, out=out)
     return gradient
-
-
-def _is_divided(vectors: Tensor) -> bool:
-    return vectors.device.type == "cpu" and vectors.dim() > 2 and vectors.numel() > CPU_PART
-
-
-def _count_rows(rows: Tensor) -> int:
-    return max(1, CPU_PART // (rows.shape[1] * rows.shape[2]))
 
 
 def _compare(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,30 +99,21 @@ def _compare(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tens
     return similarity, inverse_norm, resultant
 
 
-def _differentiate_at_once(
+def _combine(
     vectors: Tensor,
-    keep: Tensor | None,
-    inverse_norm: Tensor,
     resultant: Tensor,
-    grad: Tensor,
+    inward: Tensor,
+    towards: Tensor,
+    keep: Tensor | None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    # d|m|^2/dx_h = (2/|x_h|) (m - u_h (u_h . m)), u_h = x_h/|x_h|
-    wide = vectors.to(accumulation_dtype(vectors))
-    if torch.is_grad_enabled():
-        # a second derivative must see how these depend on the vectors
-        inverse_norm, resultant = _resultant(wide)
-    towards = grad.unsqueeze(-1) * inverse_norm * (2 / vectors.shape[-2] ** 2)
-    with autocast_off(wide):
-        # a row made a column: a column of stride 1 takes the slow path of a CPU's batched product
-        along = (wide @ resultant.unsqueeze(-2).mT).squeeze(-1)
-    radial = towards * inverse_norm.square() * along
-    if out is not None and out.dtype == wide.dtype:
-        gradient = torch.mul(wide, -radial.unsqueeze(-1), out=out)
-        gradient.addcmul_(towards.unsqueeze(-1), resultant.unsqueeze(-2))
-    else:
-        gradient = torch.addcmul(wide * -radial.unsqueeze(-1), towards.unsqueeze(-1), resultant.unsqueeze(-2))
+    wide = vectors.to(resultant.dtype)
+    # a row made a column: a column of stride 1 takes the slow path of a CPU's batched product
+    along = (wide @ resultant.unsqueeze(-2).mT).squeeze(-1)
+    place = out if out is not None and out.dtype == wide.dtype else None
+    gradient = torch.addcmul(resultant.unsqueeze(-2), wide, (along * inward).unsqueeze(-1), out=place)
+    gradient = torch.mul(gradient, towards.unsqueeze(-1), out=place)
     if keep is not None:
         gradient = gradient.masked_fill_(~keep[..., None, None], 0.0)
     if out is None or gradient is out:

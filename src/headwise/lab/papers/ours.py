@@ -5,6 +5,7 @@ from pathlib import Path
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import PAIRS, QUESTIONS, Size, Sizes, logic
+from headwise.lab.results.drawing import label_arm
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture, draw_effective_heads
 from headwise.lab.results.table import Table
@@ -141,14 +142,24 @@ def _tune(name: str, title: str, methods: tuple[str, ...], *, task: str, sizes: 
         f"tuned-{name}",
         f"Tuned against tuned on {title}",
         methods,
-        Claim(
-            "Tuned, a method scores higher than its control, tuned with as many draws (the idea of all of it).",
-            _compare(methods),
+        *(
+            Claim(
+                f"Tuned with as many draws, {label_arm(method)} scores higher than its control (the idea of it).",
+                _compare((method,)),
+            )
+            for method in methods
         ),
-        Claim("So it does against plain attention.", _compare_with_plain(methods)),
-        Claim(
-            "Tuned for score, a method has more effective heads than its control (ours).",
-            _compare(methods, EFFECTIVE),
+        *(
+            Claim(f"Tuned, {label_arm(method)} scores higher than plain attention.", against_plain)
+            for method in methods
+            if (against_plain := _compare_with_plain((method,)))
+        ),
+        *(
+            Claim(
+                f"Tuned for score, {label_arm(method)} has more effective heads than its control (ours).",
+                _compare((method,), EFFECTIVE),
+            )
+            for method in methods
         ),
         task=task,
         sizes=sizes,
