@@ -156,10 +156,10 @@ def _apply_apart(
     if not batch:
         return records, []
     apart, grams = find_apart(rule, batch)
-    taken = [pair for pair, own in zip(batch, apart, strict=True) if own]
-    if taken and grams is not None:
+    taken = [(group, rows) for (group, _), rows in zip(batch, apart, strict=True) if rows is not None]
+    if grams is not None:
         records.append(apply_by_columns(rule, taken, grams, strength, scale))
-    left = [pair for pair, own in zip(batch, apart, strict=True) if not own]
+    left = [pair for pair, rows in zip(batch, apart, strict=True) if rows is None]
     return records, [left] if left else []
 
 

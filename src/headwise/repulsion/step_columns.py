@@ -33,33 +33,36 @@ APART = 2.0**-4
 # Numbers of the columns multiplied at a time for a Gram matrix, and mixed at a time: what a core's cache holds.
 GRAM_PART, MIXED_PART = 2**16, 2**18
 
+# The particles of each slice of a group, and their gradients, as rows [M, D].
+Rows = list[tuple[Tensor, Tensor]]
+
 
 @torch.no_grad()
-def find_apart(rule: Rule, batch: Sequence[GroupGradients]) -> tuple[list[bool], Tensor | None]:
-    """Return which groups of M particles are taken, and the Gram matrices of those, float64 [G, M, M]."""
+def find_apart(rule: Rule, batch: Sequence[GroupGradients]) -> tuple[list[Rows | None], Tensor | None]:
+    """Return the rows of each group of M particles that is taken, and the Gram matrices of those, float64 [G, M, M]."""
     if rule.needs_inner:
-        return [False] * len(batch), None
-    flat = [_flatten(group, gradients) for group, gradients in batch]
-    found = [None if views is None else _add_grams([own for own, _ in views]) for views in flat]
+        return [None] * len(batch), None
+    every = [_flatten(group, gradients) for group, gradients in batch]
+    found = [None if rows is None else _add_grams([own for own, _ in rows]) for rows in every]
     grams = [gram for gram in found if gram is not None]
     if not grams:
-        return [False] * len(batch), None
+        return [None] * len(batch), None
     stack = torch.stack(grams)
     norms = stack.diagonal(dim1=-2, dim2=-1)
     scale = norms.unsqueeze(-1) + norms.unsqueeze(-2)
     # NaN is not apart
     apart = (scale - 2 * stack > APART * scale) & scale.isfinite()
     apart.diagonal(dim1=-2, dim2=-1).fill_(True)
-    told = apart.flatten(1).all(-1) & norms.isfinite().all(-1)
-    answers = iter(told.tolist())
-    taken = [gram is not None and next(answers) for gram in found]
-    kept = [gram for gram, own in zip(found, taken, strict=True) if own and gram is not None]
+    told = (apart.flatten(1).all(-1) & norms.isfinite().all(-1)).tolist()
+    answers = iter(told)
+    taken = [None if rows is None or not next(answers) else rows for rows in every]
+    kept = [gram for gram, own in zip(grams, told, strict=True) if own]
     return taken, torch.stack(kept) if kept else None
 
 
 @torch.no_grad()
 def apply_by_columns(
-    rule: Rule, batch: Sequence[GroupGradients], grams: Tensor, strength: Strength, scale: Tensor | None
+    rule: Rule, batch: Sequence[tuple[ParticleGroup, Rows]], grams: Tensor, strength: Strength, scale: Tensor | None
 ) -> ForceNorms:
     """Replace the gradients of groups that `find_apart` takes in place by those of the rule."""
     geometry: Geometry = geometry_from_grams(grams, None)
@@ -78,15 +81,13 @@ def apply_by_columns(
         coefficients = list((-factors[:, None, None] * mixing.repulsion).to(dtype).unbind())
     buffer = torch.empty(0)
     driving_norms, found = [], []
-    for index, (group, gradients) in enumerate(batch):
-        views = _flatten(group, gradients)
-        assert views is not None  # `find_apart` took it
-        columns = [part for pair in views for part in _divide(*pair)]
+    for index, (group, rows) in enumerate(batch):
+        columns = [part for pair in rows for part in _divide(*pair)]
         whole = len(columns) == 1
         size = max(own.numel() for own, _ in columns)
         buffer = buffer if buffer.numel() >= size else torch.empty(size)
         # of several columns each is written before the next is computed
-        finite = whole or _stays_finite(drives[index], priors[index], views, grams[index])
+        finite = whole or _stays_finite(drives[index], priors[index], rows, grams[index])
         own = coefficients[index]
         push = None if pushes is None else pushes[index]
         norm = torch.zeros(())
@@ -106,7 +107,7 @@ def apply_by_columns(
                     gradient.copy_(driving.addmm_(own, theta))
             norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
         else:
-            norm = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in views]).norm() * math.inf
+            norm = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in rows]).norm() * math.inf
             push = repulsions[index].to(dtype) if push is None else push
         driving_norms.append(norm)
         found.append(push)
@@ -123,8 +124,8 @@ def apply_by_columns(
     )
 
 
-def _flatten(group: ParticleGroup, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
-    """Return each slice's particles and gradients as rows [M, D], or None where they are no such views."""
+def _flatten(group: ParticleGroup, gradients: Sequence[Tensor]) -> Rows | None:
+    """Return each slice's particles and gradients as rows, or None where they are no such views."""
     pairs = []
     for view, gradient in zip(group.views(), gradients, strict=True):
         own = [_as_rows(view.detach()), _as_rows(gradient)]
@@ -172,9 +173,9 @@ def _scale(
     return (-factor * mixing.repulsion[index]).to(norm.dtype), (factor * repulsions[index]).to(norm.dtype)
 
 
-def _stays_finite(drive: Tensor, prior: Tensor | None, views: Sequence[tuple[Tensor, Tensor]], gram: Tensor) -> bool:
+def _stays_finite(drive: Tensor, prior: Tensor | None, rows: Rows, gram: Tensor) -> bool:
     """Whether what is handed to the optimizer is finite for certain: its norm is at most that of these products."""
-    most = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in views]).norm() * drive.norm()
+    most = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in rows]).norm() * drive.norm()
     if prior is not None:
         most = most + prior.norm() * gram.diagonal().sum().sqrt().float()
     return _is_finite(most)
