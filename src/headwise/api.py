@@ -45,7 +45,7 @@ from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
 from headwise.report.report import Comparison, Report, load_report
 from headwise.repulsion.function_space import FunctionSVGD
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.repulsion.noise import jitter
 from headwise.repulsion.repel import Repulsion, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
@@ -130,6 +130,7 @@ __all__ = [
     "Position",
     "PositionSquaredDifference",
     "Pruning",
+    "RadialRBF",
     "Rare",
     "Relative",
     "ReleasedMedian",

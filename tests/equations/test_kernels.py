@@ -28,6 +28,7 @@ from headwise.repulsion.kernels import (
     Kernel,
     Median,
     NormalizedRBF,
+    RadialRBF,
     ReleasedMedian,
     cosine_gradient,
 )
@@ -35,7 +36,9 @@ from headwise.repulsion.kernels import (
 EPS = torch.finfo(torch.float64).eps
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
 BANDWIDTHS = [Median(), ReleasedMedian(), Fixed(2.3)]
-KERNELS = [kernel(bandwidth) for kernel in (RBF, IMQ, NormalizedRBF) for bandwidth in BANDWIDTHS] + [Cosine()]
+KERNELS = [kernel(bandwidth) for kernel in (RBF, IMQ, NormalizedRBF, RadialRBF) for bandwidth in BANDWIDTHS] + [
+    Cosine()
+]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,7 +60,7 @@ def expected_bandwidth(bandwidth: Bandwidth, theta: Tensor) -> float:
 def expected(kernel: Kernel, theta: Tensor) -> tuple[Tensor, Tensor]:
     """Values and repulsion by loops."""
     match kernel:
-        case RBF(bandwidth=bandwidth):
+        case RBF(bandwidth=bandwidth) | RadialRBF(bandwidth=bandwidth):
             kappa = reference.rbf(expected_bandwidth(bandwidth, theta))
         case IMQ(bandwidth=bandwidth):
             kappa = reference.imq(expected_bandwidth(bandwidth, theta))
@@ -69,7 +72,11 @@ def expected(kernel: Kernel, theta: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.stack([torch.stack([kappa(x, y) for y in theta]) for x in theta])
     if isinstance(kernel, NormalizedRBF):
         return values, reference.tangential_repulsion(theta, kappa)
-    return values, reference.repulsion(theta, kappa)
+    repulsion = reference.repulsion(theta, kappa)
+    if isinstance(kernel, RadialRBF):
+        units = theta / theta.norm(dim=1, keepdim=True)
+        return values, torch.stack([(force @ unit) * unit for force, unit in zip(repulsion, units, strict=True)])
+    return values, repulsion
 
 
 def condition(theta: Tensor) -> float:
@@ -277,6 +284,15 @@ def test_a_zero_particle_inside_a_step_is_orthogonal_to_all_and_neither_pushes_n
         close(matrices.repulsion[[0, 1, 3]][:, [0, 1, 3]], others.repulsion)
 
 
+def test_a_zero_particle_has_no_radius_along_which_it_could_be_pushed():
+    theta = draw(4, 3)
+    theta[2] = 0
+    matrices = RadialRBF().matrices(geometry(theta, inner=True))
+    close(matrices.values, RBF().matrices(geometry(theta, inner=False)).values)
+    assert matrices.repulsion.diagonal().bool().tolist() == [True, True, False, True]
+    assert not (matrices.repulsion - matrices.repulsion.diag().diag()).any()
+
+
 def test_a_group_of_one_or_of_nan_is_not_collapsed():
     one = geometry(torch.zeros(3, 1, 4), inner=False)
     assert find_collapsed(one).tolist() == [False] * 3
@@ -293,7 +309,7 @@ def test_collapsed_groups_are_named():
     assert find_collapsed(geometry(theta, inner=False)).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF()], ids=str)
+@pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF(), RadialRBF()], ids=str)
 def test_a_kernel_on_directions_asks_for_inner_products(kernel: Kernel):
     with pytest.raises(SettingError, match="inner=True"):
         kernel.matrices(geometry(TRIANGLE + 1, inner=False))
@@ -305,7 +321,7 @@ def test_a_fixed_bandwidth_is_a_positive_number(value: float):
         Fixed(value)
 
 
-@pytest.mark.parametrize("kernel", [RBF, IMQ, NormalizedRBF])
+@pytest.mark.parametrize("kernel", [RBF, IMQ, NormalizedRBF, RadialRBF])
 @pytest.mark.parametrize("bandwidth", [Median, 2.0, None])
 def test_a_bandwidth_is_an_instance_of_a_rule(kernel: type[RBF], bandwidth: Bandwidth):
     with pytest.raises(SettingError, match=f"{kernel.__name__}.bandwidth"):

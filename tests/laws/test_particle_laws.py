@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.repulsion.gram import geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 from headwise.strength import Relative
 
@@ -162,6 +162,16 @@ def test_a_tangential_repulsion_turns_heads_apart_and_does_not_lengthen_them(rul
     assert mean_cosine(theta) < mean_cosine(start)
     # Each step is orthogonal to its head, so norms grow by squares of steps alone.
     assert (theta.norm(dim=1) / start.norm(dim=1) - 1).abs().max() < 1e-3
+
+
+def test_a_radial_repulsion_lengthens_heads_and_turns_none():
+    theta = draw(6, 40)
+    step = update(SVGD(0.7, 0.05, RadialRBF()), theta, torch.zeros_like(theta))
+    moved = theta - step.gradient
+    assert (moved.norm(dim=1) > theta.norm(dim=1)).all()
+    close(torch.cosine_similarity(moved, theta), torch.ones(6, dtype=torch.float64))
+    whole = update(SVGD(0.7, 0.05), theta, torch.zeros_like(theta)).repulsion
+    assert not torch.cosine_similarity(whole, theta).allclose(-torch.ones(6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kernel", [NormalizedRBF(), Cosine()], ids=str)

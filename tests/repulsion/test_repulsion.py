@@ -30,8 +30,9 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor], **tole
         hw.SVGD(alpha=0.5, smoothing=False),
         hw.SVGD(alpha=hw.Relative(0.4), prior_precision=0.3),
         hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
+        hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
     ],
-    ids=["svgd", "unsmoothed", "relative", "normalized"],
+    ids=["svgd", "unsmoothed", "relative", "normalized", "radial"],
 )
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1])
 def test_a_step_hands_the_optimizer_what_the_rule_says(rule, key_value_heads):

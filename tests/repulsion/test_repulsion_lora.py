@@ -89,9 +89,10 @@ class OneWay:
         RULE,
         hw.SVGD(alpha=0.5, smoothing=False),
         hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
+        hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
         hw.CosinePenalty(alpha=0.4),
     ],
-    ids=["svgd", "unsmoothed", "normalized", "cosine"],
+    ids=["svgd", "unsmoothed", "normalized", "radial", "cosine"],
 )
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=["plain", "rslora", "bias"])
 @pytest.mark.parametrize("key_value_heads", [4, 2])

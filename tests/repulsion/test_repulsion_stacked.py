@@ -24,6 +24,7 @@ RULES = {
     "unsmoothed": hw.SVGD(alpha=0.5, smoothing=False),
     "relative": hw.SVGD(alpha=hw.Relative(0.4), prior_precision=0.3),
     "normalized": hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
+    "radial": hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
     "imq": hw.SVGD(alpha=0.6, kernel=hw.IMQ(hw.ReleasedMedian())),
     "fixed": hw.SVGD(alpha=0.6, kernel=hw.RBF(hw.Fixed(3.0))),
     "cosine": hw.SVGD(alpha=0.6, kernel=hw.Cosine()),

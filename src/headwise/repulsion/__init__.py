@@ -11,6 +11,7 @@ from headwise.repulsion.kernels import (
     KernelMatrices,
     Median,
     NormalizedRBF,
+    RadialRBF,
     ReleasedMedian,
     cosine_gradient,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Median",
     "Mixing",
     "NormalizedRBF",
+    "RadialRBF",
     "Relative",
     "ReleasedMedian",
     "Repulsion",

@@ -98,7 +98,7 @@ class KernelMatrices:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A kernel: `RBF()`, `IMQ()`, `Cosine()`, `NormalizedRBF()`, or your own frozen dataclass.
+    """A kernel: `RBF()`, `IMQ()`, `Cosine()`, `NormalizedRBF()`, `RadialRBF()`, or your own frozen dataclass.
 
     A kernel that leaves `needs_inner` False is taken to depend on differences of particles alone: the rows of its
     `repulsion` must sum to zero.
@@ -219,6 +219,36 @@ class NormalizedRBF:
         on_self = weight * cosine * inverse.square().unsqueeze(-1)
         on_other = weight * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
         return KernelMatrices(values, _pairwise(on_self, on_other, apart))
+
+
+@dataclass(frozen=True)
+class RadialRBF:
+    """`RBF` whose repulsion only changes how long heads are, a control; ours, not in the papers.
+
+    k(x, y) = exp(-|x - y|^2 / h), R_i = (2/h) sum_j k_ij ((theta_i - theta_j) . u_i) u_i, u_i = theta_i / |theta_i|.
+
+    That is the part of RBF's repulsion along each head. Under `RBF` heads grow as well as turn, and larger heads attend
+    more sharply; what this kernel does too is not due to heads that differ. `NormalizedRBF` only turns them.
+
+    Args:
+        bandwidth: the rule for h.
+    """
+
+    needs_inner: ClassVar[bool] = True
+    bandwidth: Bandwidth = field(default_factory=Median)
+
+    def __post_init__(self) -> None:
+        _require_bandwidth("RadialRBF", self.bandwidth)
+
+    def matrices(self, geometry: Geometry) -> KernelMatrices:
+        """The kernel's values and repulsion coefficients, each [*, M, M]; the latter diagonal.
+
+        A zero particle has no direction, and is not pushed.
+        """
+        inverse, _, _ = _directions(geometry)
+        kernel = RBF(self.bandwidth).matrices(geometry)
+        along = (kernel.repulsion * geometry.inner).sum(-1) * inverse.square()
+        return KernelMatrices(kernel.values, torch.diag_embed(along))
 
 
 def cosine_gradient(geometry: Geometry) -> Tensor:

@@ -313,7 +313,10 @@ def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
         ("svgd:alpha=-1", r"alpha"),
         ("em:iterations=2.5", r"em:iterations is '2\.5'; expected an integer\."),
         ("em:activation=maybe", r"em:activation is 'maybe'; expected true or false\."),
-        ("svgd:kernel=laplace", r"svgd:kernel is 'laplace'; expected one of rbf, imq, cosine, normalized-rbf\."),
+        (
+            "svgd:kernel=laplace",
+            r"svgd:kernel is 'laplace'; expected one of rbf, imq, cosine, normalized-rbf, radial-rbf\.",
+        ),
         ("svgd:layers=first", r"svgd:layers is 'first'; expected an integer\."),
         ("svgd:kinds=selfish", r"kinds is 'selfish'"),
         ("svgd:projections=output", r"projections is 'output'"),

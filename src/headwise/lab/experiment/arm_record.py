@@ -30,7 +30,7 @@ from headwise.lab.experiment.method import (
 )
 from headwise.lab.experiment.run_folder import as_record
 from headwise.repulsion.function_space import FunctionSVGD
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
 from headwise.repulsion.spans import SpanSVGD
 from headwise.routing.setting_records import restore
@@ -81,7 +81,7 @@ LATER = ("drophead_start", "grouping", "penalty_grouping")
 # The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
     *(SVGD, SPOS, SGLD, FunctionSVGD, SpanSVGD, CosinePenalty, CosineRepulsion, Relative, Target),
-    *(RBF, IMQ, Cosine, NormalizedRBF, Median, ReleasedMedian, Fixed),
+    *(RBF, IMQ, Cosine, NormalizedRBF, RadialRBF, Median, ReleasedMedian, Fixed),
     *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, *WHOLE),
     *(SigmoidGate, MixtureOfHeads),
     *(GroupedQueries, SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),

@@ -14,12 +14,18 @@ from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.arm import Arm, combine, find_control, named_arms
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
 # Settings whose value is itself a value with settings: the words that choose one.
 WORDS: Mapping[str, Mapping[str, Any]] = {
-    "kernel": {"rbf": RBF(), "imq": IMQ(), "cosine": Cosine(), "normalized-rbf": NormalizedRBF()},
+    "kernel": {
+        "rbf": RBF(),
+        "imq": IMQ(),
+        "cosine": Cosine(),
+        "normalized-rbf": NormalizedRBF(),
+        "radial-rbf": RadialRBF(),
+    },
     "bandwidth": {"median": Median(), "released": ReleasedMedian()},
     "votes": {"shared-trunk": SharedTrunk(), "per-head": PerHead(), "distinct-capsules": DistinctCapsules()},
 }
