@@ -239,7 +239,7 @@ def test_the_name_leaves_out_what_is_default_and_reads_back_as_the_same_arm():
 
 NUMBERS = st.floats(min_value=1e-6, max_value=0.9)
 VALUES = {
-    "kernel": st.sampled_from(["rbf", "imq", "cosine", "normalized-rbf"]),
+    "kernel": st.sampled_from(["rbf", "imq", "cosine", "normalized-rbf", "radial-rbf"]),
     "bandwidth": st.sampled_from(["median", "released", "0.25"]),
     "votes": st.sampled_from(["shared-trunk", "per-head", "distinct-capsules"]),
     "layers": st.sampled_from(["all", "0", "0/1"]),
