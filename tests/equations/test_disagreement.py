@@ -16,6 +16,7 @@ from equations.public import public_names
 from headwise.disagreement import terms as disagreement
 from headwise.errors import MaskError, ShapeError
 from headwise.reference import disagreement as loops
+from headwise.similarity import mean_cosine
 
 torch.set_num_threads(1)
 
@@ -216,6 +217,27 @@ def test_a_zero_vector_has_no_direction_and_gets_no_gradient() -> None:
     assert value.item() == pytest.approx(2 / 9)
     assert heads.grad is not None
     assert (heads.grad[0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gradient_taken_in_parts_is_that_of_the_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, 7, 4, 5, generator=generator, dtype=torch.float64).to(dtype)
+    keep = torch.rand(3, 7, generator=generator) > 0.4
+    vectors[~keep] = math.nan
+    found = []
+    # numbers of 21 tokens of 20, of 4 and of less than one
+    for size in (mean_cosine.CPU_PART, 80, 8):
+        monkeypatch.setattr(mean_cosine, "CPU_PART", size)
+        leaf = vectors.clone().requires_grad_()
+        disagreement.output_similarity(leaf, keep).backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    whole, *parts = found
+    assert whole.any()
+    assert not whole[~keep].any()
+    for part in parts:
+        torch.testing.assert_close(part, whole, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
 
 
 @each_term
