@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,16 @@ def interleaved(
     description: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run in each round, after one warm-up round."""
+    """Return the seconds of each run in each round, after one warm-up round.
+
+    Each round begins with another run, as the one before may leave caches and memory better or worse.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for number in track(range(rounds + 1), description, console=console, transient=True):
-        for name, run in runs.items():
-            elapsed = timed(device, run, clock)
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            elapsed = timed(device, runs[name], clock)
             if number:
                 seconds[name].append(elapsed)
     return seconds
@@ -69,20 +75,16 @@ def interleaved_clocks(
     CPU time is that of all threads: on a shared machine it does not count what others compute, and on CUDA it is what
     launching costs.
     """
-    spent: list[float] = []
+    spent: dict[str, list[float]] = {name: [] for name in runs}
 
-    def clocked(run: Callable[[], object]) -> Callable[[], object]:
-        def both() -> None:
-            start = time.process_time()
-            run()
-            spent.append(time.process_time() - start)
+    def clocked(name: str) -> None:
+        start = time.process_time()
+        runs[name]()
+        spent[name].append(time.process_time() - start)
 
-        return both
-
-    wall = interleaved(device, {name: clocked(run) for name, run in runs.items()}, rounds, description)
+    wall = interleaved(device, {name: partial(clocked, name) for name in runs}, rounds, description)
     # the first round is the warm-up
-    cpu = {name: spent[index :: len(runs)][1:] for index, name in enumerate(runs)}
-    return wall, cpu
+    return wall, {name: every[1:] for name, every in spent.items()}
 
 
 def flushes_subnormal() -> bool:
