@@ -141,3 +141,21 @@ def test_a_tiny_run_measures_every_term_rule_and_rival_which_all_change_what_is_
     assert len(others) == len(ratios) - 1
     assert torch.equal(plain, again)
     assert not any(len(other) == len(plain) and torch.equal(other, plain) for other in others)
+
+
+def test_each_round_begins_with_another_run_and_both_clocks_keep_runs_apart(monkeypatch: pytest.MonkeyPatch):
+    timing = load("timing", monkeypatch)
+    order: list[str] = []
+    ticks = iter(range(100))
+    monkeypatch.setattr(timing.time, "process_time", lambda: float(next(ticks)))
+
+    def spend(name: str, readings: int) -> None:
+        order.append(name)
+        for _ in range(readings):
+            next(ticks)
+
+    runs = {"a": lambda: spend("a", 0), "b": lambda: spend("b", 1), "c": lambda: spend("c", 2)}
+    wall, cpu = timing.interleaved_clocks(torch.device("cpu"), runs, 3, "toy")
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert cpu == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [3.0] * 3}
+    assert {name: len(seconds) for name, seconds in wall.items()} == dict.fromkeys("abc", 3)
