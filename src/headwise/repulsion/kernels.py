@@ -246,6 +246,7 @@ class RadialRBF:
         A zero particle has no direction, and is not pushed.
         """
         inverse, _, _ = _directions(geometry)
+        assert geometry.inner is not None  # `_directions` read it
         kernel = RBF(self.bandwidth).matrices(geometry)
         along = (kernel.repulsion * geometry.inner).sum(-1) * inverse.square()
         return KernelMatrices(kernel.values, torch.diag_embed(along))

@@ -78,7 +78,7 @@ def _differentiate(saved: tuple[Tensor, Tensor | None, Tensor, Tensor], grad: Te
 def _combine_parts(vectors: Tensor, resultant: Tensor, inward: Tensor, towards: Tensor, keep: Tensor | None) -> Tensor:
     divided = vectors.device.type == "cpu" and vectors.dim() > 2 and vectors.numel() > CPU_PART
     if not divided or torch.is_grad_enabled():
-        return _combine(vectors, resultant, inward, towards, keep)
+        return _combine(vectors, resultant, inward, towards, keep=keep)
     gradient = torch.empty_like(vectors, memory_format=torch.contiguous_format)
     rows = vectors.flatten(0, -3)
     size = max(1, CPU_PART // (rows.shape[1] * rows.shape[2]))
@@ -87,7 +87,7 @@ def _combine_parts(vectors: Tensor, resultant: Tensor, inward: Tensor, towards: 
     for out, mask, *part in zip(
         gradient.flatten(0, -3).split(size), kept, *(column.split(size) for column in columns), strict=True
     ):
-        _combine(*part, mask, out=out)
+        _combine(*part, keep=mask, out=out)
     return gradient
 
 
@@ -104,8 +104,8 @@ def _combine(
     resultant: Tensor,
     inward: Tensor,
     towards: Tensor,
-    keep: Tensor | None,
     *,
+    keep: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:
     wide = vectors.to(resultant.dtype)
