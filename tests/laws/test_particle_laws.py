@@ -171,7 +171,8 @@ def test_a_radial_repulsion_lengthens_heads_and_turns_none():
     assert (moved.norm(dim=1) > theta.norm(dim=1)).all()
     close(torch.cosine_similarity(moved, theta), torch.ones(6, dtype=torch.float64))
     whole = update(SVGD(0.7, 0.05), theta, torch.zeros_like(theta)).repulsion
-    assert not torch.cosine_similarity(whole, theta).allclose(-torch.ones(6, dtype=torch.float64))
+    # what it is a part of turns heads too
+    assert (torch.cosine_similarity(whole, theta) < 0.99).all()
 
 
 @pytest.mark.parametrize("kernel", [NormalizedRBF(), Cosine()], ids=str)

@@ -112,7 +112,21 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class RBF:
+class BandwidthKernel:
+    """What kernels with a bandwidth share."""
+
+    bandwidth: Bandwidth = field(default_factory=Median)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bandwidth, type) or not isinstance(self.bandwidth, Bandwidth):
+            raise SettingError(
+                f"{type(self).__name__}.bandwidth is {self.bandwidth!r}; expected a rule such as Median() or "
+                "Fixed(1.0), an instance."
+            )
+
+
+@dataclass(frozen=True)
+class RBF(BandwidthKernel):
     """k(x, y) = exp(-|x - y|^2 / h) (An et al. 2020, section 2.2).
 
     R_i = sum_j grad_{theta_j} k(theta_j, theta_i) = (2/h) sum_j k_ij (theta_i - theta_j).
@@ -122,10 +136,6 @@ class RBF:
     """
 
     needs_inner: ClassVar[bool] = False
-    bandwidth: Bandwidth = field(default_factory=Median)
-
-    def __post_init__(self) -> None:
-        _require_bandwidth("RBF", self.bandwidth)
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M]; rows and columns of the latter sum to zero.
@@ -142,7 +152,7 @@ class RBF:
 
 
 @dataclass(frozen=True)
-class IMQ:
+class IMQ(BandwidthKernel):
     """k(x, y) = (1 + |x - y|^2 / h)^(-1/2), the inverse multiquadric; not in the papers.
 
     R_i = (1/h) sum_j k_ij^3 (theta_i - theta_j): its tails reach heads that an RBF no longer sees.
@@ -152,10 +162,6 @@ class IMQ:
     """
 
     needs_inner: ClassVar[bool] = False
-    bandwidth: Bandwidth = field(default_factory=Median)
-
-    def __post_init__(self) -> None:
-        _require_bandwidth("IMQ", self.bandwidth)
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients [*, M, M]; rows and columns of the latter sum to zero."""
@@ -188,7 +194,7 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class NormalizedRBF:
+class NormalizedRBF(BandwidthKernel):
     """k(x, y) = exp(-|u - v|^2 / h) on directions u = x/|x|, v = y/|y|; ours, not in the papers.
 
     R_i = -sum_j grad_{theta_i} k(u_i, u_j) = -(2/h) sum_j k_ij (u_j - cos_ij u_i) / |theta_i|. It is orthogonal to
@@ -201,10 +207,6 @@ class NormalizedRBF:
     """
 
     needs_inner: ClassVar[bool] = True
-    bandwidth: Bandwidth = field(default_factory=Median)
-
-    def __post_init__(self) -> None:
-        _require_bandwidth("NormalizedRBF", self.bandwidth)
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M].
@@ -222,7 +224,7 @@ class NormalizedRBF:
 
 
 @dataclass(frozen=True)
-class RadialRBF:
+class RadialRBF(BandwidthKernel):
     """`RBF` whose repulsion only changes how long heads are, a control; ours, not in the papers.
 
     k(x, y) = exp(-|x - y|^2 / h), R_i = (2/h) sum_j k_ij ((theta_i - theta_j) . u_i) u_i, u_i = theta_i / |theta_i|.
@@ -235,10 +237,6 @@ class RadialRBF:
     """
 
     needs_inner: ClassVar[bool] = True
-    bandwidth: Bandwidth = field(default_factory=Median)
-
-    def __post_init__(self) -> None:
-        _require_bandwidth("RadialRBF", self.bandwidth)
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M]; the latter diagonal.
@@ -261,13 +259,6 @@ def cosine_gradient(geometry: Geometry) -> Tensor:
     inverse, cosine, apart = _directions(geometry)
     on_self = cosine * inverse.square().unsqueeze(-1)
     return -_pairwise(on_self, inverse.unsqueeze(-1) * inverse.unsqueeze(-2), apart)
-
-
-def _require_bandwidth(owner: str, bandwidth: Bandwidth) -> None:
-    if isinstance(bandwidth, type) or not isinstance(bandwidth, Bandwidth):
-        raise SettingError(
-            f"{owner}.bandwidth is {bandwidth!r}; expected a rule such as Median() or Fixed(1.0), an instance."
-        )
 
 
 def _directions(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
