@@ -29,7 +29,7 @@ LAYERS = """
     lab/role_masks lab/results lab/packed_text
     lab/training
     lab/analyses lab/frozen
-    lab/options lab/output lab/streams lab/stopping
+    lab/importing lab/options lab/output lab/streams lab/stopping
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare

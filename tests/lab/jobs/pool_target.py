@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.lab.experiment.job import Failure, Job
-from headwise.lab.jobs.workers import attempt
+from headwise.lab.jobs.serving import attempt
 
 
 def work(settings, folder, heartbeat):

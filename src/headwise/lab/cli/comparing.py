@@ -9,6 +9,7 @@ import typer
 
 from headwise.lab.cli.configs import format_config, merge_sizes, use_config
 from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.importing import importing
 from headwise.lab.options import (
     DataFolder,
     Embeddings,
@@ -91,11 +92,12 @@ def compare(
 ) -> None:
     """Train every arm with every seed, show the table and write report.html; run again to resume."""
     require_task(task)
-    from headwise.lab.compare import RESULTS, Comparison
-    from headwise.lab.compare import compare as run
-    from headwise.lab.experiment.arm_text import parse_arms
-    from headwise.lab.jobs.launchers import Launcher
-    from headwise.lab.jobs.pool import count_workers
+    with importing():
+        from headwise.lab.compare import RESULTS, Comparison
+        from headwise.lab.compare import compare as run
+        from headwise.lab.experiment.arm_text import parse_arms
+        from headwise.lab.jobs.launchers import Launcher
+        from headwise.lab.jobs.pool import count_workers
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")

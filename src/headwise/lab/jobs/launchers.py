@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from headwise.errors import SettingError, require_choice
 from headwise.lab.experiment.job import Failure, Job, Watch
-from headwise.lab.jobs.workers import attempt, do_job
+from headwise.lab.jobs.serving import attempt
+from headwise.lab.jobs.workers import do_job
 
 LAUNCHERS = ("local", "slurm", "ray")
 POLL_SECONDS = 0.2

@@ -7,36 +7,31 @@ start processes that train one model together. Jobs call `heartbeat()` to learn 
 import multiprocessing
 import os
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError
 from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.experiment.job import Failure, Heartbeat, Job, Watch
-from headwise.lab.experiment.run_folder import LOG
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.importing import importing
+from headwise.lab.jobs.serving import Target, serve
 from headwise.lab.stopping import BY_SIGNAL, ignoring_stops
 from headwise.lab.training import processes
 from headwise.lab.training.baseline import BaselineSettings, run_baseline
 from headwise.lab.training.cross_validation import gather_parts
 
-Target = Callable[[Any, Path, Heartbeat], None]
-
 # Seconds that a worker has to save its state after Ctrl-C, and after which one that writes nothing is named.
 PATIENCE_SECONDS, SILENCE_SECONDS = 5.0, 600.0
-# One thread per process: parallel runs already use every core.
 SAVED = "stopped; every run has saved its state, give the same command again to resume."
+# One thread per process: parallel runs already use every core.
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -62,7 +57,8 @@ def do_job(settings: RunSettings | BaselineSettings | AnalysisSettings, folder: 
         analyze(settings, folder)
         return
     # Hugging Face's Trainer takes seconds to import, and only arms need it
-    from headwise.lab.training.train import train_run
+    with importing():
+        from headwise.lab.training.train import train_run
 
     train_run(settings, folder, heartbeat)
     processes.by_first(lambda: gather_parts(settings, folder))
@@ -130,10 +126,13 @@ def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) ->
 
 def _start(context: SpawnContext, target: Target, stop: Any) -> _Worker:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(target, theirs, stop), daemon=True)
+    process = context.Process(target=serve, args=(theirs, stop), daemon=True)
     with _set_environment(dict.fromkeys(ONE_THREAD, "1")), _hold_interrupts():
         process.start()
     theirs.close()
+    with suppress(OSError):
+        # of a process that has ended by then, `run_jobs` hears when it sends the job
+        ours.send(target)
     return _Worker(process, ours)
 
 
@@ -201,84 +200,6 @@ def _end(pool: Sequence[_Worker]) -> tuple[list[Job], KeyboardInterrupt | None]:
     saved = (0, BY_SIGNAL + signal.SIGTERM)
     cut = [worker.job for worker in pool if worker.job is not None and worker.process.exitcode not in saved]
     return cut, interrupt
-
-
-def _serve(target: Target, connection: Connection, stop: Any) -> None:
-    """Body of a worker process: do jobs until None, a stop or the end of the parent."""
-    asked: list[int] = []
-    busy = False
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-        if not busy:
-            os._exit(BY_SIGNAL + number)
-
-    # the parent decides what Ctrl-C and a closed terminal mean, which reach all processes
-    for name in ("SIGINT", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, ask)
-    heard = _make_heartbeat(stop)
-    with suppress(EOFError, ConnectionError):
-        while (job := connection.recv()) is not None and not stop.is_set():
-            busy = True
-            failure = attempt(target, job, lambda: bool(asked) or heard())
-            if asked and failure is None:
-                # it has saved, and is not done
-                os._exit(BY_SIGNAL + asked[0])
-            connection.send(failure)
-            busy = False
-    # all files are closed, and a normal exit of an interpreter with torch takes seconds
-    os._exit(0)
-
-
-def _make_heartbeat(stop: Any) -> Heartbeat:
-    parent = multiprocessing.parent_process()
-    seen = time.monotonic()
-
-    def heartbeat() -> bool:
-        nonlocal seen
-        if stop.is_set():
-            return True
-        if parent is not None and time.monotonic() - seen > 1.0:
-            seen = time.monotonic()
-            return not parent.is_alive()
-        return False
-
-    return heartbeat
-
-
-def attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:
-    """Do a job in this process with its output in its log; return the failure, if any."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    with _redirect_output(job.folder / LOG):
-        try:
-            target(job.settings, job.folder, heartbeat)
-        except HeadwiseError as error:
-            traceback.print_exc()
-            return Failure(job, str(error), refused=True)
-        except Exception as error:
-            traceback.print_exc()
-            first = (str(error).splitlines() or [""])[0]
-            return Failure(job, f"{type(error).__name__}: {first}", refused=False)
-    return None
-
-
-@contextmanager
-def _redirect_output(path: Path) -> Iterator[None]:
-    """Append everything written to stdout and stderr to a file, also from C."""
-    saved = [os.dup(1), os.dup(2)]
-    with path.open("ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, copy in enumerate(saved, start=1):
-            os.dup2(copy, descriptor)
-            os.close(copy)
 
 
 @contextmanager
