@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from headwise.errors import SettingError, require_range
 
@@ -298,9 +299,6 @@ def holm(p_values: Sequence[float], planned: int = 0) -> list[float]:
 
 
 def _scale(error: float, probability: float, freedom: float) -> float:
-    # slow to import
-    from scipy import special
-
     return float(special.stdtrit(freedom, probability)) * error
 
 
@@ -308,7 +306,4 @@ def _exceed(distance: float, error: float, freedom: float) -> float:
     """Return how likely Student's t exceeds a distance over its standard error."""
     if error == 0.0:
         return 0.5 if distance == 0.0 else float(distance < 0.0)
-    # slow to import
-    from scipy import special
-
     return float(special.stdtr(freedom, -distance / error))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import sacrebleu
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -131,9 +132,6 @@ class TranslationTask(Task):
 
     def on_dev(self, model: Any, data: ScaledTranslation) -> dict[str, Any]:
         """Return the BLEU of greedy decoding on dev."""
-        # slow to import
-        import sacrebleu
-
         found = translate_split(model, data.dev, data.whole, beams=1, length_penalty=1.0)
         score = sacrebleu.corpus_bleu(found, [data.references("dev")]).score
         return {"pooled": score / 100}
@@ -256,9 +254,6 @@ def _open_scaled(folder: Path, scale: TranslationScale) -> ScaledTranslation:
 
 
 def _score(found: Sequence[str], references: Sequence[str], *, seconds: float | None = None) -> Answers:
-    # slow to import
-    import sacrebleu
-
     hashes = np.array([stable_key(line) >> 1 for line in found], dtype=np.int64)
     scorers = {"BLEU": sacrebleu.BLEU(), "chrF": sacrebleu.CHRF()}
     measures = {name: scorer.corpus_score(found, [references]).score for name, scorer in scorers.items()}
