@@ -52,6 +52,14 @@ def test_a_second_time_garbage_is_still_collected(module: str) -> None:
     assert garbage() is None
 
 
+def test_garbage_from_before_an_import_is_not_kept(module: str) -> None:
+    garbage = weakref.ref(Cycle())
+    with importing():
+        importlib.import_module(module)
+    gc.collect()
+    assert garbage() is None
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_before_after_a_module_that_is_missing(enabled: bool) -> None:
     if not enabled:

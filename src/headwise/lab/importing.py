@@ -15,6 +15,8 @@ def importing() -> Iterator[None]:
     finds nothing and takes time, as does each full collection later; the Trainer begins with one.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
+    # a job done before has left some, which would stay as well
+    gc.collect()
     gc.disable()
     try:
         yield
