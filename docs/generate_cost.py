@@ -14,7 +14,7 @@ BEFORE, NOW = "2026-11-25-floors-cpu-before.json", "2026-11-26-floors-cpu.json"
 STEPS_BEFORE, STEPS = "2026-11-21-overhead-cpu.json", "2026-11-26-overhead-cpu.json"
 MEASURE_BEFORE = "2026-11-22-measure-cpu.json"
 MEASURE = ("2026-11-26-measure-cpu.json", "2026-11-26-measure-cpu-12-layers.json")
-LABORATORY = "2026-11-26-laboratory-cpu.json"
+LABORATORY = "2026-11-26-laboratory-cpu-2.json"
 # What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
 STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer": 0.0005}
 ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
