@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT / "tests")) if path not in sys.path]
 
 import headwise as hw  # noqa: E402
-from heads.families import FAMILIES, Family  # noqa: E402
+from heads.families import FAMILIES  # noqa: E402
+from heads.family import Family  # noqa: E402
 from heads.refused import REFUSED  # noqa: E402
 
 PAGE = Path(__file__).parent / "any-model.md"

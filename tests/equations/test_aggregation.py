@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise.routing.chunked as recompute
-from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
-from headwise.heads.find import find_heads
-from headwise.routing.aggregate import aggregate
-from headwise.routing.modules import EMAggregator, Residual, SimpleAggregator, TrunkAggregator, build
+from equations.aggregators import EVERY, D, E, H, random, seeded, vote_settings
+from headwise.errors import HeadwiseError, SettingError, ShapeError
+from headwise.routing.modules import EMAggregator, Residual, SimpleAggregator, build
 from headwise.routing.settings import (
     Chunks,
     EMRouting,
@@ -24,10 +23,8 @@ from headwise.routing.settings import (
     simple_routing,
     uniform_routing,
 )
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
+from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
-H, E, D = 2, 4, 8
-vote_settings = st.sampled_from([SharedTrunk(), SharedTrunk(relu=False), PerHead(), DistinctCapsules()])
 chunk_settings = st.builds(Chunks, tokens=st.integers(1, 9), routed=st.integers(1, 9))
 capsule_counts = st.sampled_from([None, 1, 2, 4, 8])
 routings = (
@@ -49,17 +46,6 @@ routings = (
     )
     | st.builds(Trunk, capsules=capsule_counts, votes=vote_settings, chunks=chunk_settings)
 )
-EVERY = [SimpleRouting(), EMRouting(), EMRouting(activation=False, votes=PerHead()), Trunk(votes=DistinctCapsules())]
-
-
-def seeded(setting, seed: int = 0, heads: int = H, size: int = E, width: int = D) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build(setting, heads, size, width)
-
-
-def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def plainly(module, heads: Tensor) -> Tensor:
@@ -214,76 +200,6 @@ def test_the_parameters_added_in_the_place_of_an_output_projection_are_the_paper
     assert new - old == added
 
 
-@given(vote_settings, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=25)
-def test_votes_have_the_shape_of_their_setting_whatever_the_sizes(setting, heads, size, capsules, capsule):
-    votes = Votes(setting, heads, size, capsules * capsule, capsules)
-    assert votes(torch.randn(5, heads * size)).shape == (5, heads, capsules, capsule)
-
-
-@pytest.mark.parametrize("relu", [True, False])
-def test_votes_of_the_shared_trunk_follow_their_equation(relu: bool):
-    votes = Votes(SharedTrunk(relu=relu), H, E, D, 4).double()
-    with torch.no_grad():
-        for parameter in votes.parameters():
-            parameter.copy_(random(*parameter.shape, seed=parameter.numel()))
-    o = random(1, 8)[0]
-    normed = (o - o.mean()) / (o.var(unbiased=False) + 1e-5).sqrt() * votes.norm_weight + votes.norm_bias
-    hidden = votes.trunk_weight @ normed + votes.trunk_bias
-    hidden = hidden.clamp_min(0) if relu else hidden
-    for h in range(H):
-        rows = slice(h * D, (h + 1) * D)
-        expected = votes.vote_weight[rows] @ hidden + votes.vote_bias[rows]
-        torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
-
-
-@pytest.mark.parametrize("setting", [PerHead(), DistinctCapsules()])
-def test_votes_of_their_own_heads_follow_their_equation(setting):
-    votes = Votes(setting, H, E, D, 4).double()
-    o = random(1, 8)[0]
-    for h in range(H):
-        rows = slice(h * E, (h + 1) * E)
-        if isinstance(setting, PerHead):
-            hidden = (votes.hidden_weight[h] @ o[rows] + votes.hidden_bias[h]).clamp_min(0)
-            expected = votes.vote_weight[h] @ hidden + votes.vote_bias[h]
-        else:
-            expected = votes.vote_weight[h] @ (votes.capsule_weight[rows] @ o + votes.capsule_bias[rows]).clamp_min(0)
-        torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
-
-
-def test_weights_start_as_those_of_linear_and_layer_norm_and_betas_normal():
-    module = seeded(EMRouting(), heads=8, size=64, width=512)
-    assert (module.votes.norm_weight == 1).all()
-    assert (module.votes.norm_bias == 0).all()
-    bound = nn.Linear(512, 512).weight.abs().max()
-    for name in ("trunk_weight", "trunk_bias", "vote_weight", "vote_bias"):
-        torch.testing.assert_close(module.votes.get_parameter(name).abs().max(), bound, rtol=0.05, atol=0)
-    for beta in (module.beta_a, module.beta_mu):
-        torch.testing.assert_close(beta.std() * 512**0.5, torch.tensor(1.0), rtol=0.15, atol=0)
-
-
-def test_trunk_and_routing_start_from_the_same_votes():
-    trunk, routed = seeded(Trunk(), seed=3), seeded(EMRouting(), seed=3)
-    for name, parameter in trunk.named_parameters():
-        assert torch.equal(parameter, routed.get_parameter(name))
-
-
-@pytest.mark.parametrize("setting", [*EVERY, Residual(EMRouting())], ids=str)
-def test_reset_parameters_draws_every_weight_as_the_constructor_did(setting):
-    projection = nn.Linear(8, 8) if isinstance(setting, Residual) else None
-    torch.manual_seed(5)
-    module = build(setting, H, E, D, projection)
-    started = copy.deepcopy(module.state_dict())
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if not name.startswith("projection"):
-                parameter.fill_(9.0)
-    torch.manual_seed(5)
-    module.reset_parameters()
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, started[name]), name
-
-
 def test_a_residual_starts_as_the_projection_and_learns_gamma_first():
     projection = nn.Linear(8, 8)
     module = build(Residual(EMRouting(capsules=4)), H, E, D, projection)
@@ -403,87 +319,3 @@ def test_a_compiled_chunk_gives_the_plain_values_and_gradients(setting, caplog):
     torch.testing.assert_close(compiled(heads), plain(heads))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
-def encoder(layers: int = 2) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-@pytest.mark.parametrize("setting", [SimpleRouting(), EMRouting(capsules=4), Trunk(), Residual(EMRouting())], ids=str)
-def test_aggregate_puts_one_aggregator_of_its_own_into_each_site(setting):
-    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
-    before = model(x)
-    aggregation = aggregate(find_heads(model), setting)
-    modules = [layer.self_attn.out_proj for layer in model.layers]
-    assert [place.new for place in aggregation.replaced] == modules
-    assert not {id(p) for p in modules[0].parameters()} & {id(p) for p in modules[1].parameters()}
-    after = model(x)
-    assert torch.equal(before, after) == isinstance(setting, Residual)
-    after.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x), after)
-
-
-def test_the_handle_lists_its_sites_and_puts_the_old_projections_back():
-    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
-    before, keys = model(x), set(model.state_dict())
-    aggregation = aggregate(find_heads(model).layer(1), EMRouting())
-    text = str(aggregation)
-    assert "layers.1.self_attn: out_proj is EMAggregator" in text
-    assert "layers.0" not in text
-    aggregation.remove()
-    assert set(model.state_dict()) == keys
-    torch.testing.assert_close(model(x), before)
-    with pytest.raises(HeadwiseError, match="removed or replaced before"):
-        aggregation.remove()
-
-
-def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
-    model = encoder()
-    first = aggregate(find_heads(model).layer(1), Trunk())
-    before = model.layers[0].self_attn.out_proj
-    with pytest.raises(LayoutError, match="already has TrunkAggregator as its output"):
-        aggregate(find_heads(model), EMRouting())
-    assert model.layers[0].self_attn.out_proj is before
-    first.remove()
-    aggregate(find_heads(model), EMRouting())
-
-
-def test_two_sites_with_one_output_projection_are_refused():
-    heads = find_heads(encoder(1))
-    with pytest.raises(LayoutError, match="shares its output projection"):
-        aggregate(replace(heads, sites=heads.sites * 2), Trunk())
-
-
-def test_a_setting_that_does_not_fit_a_site_changes_nothing():
-    model = encoder()
-    before = model.layers[0].self_attn.out_proj
-    with pytest.raises(SettingError, match="divisor"):
-        aggregate(find_heads(model), EMRouting(capsules=3))
-    with pytest.raises(SettingError, match="a str"):
-        aggregate(find_heads(model), "em")  # pyright: ignore[reportArgumentType]
-    assert model.layers[0].self_attn.out_proj is before
-
-
-def test_aggregators_take_dtype_and_mode_of_the_projection_they_replace():
-    model = encoder().double().eval()
-    aggregate(find_heads(model), EMRouting())
-    module = model.layers[0].self_attn.out_proj
-    assert isinstance(module, EMAggregator)
-    assert not module.training
-    assert {p.dtype for p in module.parameters()} == {torch.float64}
-
-
-def test_a_model_with_aggregators_can_be_copied_and_its_state_loaded():
-    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
-    aggregate(find_heads(model), EMRouting(capsules=4))
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), model(x))
-    other = encoder()
-    aggregate(find_heads(other), EMRouting(capsules=4))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(x), model(x))
-    assert isinstance(copied.layers[0].self_attn.out_proj, EMAggregator)
-    assert not isinstance(copied.layers[0].self_attn.out_proj, TrunkAggregator)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.errors import SettingError, ShapeError
+from equations.draws import draw
 from headwise.reference import particles as reference
 from headwise.repulsion.gram import Geometry, geometry
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
@@ -23,10 +23,6 @@ NOISY = (SPOS, SGLD)
 
 def matrix(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def close(actual: Tensor, wanted: Tensor, *, terms: float = 1024) -> None:
@@ -297,89 +293,6 @@ def test_update_changes_neither_its_arguments_nor_their_graph():
     forces = update(SPOS(0.7, 0.3, inverse_temperature=1.7), theta, g, xi)
     assert all(torch.equal(now, then) for now, then in zip((theta, g, xi), before, strict=True))
     assert not forces.gradient.requires_grad
-
-
-def test_noise_is_required_where_the_rule_adds_it_and_refused_elsewhere():
-    theta, g = draw(4, 5), draw(4, 5, seed=1)
-    with pytest.raises(SettingError, match=r"SGLD.* adds noise and none was given"):
-        update(SGLD(1.7), theta, g)
-    with pytest.raises(SettingError, match=r"SVGD.* adds no noise"):
-        update(SVGD(), theta, g, theta)
-    with pytest.raises(ShapeError, match="noise has shape"):
-        update(SGLD(1.7), theta, g, draw(4, 6))
-
-
-@pytest.mark.parametrize(
-    "rule", [SVGD(kernel=Cosine()), SVGD(kernel=NormalizedRBF()), CosinePenalty(), CosineRepulsion()]
-)
-def test_a_zero_particle_is_refused_where_directions_matter(rule: Rule):
-    theta = draw(3, 4)
-    theta[1] = 0
-    with pytest.raises(ShapeError, match=r"particles \[1\] of 3 are zero"):
-        update(rule, theta, draw(3, 4, seed=1))
-    update(SVGD(), theta, draw(3, 4, seed=1))
-
-
-@pytest.mark.parametrize(
-    ("particles", "gradients", "message"),
-    [
-        (draw(4, 5), draw(4, 6), "gradients has shape"),
-        (draw(4), draw(4), "particles has shape"),
-        (draw(4, 5).long(), draw(4, 5), "particles has dtype"),
-        (draw(4, 5), draw(4, 5).long(), "gradients has dtype"),
-        (draw(4, 5) * math.nan, draw(4, 5), "particles holds values that are not finite"),
-        (draw(4, 5), draw(4, 5) * math.inf, "gradients holds values that are not finite"),
-        (draw(0, 5), draw(0, 5), "at least one particle"),
-        (draw(4, 0), draw(4, 0), "at least one particle"),
-        ([[1.0]], draw(1, 1), "particles is a list"),
-    ],
-)
-def test_bad_particles_are_refused(particles: Tensor, gradients: Tensor, message: str):
-    with pytest.raises(ShapeError, match=message):
-        update(SVGD(), particles, gradients)
-
-
-BAD_SETTINGS = [
-    ("alpha", -0.1),
-    ("alpha", math.nan),
-    ("alpha", None),
-    ("step_size", 0.0),
-    ("kernel", RBF),
-    ("kernel", "rbf"),
-    ("smoothing", 1),
-    ("prior_precision", -1.0),
-    ("data_size", 0.0),
-    ("inverse_temperature", 0.0),
-    ("inverse_temperature", math.inf),
-]
-
-
-@pytest.mark.parametrize(
-    ("owner", "field", "value"),
-    [
-        (owner, field, value)
-        for owner in (SVGD, SPOS, SGLD, CosinePenalty, CosineRepulsion)
-        for field, value in BAD_SETTINGS
-        if field in owner.__dataclass_fields__
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(owner: type, field: str, value: object):
-    needed = {"inverse_temperature": 1.7} if owner in NOISY else {}
-    owner(**needed)
-    with pytest.raises(SettingError, match=f"{owner.__name__}.{field}"):
-        owner(**{**needed, field: value})
-
-
-@pytest.mark.parametrize("ratio", [0.0, -1.0, math.inf, True])
-def test_a_relative_strength_is_positive(ratio: float):
-    with pytest.raises(SettingError, match=r"Relative\.ratio"):
-        Relative(ratio)
-
-
-def test_the_temperature_of_a_noisy_rule_has_no_default():
-    for owner in NOISY:
-        with pytest.raises(TypeError, match="inverse_temperature"):
-            owner()
 
 
 def test_the_noise_has_the_papers_scale():

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
 
 class CallingAttention(nn.Module):
     """Grouped queries, a mask of any form, dropout, a scale; the call is imported by name."""

@@ -8,7 +8,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+import headwise as hw
+from headwise.reference import particles as reference
+
 WIDTH, HEADS, SIZE = 10, 4, 3
+X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(3))
+RULE = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)
 
 
 def unpack(tensor: Tensor, axes: str, sizes: dict[str, int]) -> Tensor:
@@ -149,3 +154,19 @@ class ThreeLists(nn.Module):
             q, k, v = (maps[head](part) for maps in (self.q_mappings, self.k_mappings, self.v_mappings))
             heads.append((q @ k.mT / self.d_head**0.5).softmax(-1) @ v)
         return torch.cat(heads, -1)
+
+
+def forces(theta: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient that SVGD hands to the optimizer, by loops over pairs of heads."""
+    flat, g = theta.flatten(1), gradient.flatten(1)
+    kappa = reference.rbf(reference.median_bandwidth(flat))
+    settings = {"alpha": 0.7, "epsilon": 0.3, "tau": 0.2, "N": 3.0, "beta": 1.7, "smoothing": True}
+    step = reference.svgd(flat, g, kappa, reference.repulsion(flat, kappa), **settings)
+    return step.view(theta.shape)
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    model.double()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model

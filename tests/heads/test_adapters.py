@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from heads.test_huggingface_taps import BY_NAME
+from heads.families import BY_NAME
 from heads.wrappers import LoraLinear, wrap
 
 peft = pytest.importorskip("peft")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from headwise.errors import LayoutError, SettingError
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
-from heads.test_huggingface_taps import checkpoint_activations
+from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
 TRACING = [

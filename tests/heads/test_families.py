@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 
 
 def facts(family: Family) -> dict[str, tuple]:

@@ -14,7 +14,8 @@ from torch.nn.utils.prune import ln_structured
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from heads.test_huggingface_taps import BY_NAME, results
+from heads.families import BY_NAME
+from heads.forwards import results
 from headwise.nn.hooks import Handle
 
 ATTACH: dict[str, Callable[[hw.Heads], Handle]] = {

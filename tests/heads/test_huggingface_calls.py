@@ -10,14 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.test_head_bias import generator, prompt
-from heads.test_huggingface_taps import (
-    BY_NAME,
-    checkpoint_activations,
-    no_bias,
-    results,
-    without_dropout,
-)
+from heads.families import BY_NAME
+from heads.forwards import checkpoint_activations, generator, no_bias, prompt, results, without_dropout
 from heads.transformers_versions import given_cache
 
 FROM_A_CACHE = r"called with a cache, which holds keys whose values the call itself did not compute.*use_cache=False"

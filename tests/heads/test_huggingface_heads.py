@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import headwise as hw
-from heads.families import FAMILIES, Family
-from heads.test_head_bias import weighed
-from heads.test_huggingface_taps import BY_NAME, checkpoint_activations, results, same
+from heads.families import BY_NAME, FAMILIES
+from heads.family import Family
+from heads.forwards import checkpoint_activations, results, same, weighed
 
 REPLACEABLE = [family for family in FAMILIES if family.replaceable]
 PROJECTED = [family for family in FAMILIES if all(attention.output for attention in family.attentions)]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.calling import EinsumAttention
-from heads.test_huggingface_taps import BY_NAME, checkpoint_activations, results
+from heads.families import BY_NAME
+from heads.forwards import checkpoint_activations, results
 
 Losses = Callable[[], Tensor]
 STEP = 1e-4

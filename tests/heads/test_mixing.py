@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from heads.calling import CallingAttention, CausalSelfAttention
-from heads.families import Family
-from heads.test_head_bias import weighed
-from heads.test_huggingface_taps import BY_NAME, REACHED, checkpoint_activations, results, same, without_dropout
+from heads.families import BY_NAME, REACHED
+from heads.family import Family
+from heads.forwards import checkpoint_activations, results, same, weighed, without_dropout
 from headwise.nn.mixing import HeadMixer, find_mixer
 from headwise.reference.attention import talking_heads
 
@@ -258,6 +258,8 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
         handle.remove()
 
 
+# torch's own, where a graph ends between the projections and the scores
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_compiled_before_talks_as_one_that_is_not():
     model = nn.TransformerEncoderLayer(12, 3, 8, 0.0, batch_first=True).double().eval()
     hw.Taps(hw.find_heads(model), outputs=True).remove()

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import headwise as hw
-from heads.test_huggingface_taps import checkpoint_activations
+from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
 from headwise.heads.pairing import pair_decoder_heads
 from headwise.reference.attention import differential_heads

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from headwise.heads.head_runs import HeadRuns
 from headwise.heads.heads import Heads
 

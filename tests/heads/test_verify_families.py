@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from heads.misreadings import misreadings, reordered
 from headwise.heads.heads import Heads
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.calling import EinsumAttention, NanoGPT
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from heads.own import ListAttention
 from laws.attaching import DTYPES, METHODS, MODES, Method, changes
 

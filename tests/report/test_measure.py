@@ -1,3 +1,5 @@
+"""The report of `measure`: its numbers, its tables, its file, and what is refused or left out."""
+
 from __future__ import annotations
 
 import json
@@ -6,209 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers import BertConfig, BertModel
 
 import headwise as hw
 from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
-from headwise.report.prefix_cache import record
-from headwise.report.removal_cost import measure_removal
 from headwise.report.tables import make_comparison_rows, make_layer_rows
-
-SMALL = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20, "vocab_size": 30}
-
-
-class Stack(nn.Module):
-    """Layers of attention with a choice of what each does beside that."""
-
-    def __init__(self, kind: str, layers: int = 3) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(12, 3, 16, batch_first=True, dropout=0.2) for _ in range(layers)
-        )
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, self.seen = x, []
-        for layer in self.layers:
-            x = layer(x)
-            if self.kind == "in place":
-                x *= 1.5
-            if self.kind == "skip":
-                x = x + first
-        return x
-
-
-class Remembering(nn.Module):
-    """A layer that tells the model something beside what it returns."""
-
-    def __init__(self, model: list[Tensor]) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.model.append(x.mean() + 1)
-        return x + self.attention(x, x, x)[0]
-
-
-class Told(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[Tensor] = []
-        self.layers = nn.ModuleList(Remembering(self.told) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.told.clear()
-        for layer in self.layers:
-            x = layer(x)
-        return x * sum(self.told, torch.tensor(1.0))
-
-
-class Sharing(nn.TransformerEncoderLayer):
-    """A layer that keeps what it returns, or adds what another one kept."""
-
-    def __init__(self, kept: dict[str, Tensor], place: int) -> None:
-        super().__init__(12, 3, 16, batch_first=True)
-        self.kept, self.place = kept, place
-
-    def forward(self, src: Tensor, *args, **kwargs) -> Tensor:
-        output = super().forward(src, *args, **kwargs)
-        if self.place == 0:
-            self.kept["first"] = output
-        return output + self.kept["first"] if self.place == 2 else output
-
-
-class Keeping(nn.Module):
-    """Layers of which the first keeps what it returned for the last, and what the model does before them."""
-
-    def __init__(self, before: str) -> None:
-        super().__init__()
-        self.kept: dict[str, Tensor] = {}
-        self.before = before
-        self.layers = nn.ModuleList(Sharing(self.kept, place) for place in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.before == "forget":
-            self.kept.clear()
-        if self.before == "noise":
-            x = x + 0.1 * torch.randn_like(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, 5, 12, generator=generator), torch.randn(2, 6, 12, generator=generator)]
-
-
-def ids() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    keep = torch.ones(3, 7, dtype=torch.int64)
-    keep[1, 4:] = 0
-    return [
-        {"input_ids": torch.randint(1, 30, (3, 7), generator=generator), "attention_mask": keep},
-        {"input_ids": torch.randint(1, 30, (2, 5), generator=generator)},
-    ]
-
-
-def spread(output: object, _batch: object) -> Tensor:
-    states = output if isinstance(output, Tensor) else output.last_hidden_state  # pyright: ignore[reportAttributeAccessIssue]
-    return states[:, 0, :3].square().sum(-1)
-
-
-def run(model: nn.Module, batch) -> object:
-    return model(batch) if isinstance(batch, Tensor) else model(**batch)
-
-
-MODELS = {
-    "torch": (lambda: Stack("plain"), tensors),
-    "a skip around every layer": (lambda: Stack("skip"), tensors),
-    "changed in place": (lambda: Stack("in place"), tensors),
-    "BERT": (lambda: BertModel(BertConfig(num_hidden_layers=3, **SMALL)), ids),
-    "ALBERT, one layer for all": (
-        lambda: AlbertModel(AlbertConfig(num_hidden_layers=3, embedding_size=8, **SMALL)),
-        ids,
-    ),
-    "GPT-2": (lambda: GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=4, vocab_size=30, n_positions=16)), ids),
-    "a layer that tells": (Told, tensors),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_a_head_costs_is_to_the_bit_that_of_whole_forwards(name: str):
-    torch.manual_seed(0)
-    make, batches = MODELS[name]
-    model = make().eval()
-    heads = hw.find_heads(model)
-    found = measure_removal(heads, batches(), run, spread)
-    by_importance = torch.stack(
-        [torch.cat([spread(run(model, batch), batch).double().detach() for batch in batches()])]
-    )
-    assert torch.equal(found.whole, by_importance[0])
-    for site in heads:
-        for head in range(site.num_heads):
-            with hw.ablate(hw.find_heads(model).where(site.name), head):
-                without = torch.cat([spread(run(model, batch), batch).double().detach() for batch in batches()])
-            assert torch.equal(found.drops[site.name][head], found.whole - without)
-            assert found.drops[site.name][head].abs().max() > 0
-
-
-def test_it_is_said_whether_forwards_were_whole_and_why():
-    torch.manual_seed(0)
-    batches = tensors()
-    model = Stack("plain").eval()
-    assert measure_removal(hw.find_heads(model), batches, run, spread).replayed
-    told = Told().eval()
-    found = measure_removal(hw.find_heads(told), batches, run, spread)
-    assert not found.replayed
-    assert "returned other numbers" in found.reason
-    report = hw.measure(told, hw.find_heads(told), batches, score=spread)
-    assert any("every forward pass without a head was computed in full" in note for note in report.notes)
-    one = Stack("plain", layers=1).eval()
-    assert measure_removal(hw.find_heads(one), batches, run, spread).reason == "no layer ends before another begins"
-
-
-def test_what_ran_before_a_head_does_not_run_again():
-    torch.manual_seed(0)
-    model = BertModel(BertConfig(num_hidden_layers=3, **SMALL)).eval()
-    heads, (batch, _) = hw.find_heads(model), ids()
-    calls: list[str] = []
-    for name, module in model.named_modules():
-        if name.endswith(("query", "intermediate.dense")):
-            module.forward = counting(module.forward, calls, name)
-    with torch.no_grad(), record(heads) as recording:
-        model(**batch)
-    calls.clear()
-    with torch.no_grad(), recording.before(heads.sites[1]) as spared:
-        model(**batch)
-    assert spared == 3  # the embeddings, the layer before, and what the heads attend with
-    assert calls == [
-        f"encoder.layer.{part}" for part in ("1.intermediate.dense", "2.attention.self.query", "2.intermediate.dense")
-    ]
-    calls.clear()
-    model(**batch)
-    assert len(calls) == 6
-
-
-def counting(forward, calls: list[str], name: str):
-    def counted(*args, **kwargs):
-        calls.append(name)
-        return forward(*args, **kwargs)
-
-    return counted
-
-
-def test_an_output_that_was_changed_in_place_is_never_given_back():
-    torch.manual_seed(0)
-    model = Stack("in place").eval()
-    with torch.no_grad(), record(hw.find_heads(model)) as recording:
-        model(tensors()[0])
-    assert set(recording.changed) == {"layers.0", "layers.1", "layers.2"}
-    # what was not changed is given back still
-    assert measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
+from report.stack import SMALL, Stack, ids, spread, tensors
 
 
 def test_the_numbers_of_a_report_are_the_metrics():
@@ -370,25 +176,6 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(NotFired, match="were not called"):
         hw.measure(model, heads, tensors(), forward=lambda _model, batch: batch)
     assert model.training
-
-
-@pytest.mark.parametrize("before", ["", "forget"])
-def test_what_a_layer_keeps_for_a_later_one_is_seen_and_every_forward_computed_whole(before: str):
-    torch.manual_seed(0)
-    model = Keeping(before).eval()
-    heads, told = hw.find_heads(model), []
-    fast = measure_removal(heads, tensors(), run, spread, advance=told.append)
-    slow = measure_removal(heads, tensors(), run, spread, replay=False)
-    assert not fast.replayed
-    assert ("KeyError" if before else "other numbers") in fast.reason
-    assert all(torch.equal(fast.drops[name], slow.drops[name]) for name in slow.drops)
-    # a forward a head and batch, and the whole one
-    assert sum(told) == 2 * (9 + 1)
-
-
-def test_a_model_that_draws_is_computed_whole():
-    model = Keeping("noise").eval()
-    assert not measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
 
 
 def test_a_guided_model_is_measured_with_the_masks_of_its_batches():

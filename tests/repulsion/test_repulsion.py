@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,31 +274,6 @@ def test_parameters_the_optimizer_does_not_hold_are_refused_and_several_optimize
     assert len(handle.last.names) == 3
 
 
-def test_a_wrapped_optimizer_is_unwrapped_and_anything_else_refused():
-    model = model_with_gradients()
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapped = SimpleNamespace(optimizer=SimpleNamespace(original_optimizer=inner))
-    handle = hw.repel([wrapped], hw.find_heads(model), RULE)
-    inner.step()
-    assert handle.steps == 1
-    assert str(handle) == f"{RULE} on 3 particle groups of 4 heads, before each step of SGD"
-    with pytest.raises(hw.SettingError, match="optimizer is str"):
-        hw.repel("adam", hw.find_heads(model), RULE)
-
-
-def test_the_same_heads_are_not_repelled_twice_until_removed():
-    model = model_with_gradients()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    heads = hw.find_heads(model)
-    handle = hw.repel(optimizer, heads, RULE)
-    with handle, pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
-        hw.repel(optimizer, heads.projection("key"), RULE)
-    before = model.q_proj.weight.grad.clone()
-    optimizer.step()
-    assert torch.equal(model.q_proj.weight.grad, before)
-    hw.repel(optimizer, heads, RULE)
-
-
 def test_a_removed_handle_and_its_model_can_be_freed():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -311,13 +285,6 @@ def test_a_removed_handle_and_its_model_can_be_freed():
     assert watched() is None
     with pytest.raises(hw.NotFired, match="no optimizer step has been taken"):
         _ = hw.repel(optimizer, hw.find_heads(model), RULE).last
-
-
-def test_frozen_heads_are_refused_by_name():
-    model = model_with_gradients()
-    model.k_proj.weight.requires_grad_(False)
-    with pytest.raises(hw.LayoutError, match=r"k_proj\.weight does not require a gradient"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)
 
 
 def test_columns_as_heads_are_mixed_without_a_copy():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from heads.test_huggingface_taps import BY_NAME
+from heads.families import BY_NAME
 from heads.wrappers import wrap
 from headwise.repulsion.gram import Geometry
 from headwise.repulsion.mixing import Mixing

@@ -117,7 +117,7 @@ def test_noise_is_that_of_a_and_b_once_each_and_the_same_for_a_seed(joint):
 
 
 def test_noise_in_a_that_query_key_and_value_share_is_drawn_once():
-    from heads.test_huggingface_taps import BY_NAME
+    from heads.families import BY_NAME
 
     entry = BY_NAME["GPT-NeoX"]
     model = adapted(entry.build(), ("query_key_value",), r=16)

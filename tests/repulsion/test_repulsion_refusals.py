@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,3 +261,35 @@ def test_the_record_of_a_step_counts_the_particles_of_each_group():
     groups = find_groups(hw.find_heads(model), joint=False)
     forces = apply_rule(RULE, groups, strength=1.0, scale=None)
     assert dict(zip(forces.names, forces.particles, strict=True)) == {"query": 4, "key": 2, "value": 2}
+
+
+def test_a_wrapped_optimizer_is_unwrapped_and_anything_else_refused():
+    model = model_with_gradients()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(original_optimizer=inner))
+    handle = hw.repel([wrapped], hw.find_heads(model), RULE)
+    inner.step()
+    assert handle.steps == 1
+    assert str(handle) == f"{RULE} on 3 particle groups of 4 heads, before each step of SGD"
+    with pytest.raises(hw.SettingError, match="optimizer is str"):
+        hw.repel("adam", hw.find_heads(model), RULE)
+
+
+def test_the_same_heads_are_not_repelled_twice_until_removed():
+    model = model_with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    heads = hw.find_heads(model)
+    handle = hw.repel(optimizer, heads, RULE)
+    with handle, pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+        hw.repel(optimizer, heads.projection("key"), RULE)
+    before = model.q_proj.weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(model.q_proj.weight.grad, before)
+    hw.repel(optimizer, heads, RULE)
+
+
+def test_frozen_heads_are_refused_by_name():
+    model = model_with_gradients()
+    model.k_proj.weight.requires_grad_(False)
+    with pytest.raises(hw.LayoutError, match=r"k_proj\.weight does not require a gradient"):
+        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)

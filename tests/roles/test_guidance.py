@@ -6,35 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
-from transformers import BartConfig, BartModel
 
 import headwise as hw
-from heads.families import Family
-from heads.test_huggingface_taps import BY_NAME, REACHED, checkpoint_activations, results, same, without_dropout
-
-
-def square(heads: hw.Heads) -> hw.Heads:
-    """The self-attention of an encoder, or of a decoder where there is no encoder; of text where there is text."""
-    kind = "self" if any(site.kind == "self" for site in heads) else "decoder"
-    stack = next(site.stack for site in heads if site.kind == kind)
-    return heads.kind(kind).where(f"{stack}*")
-
-
-def weights_of(model: nn.Module, heads: hw.Heads, inputs: dict) -> tuple[list[hw.Capture], list[Tensor]]:
-    with hw.Taps(heads, weights=True) as taps:
-        found = results(model, inputs)
-        return taps.read(), found
-
-
-def random_mask(batch: int, heads: int, tokens: int, keep: Tensor | None = None, **settings) -> hw.HeadMask:
-    """Roles in heads 1 and 0, with rows that are empty throughout or before their own place."""
-    roles = torch.rand(batch, 2, tokens, tokens, generator=torch.Generator().manual_seed(5)) < 0.4
-    roles[:, 0, 1] = False
-    roles[:, 1, 2, :3] = False
-    return hw.HeadMask(roles, keep, heads, (1, 0), **settings)
+from heads.families import BY_NAME, REACHED
+from heads.family import Family
+from heads.forwards import results, same
+from roles.guided import encoder, random_mask, square, weights_of
 
 
 @pytest.mark.parametrize("empty", ["regular", "self"])
@@ -80,12 +59,6 @@ def test_a_mask_without_roles_changes_nothing_and_the_model_is_afterwards_what_i
         for before, after in zip(expected, results(model, inputs), strict=True):
             torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-4)
     assert same(plain, results(model, inputs))
-
-
-def encoder(layers: int = 2, **settings) -> nn.TransformerEncoder:
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, **settings)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
 def test_chosen_layers_are_guided_and_the_others_are_not():
@@ -253,35 +226,6 @@ def test_a_copy_of_a_guided_model_is_not_guided():
     assert not torch.equal(copied, guided)
 
 
-def gradients(name: str, *, checkpointing: bool) -> list[Tensor]:
-    """Two guided forwards, then their backwards in the other order, with no mask of theirs in place."""
-    family = BY_NAME[name]
-    model = family.build().double().train()
-    without_dropout(model)
-    heads = square(hw.find_heads(model))
-    captures, _ = weights_of(model, heads, family.inputs())
-    masks = [random_mask(*captures[0].weights.shape[:3], empty=empty) for empty in ("regular", "self")]
-    if checkpointing:
-        checkpoint_activations(model, reentrant=False)
-    guidance = hw.guide(heads)
-    losses = []
-    for mask in masks:
-        output = results(model, {**family.inputs(), "role_mask": mask})[0]
-        losses.append((output * torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype)).mean())
-    guidance.remove()
-    (losses[1] * 3.0).backward()
-    losses[0].backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
-def test_what_a_checkpoint_computes_again_has_the_mask_of_its_forward(name: str):
-    expected, found = gradients(name, checkpointing=False), gradients(name, checkpointing=True)
-    assert len(expected) == len(found) > 0
-    for before, after in zip(expected, found, strict=True):
-        torch.testing.assert_close(after, before)
-
-
 # torch's own, where a graph ends between the projections and the scores
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_is_guided_by_the_mask_of_each_batch():
@@ -336,96 +280,3 @@ def test_a_causal_mask_given_to_torch_enters_before_the_policy():
         model(x, mask=future, is_causal=True)
         capture = taps.read()[0]
     assert torch.equal(capture.weights[:, [1, 0]] > 0, mask.allowed(causal=True)[:, [1, 0]])
-
-
-def test_a_forward_that_ended_in_an_error_is_over():
-    model = encoder().eval()
-    x, mask = torch.randn(2, 5, 12), random_mask(2, 3, 5)
-    with hw.guide(hw.find_heads(model), mask):
-        expected = model(x)
-    guidance = hw.guide(hw.find_heads(model))
-    failures = (
-        (torch.randn(2, 5, 7), mask, (RuntimeError, AssertionError, hw.HeadwiseError)),
-        (torch.randn(2, 6, 12), mask, hw.MaskError),
-        (torch.randn(3, 5, 12), mask, hw.MaskError),
-        (x, "no mask", hw.MaskError),
-    )
-    for wrong, given, error in failures:
-        with pytest.raises(error):
-            model(wrong, role_mask=given)
-        # its mask is no later forward's, and the next one is not refused for it
-        with pytest.raises(
-            (hw.NotFired, hw.MaskError), match=r"this forward has no mask|belongs to the previous forward"
-        ):
-            model(x)
-        assert torch.equal(model(x, role_mask=mask), expected)
-    guidance(mask)
-    with pytest.raises(hw.MaskError, match="has 5 tokens"):
-        model(torch.randn(2, 4, 12))
-    with pytest.raises(hw.NotFired, match="this forward has no mask"):
-        model(x)
-    guidance.remove()
-
-
-def test_a_forward_that_ends_in_the_middle_is_over_too():
-    model = encoder().eval()
-    x, masks = torch.randn(2, 5, 12), [random_mask(2, 3, 5), random_mask(1, 3, 5)]
-    guidance = hw.guide(hw.find_heads(model))
-    handle = model.layers[0].norm1.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(x, role_mask=masks[0])
-    handle.remove()
-    found = model(x[:1], role_mask=masks[1])
-    assert guidance.calls == {"layers.0.self_attn": 2, "layers.1.self_attn": 1}
-    guidance.remove()
-    with hw.guide(hw.find_heads(model), masks[1], every_forward=True):
-        with pytest.raises(hw.MaskError, match="has 1 sentences"):
-            model(x)
-        # the mask that stays is still there
-        assert torch.equal(model(x[:1]), found)
-
-
-def test_a_mask_that_is_refused_once_is_not_refused_for_ever():
-    model = encoder().eval()
-    x, masks = torch.randn(2, 5, 12), [random_mask(2, 3, 5), random_mask(2, 3, 5, empty="self")]
-    with hw.guide(hw.find_heads(model), masks[1]):
-        expected = model(x)
-    with hw.guide(hw.find_heads(model), masks[0]) as guidance:
-        with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
-            guidance(masks[1])
-        assert torch.equal(model(x), expected)
-
-
-def test_layers_that_training_leaves_out_by_chance_are_no_fault():
-    torch.manual_seed(0)
-    sizes = {"d_model": 12, "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 8}
-    config = BartConfig(
-        vocab_size=60, encoder_layers=2, decoder_layers=1, decoder_ffn_dim=8, encoder_layerdrop=0.5, **sizes
-    )
-    model = BartModel(config)
-    mask = random_mask(2, 3, 5)
-    guidance = hw.guide(hw.find_heads(model).kind("self"))
-    for _ in range(8):
-        model(torch.randint(4, 60, (2, 5)), role_mask=mask)
-    assert 0 < sum(guidance.calls.values()) < 16
-    # in evaluation every layer runs, and one that does not is a fault
-    model.eval()(torch.randint(4, 60, (2, 5)), role_mask=mask)
-    guidance(mask)
-    with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
-        guidance.verify()
-    guidance.remove()
-
-
-def test_a_whole_model_that_is_computed_again_does_not_bring_its_mask_again():
-    model = encoder()
-    x, masks = torch.randn(2, 5, 12), [random_mask(2, 3, 5), random_mask(2, 3, 5, empty="self")]
-    guidance = hw.guide(hw.find_heads(model))
-    plain = [model(x, role_mask=mask).square().sum() for mask in masks]
-    expected = torch.autograd.grad(plain[0], list(model.parameters()))
-    again = [checkpoint(model, x, role_mask=mask, use_reentrant=False).square().sum() for mask in masks]
-    found = torch.autograd.grad(again[0], list(model.parameters()))
-    for before, after in zip(expected, found, strict=True):
-        torch.testing.assert_close(after, before)
-    # the mask given last is still the one in place, and has guided
-    guidance.verify()
-    guidance.remove()

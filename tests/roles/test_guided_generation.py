@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.test_head_bias import generator, prompt
+from heads.forwards import generator, prompt
 from heads.transformers_versions import given_cache
 
 DECODERS = ["GPT-2", "Llama"]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.families import FAMILIES, Family
-from heads.test_huggingface_taps import BY_NAME, results, same
+from heads.families import BY_NAME, FAMILIES
+from heads.family import Family
+from heads.forwards import results, same
 from headwise.digests import seal
 
 # the test model of Chameleon lacks the tokenizer of images, which its config builds

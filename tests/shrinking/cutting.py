@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.families import Family
+from heads.family import Family
 from headwise.heads.heads import Heads, Site
 
 Removed = dict[str, tuple[int, ...]]

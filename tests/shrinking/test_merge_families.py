@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from shrinking.cutting import apart, compute, named
 from shrinking.planted import HEADS, KINDS, build, tokens
 

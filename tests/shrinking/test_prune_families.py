@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from shrinking.cutting import Removed, ablated, apart, compute, evenly, float64, lift, named, unevenly
 
 __all__ = ["float64"]

@@ -17,7 +17,8 @@ from torch import nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from headwise.digests import seal
 from shrinking.cutting import apart, compute, evenly, named, unevenly
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.families import FAMILIES, Family
+from heads.families import FAMILIES
+from heads.family import Family
 from shrinking.cutting import evenly, lift, named, only
 
 OPTIMIZERS: dict[str, Callable] = {

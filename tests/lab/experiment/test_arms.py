@@ -18,20 +18,11 @@ from headwise.lab.experiment.arm import Arm, combine, named_arms
 from headwise.lab.experiment.arm_record import record_arm, restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
 from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.method import (
-    DropHeads,
-    GateHeads,
-    Orthogonalize,
-    OtherModel,
-    PairHeads,
-    Talk,
-    Widen,
-)
-from headwise.lab.experiment.run_folder import as_record
+from headwise.lab.experiment.method import DropHeads, GateHeads, Orthogonalize, OtherModel, PairHeads, Talk, Widen
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.rules import SPOS, SVGD
-from headwise.routing.settings import Chunks, EMRouting, Trunk
-from headwise.strength import Relative, Target
+from headwise.routing.settings import EMRouting, Trunk
+from headwise.strength import Relative
 
 
 def test_the_named_arms_hold_the_papers_settings():
@@ -160,12 +151,6 @@ def test_rivals_are_written_with_their_settings_and_come_back_from_their_records
     for text, name in {"muon+muon-heads": "muon", "gated+mixture": "gates", "paired+differential": "pairs"}.items():
         with pytest.raises(SettingError, match=f"both set {name}"):
             parse_arm(text)
-
-
-def test_records_of_arms_without_the_later_methods_have_the_keys_they_had():
-    found = set(record_arm(parse_arm("drophead:rate=0.2+svgd")))
-    assert not found & {"drophead_start", "gates", "pairs", "wider", "talking", "muon"}
-    assert record_arm(parse_arm("drophead-scheduled"))["drophead_start"] == 0.1
 
 
 def test_a_model_without_heads_combines_with_nothing():
@@ -359,45 +344,6 @@ def test_an_arm_is_a_frozen_value():
 def test_a_rule_and_a_term_act_in_the_place_that_one_of_them_names():
     arm = parse_arm("svgd:layers=0/1+output:kinds=self")
     assert [(method.layers, method.kinds) for method in arm.methods] == [((0, 1), ("self",))] * 2
-
-
-# As written by revision 1e8b0fb.
-RECORD = """
-{"kind": "Arm", "name": "svgd-relative:layers=1+output:weight=0.5", "rule": {"kind": "SVGD", "alpha": {"kind":
-"Relative", "ratio": 0.1}, "step_size": 0.1, "kernel": {"kind": "RBF", "bandwidth": {"kind": "Median"}}, "smoothing":
-true, "prior_precision": 0.0, "data_size": 1.0, "inverse_temperature": 1.0}, "layers": [1],
-"kinds": null, "projections": null, "term": {"kind": "Output"}, "penalty_weight": 0.5,
-"kind_weights": null, "aggregation": null, "aggregation_layers": null, "aggregation_kinds": null, "drophead": 0.0,
-"guided": null, "model": null, "learning_rate": null, "control": "smooth:layers=1"}
-"""
-
-
-def test_the_record_of_an_arm_is_flat_and_has_all_keys_in_their_old_order():
-    arm = parse_arm("svgd-relative:layers=1+output:weight=0.5")
-    assert json.dumps(record_arm(arm)) == RECORD.replace("\n", " ").strip()
-    assert restore_arm(json.loads(RECORD)) == arm
-
-
-@pytest.mark.parametrize("text", [*named_arms(), "spos+position+em:layers=0/1+drophead:rate=0.3+guided:drop=rare"])
-def test_an_arm_is_restored_from_its_record(text):
-    arm = parse_arm(text)
-    assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
-
-
-def test_the_choice_of_kernel_is_no_part_of_an_arms_record():
-    chunks = Chunks(tokens=256, fused=False)
-    assert as_record(chunks) == {"kind": "Chunks", "tokens": 256, "routed": None, "compile": False}
-    assert as_record(dataclasses.replace(chunks, fused=True)) == as_record(chunks)
-
-
-@pytest.mark.parametrize("text", ["cka-target:effective_heads=2.5,integral=0.3", "svgd-target:highest=0.4,decay=0.5"])
-def test_a_target_is_named_recorded_and_read_again(text: str):
-    arm = parse_arm(text)
-    assert parse_arm(arm.name) == arm
-    assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
-    method = arm.methods[0]
-    target = method.weight if isinstance(method, Penalize) else method.rule.alpha
-    assert target in (Target(2.5, integral=0.3), Target(3.0, highest=0.4, decay=0.5))
 
 
 def test_penalties_of_one_strength_combine():

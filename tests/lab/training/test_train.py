@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, TrainerControl, TrainerState, TrainingArguments
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 from headwise.errors import DataError, HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.gating.attach import gate_heads
 from headwise.gating.settings import SigmoidGate
 from headwise.heads.find import find_heads
 from headwise.heads.mixing import mix_heads
-from headwise.lab.data.batching import LengthBatches
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
@@ -27,7 +26,6 @@ from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise.lab.training import train
 from headwise.lab.training.attach import Methods, attach_arm
-from headwise.lab.training.callback import RunCallback
 from headwise.lab.training.rebuild import pair_all_heads, widen_feed_forward
 from headwise.lab.training.start import Classifier
 from headwise.lab.training.train import train_run
@@ -355,21 +353,6 @@ def test_a_score_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path
         train_run(settings("plain", cache), tmp_path)
 
 
-def test_a_step_in_which_the_loss_moves_no_head_has_no_force_ratio(tmp_path):
-    run = RunCallback(
-        tmp_path, 3, batches=[], dropout_seed=0, evaluate=lambda: {"dev": {"pooled": 0.5}}, heartbeat=train.never
-    )
-    for ratio in (0.5, float("nan"), 0.25):
-        run.add(torch.tensor(1.0), torch.tensor(ratio))
-    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
-    run.on_epoch_end(args, TrainerState(global_step=3, max_steps=6), control)
-    assert run.records[0]["force_ratio"] == 0.375
-    run.add(torch.tensor(1.0), torch.tensor(float("nan")))
-    run.on_epoch_end(args, TrainerState(global_step=6, max_steps=6), control)
-    assert run.records[1]["force_ratio"] is None
-    assert run.force_ratio == 0.375
-
-
 def test_a_zero_gradient_has_no_force_ratio_and_forces_that_are_not_finite_an_infinite_one():
     model = PairClassifier(5, 7, TOY)
     ratios = []
@@ -387,18 +370,3 @@ def test_tuning_runs_never_see_the_test_split(cache, tmp_path):
     train_run(settings("plain", cache, test=False), tmp_path)
     assert result(tmp_path)["score"] is None
     assert not (tmp_path / "predictions.npz").exists()
-
-
-def test_the_callback_seeds_dropout_only_for_a_new_run_and_tells_the_batches_their_epoch(tmp_path):
-    batches = LengthBatches([3] * 20, batch_size=2, seed=0)
-    run = RunCallback(tmp_path, len(batches), batches=batches, dropout_seed=11, evaluate=dict, heartbeat=train.never)
-    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
-    torch.manual_seed(0)
-    run.on_train_begin(args, TrainerState(global_step=0, max_steps=20), control)
-    fresh = torch.get_rng_state()
-    assert torch.equal(fresh, torch.manual_seed(11).get_state())
-    torch.manual_seed(0)
-    run.on_train_begin(args, TrainerState(global_step=5, max_steps=20), control)
-    assert not torch.equal(torch.get_rng_state(), fresh)
-    run.on_epoch_begin(args, TrainerState(global_step=10, max_steps=20), control)
-    assert batches.epoch == 1

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import torch
 from transformers import ElectraConfig, ElectraForPreTraining
 
+from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.glue.scales import GLUE_SCALES
+from headwise.lab.tasks.glue.task import GlueTask
 from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces
 from lab.tasks.pretraining.pretraining_toy import WORDS, document
 
@@ -82,3 +88,18 @@ def write_model(folder: Path, seed: int = 0, dropout: float = 0.1) -> Path:
 
 def _write(path: Path, lines: list[str]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+TASK = GlueTask()
+
+
+def toy(pretrained: Path, **changes):
+    sizes = {"name": "toy", "epochs": 2, "batch_size": 16, "warmup_share": 0.1, "length": 32, "train_examples": None}
+    return dataclasses.replace(GLUE_SCALES["demo"], **{**sizes, **changes}, pretrained=pretrained)
+
+
+def settings(arm: str, data: Path, scale, seed: int = 3) -> RunSettings:
+    return RunSettings("glue", scale, parse_arm(arm), seed=seed, data=data)
+
+
+PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "glue"

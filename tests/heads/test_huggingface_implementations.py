@@ -1,0 +1,196 @@
+"""Weights and biases under each attention implementation, when it is changed, and in copies and pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from heads.families import BY_NAME
+from heads.forwards import named, results, same
+
+
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "DeBERTa"])
+def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
+    model = BY_NAME[name].build()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
+        hw.Taps(hw.find_heads(model), outputs=True, weights=True)
+    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
+
+
+def test_an_implementation_without_scores_is_refused():
+    model = BY_NAME["BERT"].build()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(hw.LayoutError, match=r"'flex_attention'.*set_attn_implementation\('sdpa'\)"):
+        hw.Taps(hw.find_heads(model), weights=True)
+
+
+def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
+    from headwise.heads import huggingface
+
+    compute = huggingface._compute_weights
+    computed: list[str] = []
+
+    def counted(module, *args, **settings):
+        computed.append(type(module).__name__)
+        return compute(module, *args, **settings)
+
+    monkeypatch.setattr(huggingface, "_compute_weights", counted)
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True):
+        model(**inputs)
+    assert not computed
+    with hw.Taps(heads.layer(1), weights=True) as taps:
+        assert named(model) == ["sdpa", "headwise"]
+        model(**inputs)
+        taps.read()
+    assert computed == ["BertSelfAttention"]
+    assert named(model) == ["sdpa", "sdpa"]
+    model(**inputs)
+    assert len(computed) == 1
+
+
+def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
+    model = BY_NAME["BERT"].build()
+    heads = hw.find_heads(model)
+    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    first.remove()
+    assert named(model) == ["headwise", "sdpa"]
+    model(**BY_NAME["BERT"].inputs())
+    assert len(second.read()) == 1
+    second.remove()
+    second.remove()
+    assert named(model) == ["sdpa", "sdpa"]
+    assert {id(site.module.config) for site in heads.sites} == {id(model.config)}
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
+@pytest.mark.parametrize(("first", "then"), [("sdpa", "eager"), ("eager", "sdpa"), ("sdpa", "sdpa")])
+def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name: str, first: str, then: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    model.set_attn_implementation(first)
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
+
+    with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, bias) as handle:
+        results(model, inputs)
+        before = taps.read()
+        model.set_attn_implementation(then)
+        results(model, inputs)
+        after = taps.read()
+        assert set(handle.calls.values()) == {2}
+    for left, right in zip(before, after, strict=True):
+        torch.testing.assert_close(left.weights, right.weights)
+    assert {site.module.config._attn_implementation for site in heads.sites} == {then}
+
+
+@pytest.mark.parametrize("what", ["taps", "bias"])
+def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forward(what: str):
+    model, inputs = BY_NAME["BERT"].build(), BY_NAME["BERT"].inputs()
+    heads = hw.find_heads(model)
+    attached = hw.Taps(heads, weights=True) if what == "taps" else hw.bias_heads(heads, torch.zeros(1, 4, 1, 7))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(hw.NotFired, match=r"'flash_attention_2', set after .* or remove\(\) what is attached"):
+        model(**inputs)
+    model.set_attn_implementation("sdpa")
+    model(**inputs)
+    model.config._attn_implementation = "flash_attention_2"
+    attached.remove()
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize("name", ["BERT", "T5", "GPT-2"])
+def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_underneath(name: str, tmp_path: Path):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    plain = results(model, inputs)
+    with hw.Taps(heads, weights=True):
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        model.save_pretrained(tmp_path)
+        models = [
+            copy.deepcopy(model),
+            torch.load(buffer, weights_only=False),
+            type(model)(copy.deepcopy(model.config)),
+            type(model)(pickle.loads(pickle.dumps(model.config))),
+            type(model)(copy.copy(model.config)),
+            type(model).from_pretrained(tmp_path),
+        ]
+        part = copy.deepcopy(heads.sites[0].module)
+        view = heads.sites[0].module.config
+        view._attn_implementation = "eager"
+        assert (view._attn_implementation, type(model.config)) == ("headwise_eager", type(part.config))
+        view._attn_implementation = "sdpa"
+        view.extra = 5
+    assert part.config._attn_implementation == "sdpa"
+    assert heads.sites[0].module.config.extra == 5
+    assert type(part.config) is type(model.config)
+    for made in models:
+        configs = {id(m.config): m.config for m in made.modules() if hasattr(m, "config")}.values()
+        assert {config._attn_implementation for config in configs} == {"sdpa"}
+        assert {type(config) for config in configs} == {type(model.config)}
+    for made in (models[0], models[1]):
+        assert same(plain, results(made, inputs))
+
+
+def test_a_model_pickled_while_it_is_listened_to_runs_in_a_fresh_process(tmp_path: Path):
+    family = BY_NAME["BERT"]
+    model, inputs = family.build(), family.inputs()
+    expected = results(model, inputs)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, weights=True), hw.ablate(heads, 1) as ablation:
+        torch.save((model, inputs, expected), tmp_path / "model.pt")
+        results(model, inputs)
+        ablation.verify()
+    code = (
+        "import sys, torch\n"
+        "model, inputs, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "found = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor)]\n"
+        "assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model.pt"], check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+def test_a_pickle_and_a_copy_of_a_tapped_model_are_not_tapped(name: str):
+    family = BY_NAME[name]
+    model, inputs = family.build(), family.inputs()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, outputs=True, values=True, weights=True) as taps, hw.ablate(heads, 1):
+        expected = results(model, inputs)
+        taps.read()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+        for twin in twins:
+            results(twin, inputs)
+            # the ablation is not in the copy either
+            assert not same(expected, results(twin, inputs))
+        with pytest.raises(hw.NotFired, match="a copy of the model is not tapped"):
+            taps.read()
+        results(model, inputs)
+        assert taps.read()
+    plain = results(model, inputs)
+    for twin in twins:
+        for before, after in zip(plain, results(twin, inputs), strict=True):
+            torch.testing.assert_close(before, after, atol=1e-6, rtol=1e-5)

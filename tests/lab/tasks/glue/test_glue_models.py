@@ -1,0 +1,130 @@
+"""Models to fine-tune: those that lack something are refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2Model,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+from headwise.errors import DataError
+from headwise.lab.frozen.open import open_frozen
+from headwise.lab.models.pretrained import require_whole
+from headwise.lab.training.start import Classifier, require_positions
+from headwise.lab.training.train import train_run
+from lab.tasks.glue.glue_toy import TASK, sentence, settings, toy, toy_words
+
+
+def altered(model: Path, place: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """A copy of a model's folder with other parameters."""
+    shutil.copytree(model, place)
+    save_file(change(load_file(model / "model.safetensors")), place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+QUERY = "electra.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kept: {f"module.{name}": value for name, value in kept.items()}, r"has no 'electra\.embeddings"),
+        (lambda kept: {name: value for name, value in kept.items() if name != QUERY}, f"has no '{QUERY}'"),
+        (lambda kept: {**kept, QUERY: torch.zeros(16, 8)}, f"has another shape of '{QUERY}'"),
+        (lambda kept: {**kept, QUERY: kept[QUERY] * float("nan")}, f"'{QUERY}' holds numbers that are not finite"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(change, said, model, tmp_path):
+    place = altered(model, tmp_path / "other", change)
+    with pytest.raises(DataError, match=said):
+        Classifier(place, 2)
+    with pytest.raises(DataError, match=r"has no '(encoder|embeddings)|not finite|cannot be loaded by transformers"):
+        open_frozen(place)
+
+
+def written(model: Any, folder: Path) -> Path:
+    """A folder of a model with the toy's tokenizer."""
+    model.save_pretrained(folder)
+    for name, text in toy_words().files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+SEQ2SEQ: dict[str, Any] = {"d_model": 16, "vocab_size": 120, "decoder_start_token_id": 0, "pad_token_id": 0}
+
+
+def test_what_a_model_makes_itself_or_is_not_read_of_it_does_not_lack(tmp_path):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    marian = MarianConfig(**SEQ2SEQ, **sizes, max_position_embeddings=32, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    t5 = T5Config(**SEQ2SEQ, d_kv=8, d_ff=8, num_layers=1, num_heads=2)
+    folders = [written(MarianMTModel(marian), tmp_path / "marian"), written(T5EncoderModel(t5), tmp_path / "t5")]
+    flagged = written(T5EncoderModel(t5), tmp_path / "flagged")
+    config = json.loads((flagged / "config.json").read_text())
+    (flagged / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    for folder in [*folders, flagged]:
+        frozen = open_frozen(folder)
+        (batch,) = frozen.read([sentence(3)])
+        with torch.no_grad():
+            assert frozen.run(batch).shape[-1] == 16
+    with pytest.raises(DataError, match=r"has no 'transformer.decoder|has no 'decoder"):
+        Classifier(folders[1], 2)
+
+
+def test_numbers_of_one_byte_are_looked_at(tmp_path):
+    small = torch.nn.Linear(2, 2)
+    small.weight = torch.nn.Parameter(small.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    said: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
+    require_whole(tmp_path, small, said)
+    small.weight = torch.nn.Parameter(torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(DataError, match="'weight' holds numbers that are not finite"):
+        require_whole(tmp_path, small, said)
+
+
+def test_a_model_of_unknown_kind_is_refused_in_a_sentence(model, tmp_path):
+    shutil.copytree(model, tmp_path / "odd")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "model_type": "odd"}))
+    with pytest.raises(DataError, match="cannot be loaded by transformers"):
+        require_positions(tmp_path / "odd", 32)
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": -1}))
+    require_positions(tmp_path / "odd", 512)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model, glue, tmp_path):
+    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    said = "holds no tokenizer with a vocabulary; save it with the model"
+    with pytest.raises(DataError, match=said):
+        TASK.load(glue / "RTE", toy(tmp_path / "bare"), None)
+    with pytest.raises(DataError, match=said):
+        open_frozen(tmp_path / "bare")
+
+
+def test_texts_of_more_tokens_than_positions_are_refused(model, glue):
+    with pytest.raises(DataError, match="has positions for 64 tokens, and texts are cut at 65; give --set length=64"):
+        TASK.load(glue / "RTE", toy(model, length=65), None)
+    assert TASK.load(glue / "RTE", toy(model, length=64), None).length == 64
+
+
+def test_a_model_without_a_token_for_padding_is_fine_tuned_in_batches(glue, tmp_path):
+    words = toy_words()
+    config = GPT2Config(vocab_size=words.vocabulary_size, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    GPT2Model(config).save_pretrained(tmp_path / "gpt")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.tokenizer, unk_token="[UNK]", eos_token="[SEP]")
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    scale = toy(tmp_path / "gpt", epochs=1)
+    train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
+    assert (tmp_path / "run" / "result.json").is_file()

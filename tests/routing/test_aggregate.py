@@ -1,0 +1,101 @@
+"""`aggregate` puts aggregators into the places of output projections, and its handle takes them out again."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from equations.aggregators import random
+from headwise.errors import HeadwiseError, LayoutError, SettingError
+from headwise.heads.find import find_heads
+from headwise.routing.aggregate import aggregate
+from headwise.routing.modules import EMAggregator, Residual, TrunkAggregator
+from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
+
+
+def encoder(layers: int = 2) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("setting", [SimpleRouting(), EMRouting(capsules=4), Trunk(), Residual(EMRouting())], ids=str)
+def test_aggregate_puts_one_aggregator_of_its_own_into_each_site(setting):
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    before = model(x)
+    aggregation = aggregate(find_heads(model), setting)
+    modules = [layer.self_attn.out_proj for layer in model.layers]
+    assert [place.new for place in aggregation.replaced] == modules
+    assert not {id(p) for p in modules[0].parameters()} & {id(p) for p in modules[1].parameters()}
+    after = model(x)
+    assert torch.equal(before, after) == isinstance(setting, Residual)
+    after.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), after)
+
+
+def test_the_handle_lists_its_sites_and_puts_the_old_projections_back():
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    before, keys = model(x), set(model.state_dict())
+    aggregation = aggregate(find_heads(model).layer(1), EMRouting())
+    text = str(aggregation)
+    assert "layers.1.self_attn: out_proj is EMAggregator" in text
+    assert "layers.0" not in text
+    aggregation.remove()
+    assert set(model.state_dict()) == keys
+    torch.testing.assert_close(model(x), before)
+    with pytest.raises(HeadwiseError, match="removed or replaced before"):
+        aggregation.remove()
+
+
+def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
+    model = encoder()
+    first = aggregate(find_heads(model).layer(1), Trunk())
+    before = model.layers[0].self_attn.out_proj
+    with pytest.raises(LayoutError, match="already has TrunkAggregator as its output"):
+        aggregate(find_heads(model), EMRouting())
+    assert model.layers[0].self_attn.out_proj is before
+    first.remove()
+    aggregate(find_heads(model), EMRouting())
+
+
+def test_two_sites_with_one_output_projection_are_refused():
+    heads = find_heads(encoder(1))
+    with pytest.raises(LayoutError, match="shares its output projection"):
+        aggregate(replace(heads, sites=heads.sites * 2), Trunk())
+
+
+def test_a_setting_that_does_not_fit_a_site_changes_nothing():
+    model = encoder()
+    before = model.layers[0].self_attn.out_proj
+    with pytest.raises(SettingError, match="divisor"):
+        aggregate(find_heads(model), EMRouting(capsules=3))
+    with pytest.raises(SettingError, match="a str"):
+        aggregate(find_heads(model), "em")  # pyright: ignore[reportArgumentType]
+    assert model.layers[0].self_attn.out_proj is before
+
+
+def test_aggregators_take_dtype_and_mode_of_the_projection_they_replace():
+    model = encoder().double().eval()
+    aggregate(find_heads(model), EMRouting())
+    module = model.layers[0].self_attn.out_proj
+    assert isinstance(module, EMAggregator)
+    assert not module.training
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+def test_a_model_with_aggregators_can_be_copied_and_its_state_loaded():
+    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
+    aggregate(find_heads(model), EMRouting(capsules=4))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), model(x))
+    other = encoder()
+    aggregate(find_heads(other), EMRouting(capsules=4))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
+    assert isinstance(copied.layers[0].self_attn.out_proj, EMAggregator)
+    assert not isinstance(copied.layers[0].self_attn.out_proj, TrunkAggregator)
