@@ -124,11 +124,16 @@ def parse_lora(given: str | None) -> tuple[str, ...]:
     >>> parse_lora("r=8,alpha=16")
     ('lora=8', 'lora_alpha=16')
     """
+    if given is None:
+        return ()
     names = {"r": "lora", "alpha": "lora_alpha"}
-    pieces = [] if given is None else [[part.strip() for part in piece.partition("=")] for piece in given.split(",")]
-    if any(name not in names or not value for name, _, value in pieces):
-        raise typer.BadParameter(f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA, as r=8.")
-    return tuple(f"{names[name]}={value}" for name, _, value in pieces)
+    chosen = {name.strip(): value.strip() for name, _, value in (piece.partition("=") for piece in given.split(","))}
+    rank = chosen.get("r", "")
+    if chosen.keys() - names or not all(chosen.values()) or not (rank.isdecimal() and int(rank)):
+        raise typer.BadParameter(
+            f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA with a rank of at least 1, as r=8."
+        )
+    return tuple(f"{names[name]}={value}" for name, value in chosen.items())
 
 
 def choose_scale(task: str, options: ScaleOptions | str) -> Scale:

@@ -191,8 +191,9 @@ def _write(
     writer.write_shards(everything=True)
     for split in SPLITS:
         if not writer.counts[split]:
+            more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
             raise DataError(
-                f"{files[0].parent}: of {writer.documents:,} documents the {split} split came out empty, at "
+                f"{files[0]}{more}: of {writer.documents:,} documents the {split} split came out empty, at "
                 f"{preparation.length} tokens a row; give more text, or mark where documents end."
             )
     return {

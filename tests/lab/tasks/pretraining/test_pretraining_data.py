@@ -305,7 +305,7 @@ def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared,
 
 
 def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared, tmp_path):
-    with pytest.raises(DataError, match="of 3 documents the dev split came out empty"):
+    with pytest.raises(DataError, match=r"few\.jsonl\.gz: of 3 documents the dev split came out empty"):
         prepare_text(PACKING, (write_jsonl(tmp_path / "few.jsonl.gz", 3),), small(), "f" * 16, tmp_path / "few")
     data = load_text(prepared.parent / "docs.jsonl.gz", small(), tmp_path / "cache", 3)
     assert len(data.dev) == 3
