@@ -210,10 +210,23 @@ def test_one_head_a_site_has_nothing_to_disagree_with(term):
 def test_one_value_head_is_refused_for_values_and_fine_for_outputs():
     heads = hw.find_heads(SeparateAttention(key_value_heads=1))
     with pytest.raises(
-        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*use a term on outputs"
+        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*use a term on all heads"
     ):
         hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
     assert repr(hw.Disagreement(heads, hw.Output())) == "Output() on 1 sites (self 1)"
+
+
+@pytest.mark.parametrize(
+    "term", [hw.SpanOverlap("value"), hw.SpanOverlap("key"), hw.GroupedQueries(hw.CKA(), "across")], ids=str
+)
+def test_a_term_on_what_several_heads_share_is_refused_where_there_is_one(term):
+    heads = hw.find_heads(SeparateAttention(key_value_heads=1))
+    with pytest.raises(hw.LayoutError, match=r"one of what it compares.*use a term on all heads"):
+        hw.Disagreement(heads, term)
+    hw.Disagreement(heads, hw.SpanOverlap("query"))
+    hw.Disagreement(heads, hw.GroupedQueries(hw.CKA(), "within"))
+    with pytest.raises(hw.LayoutError, match="one of what it compares"):
+        hw.Disagreement(hw.find_heads(SeparateAttention()), hw.GroupedQueries(hw.CKA(), "within"))
 
 
 def test_sites_with_one_head_beside_others_are_named():

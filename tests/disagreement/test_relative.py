@@ -46,6 +46,33 @@ def test_each_layer_is_pushed_by_the_ratio(term):
     assert [share.item() for share in penalty.relative.shares.values()] == pytest.approx([0.3, 0.3])
 
 
+@pytest.mark.parametrize("weight", [0.5, -0.5])
+def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
+    model = make()
+    whole = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
+    half = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), weights={"self": weight})
+    loss = task(model)
+    pushed = whole.add_to(loss) - loss
+    torch.testing.assert_close(half.add_to(loss) - loss, weight * pushed)
+    assert [share.item() for share in half.relative.shares.values()] == pytest.approx([0.15, 0.15])
+
+
+def test_parameters_are_those_that_are_trained_at_each_measurement():
+    model = make()
+    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+    loss = task(model)
+    assert (norms(model, penalty.add_to(loss) - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
+    model.layers[0].self_attn.in_proj_weight.requires_grad_(False)
+    loss = task(model)
+    penalty.add_to(loss).backward()
+    assert model.layers[0].self_attn.in_proj_weight.grad is None
+    for parameter in model.layers[1].self_attn.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(hw.NotFired, match=r"layers\.1\.self_attn: no parameter of its heads is trainable"):
+        penalty.add_to(task(model))
+
+
 def test_the_weight_is_a_constant_of_the_step():
     model = make(layers=1)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
@@ -147,6 +174,13 @@ def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
     assert again.relative.state_dict() == penalty.state_dict()
     again.load_state_dict({})
     assert again.relative is None
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    model = make()
+    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA())
+    with pytest.raises(hw.NotFired, match="the loss carries no gradient"):
+        penalty.add_to(task(model).detach())
 
 
 def test_what_cannot_be_is_refused():

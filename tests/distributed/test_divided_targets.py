@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import headwise as hw
-from distributed.engines import ENGINES, TOKENS, batch, gathered, made, own
+from distributed.engines import ENGINES, TOKENS, WIDTH, batch, gathered, made, own
 from distributed.processes import Processes
 
 TARGET = hw.Target(3.95, proportional=1.5)
@@ -46,3 +46,52 @@ def test_every_process_has_the_same_strength(two: Processes, method: str):
 
 def test_divided_columns_have_the_same_strength(two: Processes):
     two.run(assert_as_one, "FSDP2 columns", "repulsion")
+
+
+def train_on_parts(rank: int) -> list[tuple[float, float | None]]:
+    """The controllers after some steps in which the second process does not use the second layer."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True) for _ in range(2))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
+    repulsion = hw.repel(optimizer, hw.find_heads(layers), hw.SVGD(alpha=hw.Target(2.9)), every=1)
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        x = layers[0](torch.randn(4, 7, 12))
+        (x if rank else layers[1](x)).square().mean().backward()
+        optimizer.step()
+    return [(control.ratio, control.effective_heads) for control in repulsion.steering.controls.values()]
+
+
+def count_on_parts() -> list[tuple[float, float | None]]:
+    return train_on_parts(dist.get_rank())
+
+
+def test_a_process_that_does_not_use_an_attention_leaves_its_strength_to_those_that_do(two: Processes):
+    first, other = two.run(count_on_parts)
+    assert first == other
+    assert all(ratio > 0.0 for ratio, _ in first)
+
+
+def train_static(added: bool) -> list[bool]:
+    """Whether both processes have the same gradients after each step under DistributedDataParallel(static_graph)."""
+    model = made()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, static_graph=True)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), every=2)
+    alike = []
+    for step in range(4):
+        model.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = (wrapped(torch.randn(4, TOKENS, WIDTH, dtype=torch.float64)) - 1.0).square().mean()
+        (penalty.add_to(loss) if added else loss + 0.1 * penalty()).backward()
+        own = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        every = [torch.zeros_like(own) for _ in range(2)]
+        dist.all_gather(every, own)
+        alike.append(torch.equal(*every))
+    assert not added or len(penalty.relative.shares) > 0
+    return alike
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_static_graph_goes_on_averaging_gradients(two: Processes, added: bool):
+    assert two.run(train_static, added) == [[True] * 4] * 2

@@ -157,6 +157,18 @@ def test_gpt2s_columns_give_the_force_of_rows():
     assert torch.allclose(wanted["out_proj.weight"].T, found["h.0.attn.c_proj.weight"])
 
 
+def test_a_product_tied_between_layers_is_acted_on_once():
+    first, other = attention(), attention(1)
+    other.in_proj_weight, other.out_proj.weight = first.in_proj_weight, first.out_proj.weight
+    rule = FunctionSVGD(alpha=0.0, step_size=0.3)
+    # the driving term: eps / M of the gradient
+    found = stepped(nn.ModuleList([first, other]), rule, gradient=0.5)
+    torch.testing.assert_close(found["0.in_proj_weight"], torch.full_like(first.in_proj_weight, 0.5 * 0.3 / HEADS))
+    other.out_proj.weight = nn.Parameter(first.out_proj.weight.detach().clone())
+    with pytest.raises(hw.SettingError, match=r"1 output-value shares one of its factors with an earlier attention"):
+        stepped(nn.ModuleList([first, other]), rule)
+
+
 def test_what_makes_no_product_is_refused():
     model = attention()
     heads = hw.find_heads(model)

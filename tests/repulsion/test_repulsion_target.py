@@ -162,3 +162,52 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(SettingError, match="has no strength without a model"):
         update(hw.SVGD(alpha=hw.Target(3.0)), torch.randn(3, 4), torch.randn(3, 4))
     attach(model, hw.SVGD(alpha=hw.Target(3.0)))
+
+
+@pytest.mark.parametrize("when", ["step", "manual"])
+def test_the_first_of_several_optimizers_measures_for_all(when: str):
+    alone, together = make(), make()
+    optimizer, expected = attach(alone, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in together.layers]
+    repulsion = hw.repel(parts, hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), every=3, when=when)
+    for seed in range(8):
+        step(alone, optimizer, seed)
+        torch.manual_seed(seed)
+        together.zero_grad()
+        (together(torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
+        if when == "manual":
+            repulsion.apply()
+        for part in parts:
+            part.step()
+    assert repulsion.steering.controls == expected.steering.controls
+    assert len({control.effective_heads for control in repulsion.steering.controls.values()}) == 2
+
+
+def test_an_attention_that_was_not_called_leaves_the_others_controllers_to_go_on():
+    model = make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=1)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        (model.layers[0](torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
+        optimizer.step()
+    first, other = repulsion.steering.controls.values()
+    assert first.ratio > 0.0
+    assert other.effective_heads is None
+    with pytest.raises(NotFired, match=r"layers\.1\.self_attn"):
+        repulsion.verify()
+
+
+def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headwise.repulsion.steering.NEWEST", 2)
+    found = []
+    for skipped in (0, 3):
+        model = make(layers=1)
+        optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=1)
+        for seed in range(skipped, 5):
+            torch.manual_seed(seed)
+            (model(torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
+        optimizer.step()
+        found.append(repulsion.steering.controls)
+    assert found[0] == found[1]
+    assert found[0]["layers.0.self_attn"].effective_heads is not None

@@ -72,6 +72,19 @@ def test_gradients_and_norms_are_those_of_float64(rule: str, most: int, taken: l
     assert not found.equal.any()
 
 
+def test_the_default_dtype_is_of_no_concern(taken: list):
+    model, twin = make(), make()
+    act(model, RULES["svgd"])
+    torch.set_default_dtype(torch.float64)
+    try:
+        act(twin, RULES["svgd"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(taken) == 6
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_a_scale_of_the_gradients_multiplies_all(taken: list):
     model, scaled = make(), make()
     for parameter in scaled.parameters():

@@ -116,5 +116,12 @@ def test_sinks_move_with_their_query_heads():
             projection.bias.copy_(projection.bias[:8].repeat(2))
     before = compute(model, family.inputs())
     heads = hw.find_heads(model).layer(0)
-    hw.merge(heads, 1, batches=[family.inputs()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    hw.merge(heads, 1, batches=[family.inputs()], optimizer=optimizer)
     assert apart(before, compute(model, family.inputs())) < 1e-4
+    # what they were is of other heads
+    assert attention.sinks.grad is None
+    assert attention.sinks not in optimizer.state
+    assert model.layers[1].self_attn.sinks in optimizer.state

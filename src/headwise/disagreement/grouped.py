@@ -61,6 +61,10 @@ GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='across
         """What the term reads."""
         return self.term.reads
 
+    def count_heads(self, site: Site) -> int:
+        """Return how many heads of a group, or how many groups, are compared."""
+        return site.key_value_heads if self.grouping == "across" else site.num_heads // site.key_value_heads
+
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid tokens, or over calls, as the term does.
 

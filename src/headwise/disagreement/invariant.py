@@ -21,6 +21,7 @@ from headwise.similarity.correlation import cross_correlation
 from headwise.similarity.cosine import squared_cosine_sum
 from headwise.similarity.effective import EPSILON, log_determinant
 from headwise.similarity.subspaces import map_cosine, span_similarity
+from headwise.similarity.tokens import accumulation_dtype, autocast_off
 
 # What heads put out before W_O, and what each adds to the residual stream through W_O.
 OF = ("outputs", "contributions")
@@ -56,8 +57,8 @@ class CKA(Arithmetic):
             between W_V and W_O fools; H^2 e^3 multiplications more.
         sketch: 0 computes the products of features, T (He)^2 multiplications, those of about one linear layer; or of
             tokens, H T^2 e + H^2 T^2, where these are smaller (T^2 <= H e^2). A number s estimates them from s random
-            directions at T H^2 e s, unbiased, with a relative deviation of about sqrt(2 / s) where one direction
-            dominates.
+            directions at T H^2 e s, drawn anew in each step from torch's generator on the CPU; unbiased, with a
+            relative deviation of about sqrt(2 / s) where one direction dominates.
     """
 
     debiased: bool = True
@@ -184,6 +185,10 @@ class SpanOverlap(Arithmetic):
     def __post_init__(self) -> None:
         require_choice("SpanOverlap.projection", self.projection, (*PROJECTIONS, "output"))
 
+    def count_heads(self, site: Site) -> int:
+        """Return how many heads have a subspace of their own."""
+        return site.key_value_heads if self.projection in ("key", "value") else site.num_heads
+
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1."""
         del tensor, keep
@@ -215,7 +220,10 @@ def _multiply(of: str, site: Site, tensor: Tensor | None, keep: Tensor | None, *
     metric = None
     if of == "contributions":
         columns = _read_factors(site, "output")
-        metric = columns.mT @ columns
+        # in half precision the product has no digits left for heads of unequal directions
+        columns = columns.to(accumulation_dtype(columns))
+        with autocast_off(columns):
+            metric = columns.mT @ columns
     return multiply_features(tensor, keep, metric, sketch=sketch)
 
 

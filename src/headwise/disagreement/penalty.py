@@ -112,7 +112,7 @@ class Disagreement(Handle):
             )
         require_integer("every", every, low=1)
         self.strength, self.every = strength, every
-        self.relative = None if strength is None else RelativeWeights(heads, strength, every)
+        self.relative = None if strength is None else self._make_relative(strength)
         needed = {similarity.reads for _, similarity in self._parts}
         if isinstance(strength, Target):
             needed.add("outputs")
@@ -161,7 +161,9 @@ class Disagreement(Handle):
         backward pass more for the loss and a partial one for the penalty; w is averaged over measurements in its
         logarithm, and a constant of the step. Give the loss as it is before a gradient scaler multiplies it. Optimizers
         such as Adam rescale gradients: r is a share of gradients, not of updates. With `Target(E)` the ratio is what
-        its controller says at each measurement.
+        its controller says at each measurement. Either is multiplied by the weight of the attention's kind; a factor on
+        the whole term cancels, since w makes up for it. Under DistributedDataParallel(static_graph=True) nothing is
+        added in the first step.
 
         In evaluation the loss is returned as it is.
 
@@ -170,7 +172,7 @@ class Disagreement(Handle):
             keep: As for a call.
 
         Raises:
-            NotFired: As for a call.
+            NotFired: As for a call; the loss carries no gradient, or no parameter of an attention is trained any more.
             ShapeError: As for a call, or the loss is not a scalar.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -179,8 +181,13 @@ class Disagreement(Handle):
             if self.taps is not None and not self.training_only:
                 self.taps.read()
             return loss
+        if not loss.requires_grad:
+            raise NotFired(
+                "the loss carries no gradient, of which the penalty's would be a share; compute it from what the model "
+                "put out, without detach() or item()."
+            )
         if self.relative is None:
-            self.relative = RelativeWeights(self.heads, DEFAULT, self.every)
+            self.relative = self._make_relative(DEFAULT)
         captures = self._read()
         values = self._measure_sites(captures, keep)
         self._add_up(values)
@@ -199,9 +206,12 @@ class Disagreement(Handle):
         if state == {} and self.strength is None:
             self.relative = None
             return
-        weights = RelativeWeights(self.heads, self.strength or DEFAULT, self.every)
+        weights = self._make_relative(self.strength or DEFAULT)
         weights.load_state_dict(state)
         self.relative = weights
+
+    def _make_relative(self, strength: Relative | Target) -> RelativeWeights:
+        return RelativeWeights(self.heads, strength, self.every, self.weights)
 
     def _read(self) -> list[Capture]:
         return [] if self.taps is None or self._is_off() else self.taps.read()
@@ -304,17 +314,21 @@ def _describe_loss(loss: object) -> str:
 
 
 def _count_heads(similarity: Similarity | SiteSimilarity, site: Site) -> int:
+    """Return how many of what a term compares an attention has; a term that compares others than heads says so."""
+    count = getattr(similarity, "count_heads", None)
+    if count is not None:
+        return int(count(site))
     return site.key_value_heads if similarity.reads == "values" else site.num_heads
 
 
 def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> None:
     if all(_count_heads(similarity, site) == 1 for site in heads):
-        what = "key/value head" if similarity.reads == "values" else "head"
-        grouped = what != "head" and any(site.num_heads > 1 for site in heads)
+        several = any(site.num_heads > 1 for site in heads)
+        what = "of what it compares" if hasattr(similarity, "count_heads") else "key/value head" if several else "head"
         raise LayoutError(
             f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
             f"{what}, which has nothing to disagree with; "
-            + ("use a term on outputs, such as hw.Output()." if grouped else "select sites with more heads.")
+            + ("use a term on all heads, such as hw.Output()." if several else "select sites with more heads.")
         )
 
 

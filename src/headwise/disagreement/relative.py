@@ -33,7 +33,8 @@ class RelativeWeights:
 
     At each measurement w = ratio |grad L| / |grad s|, averaged over measurements in its logarithm, and constant in the
     step, as the adaptive weights of GradNorm (Chen et al. 2018) and VQGAN (Esser et al. 2021) are. Until the first one
-    that tells anything, a weight is 0. The ratio is that of a `Relative`, or what the controllers of a `Target` say.
+    that tells anything, a weight is 0. The ratio is that of a `Relative`, or what the controllers of a `Target` say,
+    times the weight of the attention's kind.
 
     Attributes:
         strength: The ratio, or the target.
@@ -43,7 +44,9 @@ class RelativeWeights:
         controls: The controller of each attention with several heads, by name; none for a `Relative`.
     """
 
-    def __init__(self, heads: Heads, strength: Relative | Target, every: int) -> None:
+    def __init__(
+        self, heads: Heads, strength: Relative | Target, every: int, weights: Mapping[str, float] | None = None
+    ) -> None:
         require_integer("every", every, low=1)
         self.strength, self.every, self.steps = strength, every, 0
         self.shares: dict[str, Tensor] = {}
@@ -51,10 +54,15 @@ class RelativeWeights:
         if isinstance(strength, Target):
             require_reachable(strength, heads)
             self.controls = {site.name: Control() for site in heads if site.num_heads > 1}
-        self._parameters = {site.name: _list_parameters(site) for site in heads}
+        self._sites = {site.name: site for site in heads}
+        # the sign of a weight is in the penalty
+        self._factors = {site.name: abs((weights or {}).get(site.kind, 1.0)) for site in heads}
+        for site in heads:
+            _list_parameters(site)
         # of the weight at a ratio of 1
         self._logarithms: dict[str, Tensor] = {}
         self._first: dict[str, Tensor] = {}
+        self._awaits_static_graph = torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def weigh(
         self,
@@ -73,6 +81,9 @@ class RelativeWeights:
             captures: The calls of the step with outputs, which a `Target` needs.
             keep: As for a call of `Disagreement`.
         """
+        if self._awaits_static_graph and awaits_static_graph(loss):
+            return loss.new_zeros(())
+        self._awaits_static_graph = False
         if self.steps % self.every == 0:
             self._measure(loss, values, across)
             self._control(captures, across, keep)
@@ -87,17 +98,19 @@ class RelativeWeights:
 
     def _ratio(self, name: str) -> float:
         if isinstance(self.strength, Relative):
-            return self.strength.ratio
+            return self._factors[name] * self.strength.ratio
         control = self.controls.get(name)
-        return 0.0 if control is None else control.ratio
+        return 0.0 if control is None else self._factors[name] * control.ratio
 
     def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any) -> None:
         names = [site.name for site, _ in values]
-        every = [parameter for name in names for parameter in self._parameters[name]]
+        # parameters may have been replaced, or frozen
+        owned = {name: _list_parameters(self._sites[name]) for name in names}
+        every = [parameter for name in names for parameter in owned[name]]
         gradients = iter(torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True))
         squares = []
         for name, (_, value) in zip(names, values, strict=True):
-            own = self._parameters[name]
+            own = owned[name]
             squares.append(_add_squares([next(gradients) for _ in own], loss))
             pushed = (
                 torch.autograd.grad(value, own, retain_graph=True, allow_unused=True) if value.requires_grad else []
@@ -164,10 +177,30 @@ class RelativeWeights:
         if not isinstance(numbers, Mapping):
             raise SettingError(f"the state of the penalty has {key}={numbers!r}; expected a number by attention.")
         for name, number in numbers.items():
-            if name not in self._parameters:
+            if name not in self._sites:
                 raise SettingError(f"the state of the penalty names {name!r}, which is not among its attentions.")
             require_range(f"{key} of {name}", number, low=-HIGHEST, high=HIGHEST)
         return {name: torch.tensor(float(number), dtype=torch.float32) for name, number in numbers.items()}
+
+
+def awaits_static_graph(loss: Tensor) -> bool:
+    """Return whether DistributedDataParallel(static_graph=True) has yet to see its first backward pass.
+
+    It begins to average gradients at the end of that pass: one of a measurement before it would end this for good.
+    """
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        wrapper = getattr(node, "ddp_weakref", None)
+        if wrapper is not None:
+            module = wrapper()
+            return module.static_graph and not module._static_graph_delay_allreduce_enqueued
+        waiting += [other for other, _ in node.next_functions]
+    return False
 
 
 def _list_parameters(site: Site) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads
 from headwise.similarity.alignment import FEWEST_TOKENS, multiply_features
 from headwise.similarity.effective import effective_number
-from headwise.similarity.tokens import select_tokens
+from headwise.similarity.tokens import accumulation_dtype, autocast_off, select_tokens
 from headwise.strength import Target
 
 
@@ -36,7 +36,11 @@ def count_effective_heads(captures: Sequence[Capture], keep: Tensor | None = Non
     if len(outputs) < FEWEST_TOKENS:
         return torch.full((), math.nan, dtype=torch.float64, device=outputs.device)
     weights = captures[0].site.find_output_weights()
-    metric = None if weights is None else weights.to(outputs).mT @ weights.to(outputs)
+    metric = None
+    if weights is not None:
+        weights = weights.to(outputs.device, accumulation_dtype(weights))
+        with autocast_off(weights):
+            metric = weights.mT @ weights
     return effective_number(multiply_features(outputs, metric=metric).debiased_cka())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, NotFired, SettingError
+from headwise.errors import LayoutError, NotFired, SettingError, require_integer
 from headwise.heads.capture import (
     Capture,
     ForwardToken,
@@ -76,6 +76,7 @@ class Taps(Handle):
             over the sdpa of transformers it is computed some heads at a time, in addition to fused attention, and the
             weights of the heads are not kept.
         training_only: Whether forwards in evaluation mode or without gradients are left as they are without taps.
+        newest: Number of calls of a site that are kept, older ones being dropped; None keeps all, up to 64.
 
     Raises:
         SettingError: Nothing was requested.
@@ -101,8 +102,11 @@ class Taps(Handle):
         mean_weights: bool = False,
         beside: bool = False,
         training_only: bool = False,
+        newest: int | None = None,
     ) -> None:
         require_heads(heads)
+        if newest is not None:
+            require_integer("newest", newest, low=1)
         if not (outputs or values or weights or mean_weights):
             raise SettingError(
                 "Taps was given nothing to read; expected at least one of outputs, values, weights, mean_weights."
@@ -110,7 +114,7 @@ class Taps(Handle):
         super().__init__()
         self.heads = heads
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
-        self.beside, self.training_only = beside, training_only
+        self.beside, self.training_only, self.newest = beside, training_only, newest
         self._records = [_SiteCalls(site) for site in heads.sites]
         self._queries: list[_QueryPadding] = []
         self._paused = False
@@ -138,9 +142,7 @@ class Taps(Handle):
                 "these taps are attached to no model: remove() was called on them, or they are a copy or were "
                 "unpickled. Make new ones for the heads of the model that runs."
             )
-        taken = [record.calls for record in self._records]
-        for record in self._records:
-            record.calls = []
+        taken = self._take()
         silent = [site.label for site, calls in zip(self.heads.sites, taken, strict=True) if not calls]
         if silent:
             raise NotFired(
@@ -149,8 +151,15 @@ class Taps(Handle):
                 "not tapped (find_heads in the copy); and calls without gradients, as of a checkpoint with "
                 "use_reentrant=True, are dropped when training continues."
             )
-        calls = [call for turn in zip_longest(*taken) for call in turn if call is not None]
-        return [call.finish(**{name: getattr(self, name) for name in READS}) for call in calls]
+        return self._finish(taken)
+
+    def read_called(self) -> list[Capture]:
+        """Return the captures since the last read of the sites that were called, and forget them.
+
+        Raises:
+            NotFired: A call did not compute all that is read.
+        """
+        return self._finish(self._take())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -173,6 +182,16 @@ class Taps(Handle):
         read = [name for name in READS if getattr(self, name)]
         unread = sum(len(record.calls) for record in self._records)
         return f"{', '.join(read)} of {len(self.heads)} sites, {unread} calls to read"
+
+    def _take(self) -> list[list[OpenCapture]]:
+        taken = [record.calls for record in self._records]
+        for record in self._records:
+            record.calls = []
+        return taken
+
+    def _finish(self, taken: list[list[OpenCapture]]) -> list[Capture]:
+        calls = [call for turn in zip_longest(*taken) for call in turn if call is not None]
+        return [call.finish(**{name: getattr(self, name) for name in READS}) for call in calls]
 
     def _attach(self) -> None:
         model = self.heads.model
@@ -272,7 +291,9 @@ class Taps(Handle):
             asked = own if queries is None else queries.padding
             capture = Capture(record.site, key_keep=own.keep)
             record.calls.append(OpenCapture(capture, own, asked, self._forward if self._running else None))
-            if len(record.calls) > UNREAD_CALLS:
+            if self.newest is not None:
+                del record.calls[: -self.newest]
+            elif len(record.calls) > UNREAD_CALLS:
                 raise NotFired(
                     f"{len(record.calls)} captures of {record.site.label} were kept and never read; call the penalty "
                     "(or read the taps) after each forward, or remove() it."

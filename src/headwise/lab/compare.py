@@ -21,6 +21,7 @@ from headwise.integrations.methods import Repel
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.job import Failure, Job
+from headwise.lab.experiment.method import Orthogonalize
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.scale_options import ScaleOptions
@@ -39,6 +40,7 @@ from headwise.lab.results.tabulate import read_table
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.baseline import BaselineSettings
 from headwise.lab.training.cross_validation import find_run, gather_parts, list_scales, split_job
+from headwise.lab.training.optimizer import build_optimizer
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -248,6 +250,8 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
         if arm.find(Repel) is not None:
             # an optimizer imports torch's compiler, which takes a second
             methods.repel(torch.optim.Adam(model.parameters()))
+        if (orthogonalize := arm.find(Orthogonalize)) is not None:
+            build_optimizer(model, scale.recipe.learning_rate, scale.recipe, orthogonalize, methods.heads)
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 TaskName = Annotated[str, typer.Argument(help=f"The task: {', '.join(TASKS)}.")]
 ScaleName = Annotated[
-    str, typer.Option("--scale", help="Preset: demo (minutes), cpu (hours), paper (days on one GPU).")
+    str,
+    typer.Option(
+        "--scale",
+        help="Preset: demo (minutes), cpu (hours), gpu (minutes per run; not every task), paper (days on one GPU).",
+    ),
 ]
 Beams = Annotated[int | None, typer.Option(help="Number of beams, 1 for greedy search (default: the run's).")]
 LengthPenalty = Annotated[float | None, typer.Option(help="p in the score log P / length^p (default: the run's).")]
@@ -28,7 +32,7 @@ DataFolder = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="Folder of the task's files; without it, data is generated. translation: also FOLDER:en-de, or two "
+        help="Folder of the task's files; logic generates its own without it. translation: also FOLDER:en-de, or two "
         "files, my.en,my.de. classification and sentence: also one file with a label and a text per line, my.tsv. "
         "pretraining and lm: text or JSON lines, my.txt or my.jsonl.gz. glue: the folder of one of its sets. probing: "
         "the file of one task, past_present.txt; for reproduce the folder of all. graph2text: AGENDA's folder, or a "
@@ -118,14 +122,16 @@ def parse_launch_options(given: Iterable[str]) -> dict[str, str | int | float]:
     return options
 
 
-def parse_lora(given: str | None) -> tuple[str, ...]:
-    """Return the sizes of a scale that "r=8,alpha=16" stands for.
+def parse_lora(task: str, given: str | None) -> tuple[str, ...]:
+    """Return the sizes of a task's scale that "r=8,alpha=16" stands for.
 
-    >>> parse_lora("r=8,alpha=16")
+    >>> parse_lora("lm", "r=8,alpha=16")
     ('lora=8', 'lora_alpha=16')
     """
     if given is None:
         return ()
+    if not any(hasattr(scale, "lora") for scale in named_task(task).scales.values()):
+        raise typer.BadParameter(f"task {task} takes no --lora; omit it.")
     names = {"r": "lora", "alpha": "lora_alpha"}
     chosen = {name.strip(): value.strip() for name, _, value in (piece.partition("=") for piece in given.split(","))}
     rank = chosen.get("r", "")

@@ -333,7 +333,9 @@ class Repulsion(Handle):
             require_heads(self.heads)
         strength: Strength = self.strength
         if self.steering is not None:
-            strength = self.steering.find_strengths(self.steps, attachment.groups, strength)
+            # of several optimizers the first that comes to a step measures for all
+            begun = attachment.steps < self.steps
+            strength = self.steering.find_strengths(None if begun else self.steps, attachment.groups, strength)
         forces = self._space.apply(attachment.groups, strength=strength, scale=scale)
         if forces is None:
             raise NotFired(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.errors import LayoutError, NotFired, require_integer
+from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.heads import Heads
 from headwise.heads.sharding import average_over
@@ -17,6 +20,9 @@ from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import ParticleGroup
 from headwise.strength import Control, Target, advance, read_controls, tell_saturated
+
+# Calls of an attention that are looked at, where a step has more: the last of many micro-batches.
+NEWEST = 64
 
 
 class Steering(Handle):
@@ -49,37 +55,52 @@ class Steering(Handle):
             for site in heads
             for part in (*site.parts, *(site.output.parts if site.output is not None else ()))
         }
-        self._taps = Taps(replace(heads, sites=tuple(self._sites.values())), outputs=True, training_only=True)
+        self._taps = Taps(
+            replace(heads, sites=tuple(self._sites.values())), outputs=True, training_only=True, newest=NEWEST
+        )
         self._removers.append(self._taps.remove)
         self._pauses = ExitStack()
 
-    def find_strengths(self, step: int, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
+    def find_strengths(self, step: int | None, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
         """Return the factor on the repulsion of each group by its name, measured first if it is time to.
 
         Args:
-            step: Number of the step that is about to be taken, from 0.
+            step: Number of the step that is about to be taken, from 0; None where another optimizer has begun it.
             groups: The groups acted on.
             strength: Factor on the repulsion of all of them.
         """
-        self._measure(step)
+        if step is not None:
+            self._measure(step)
         return {group.name: strength * self._find_control(group).ratio for group in groups}
 
     def _measure(self, step: int) -> None:
-        # an attention that the loss did not use says nothing; `Repulsion.verify` names it
+        captures: list[Capture] = []
         with suppress(NotFired):
-            captures = self._taps.read()
-            if step % self.every == 0:
-                calls = [[call for call in captures if call.site.name == name] for name in self.controls]
-                measured = [count_effective_heads(own) for own in calls]
-                if torch.distributed.is_available() and torch.distributed.is_initialized():
-                    measured = average_over(None, measured)
-                for (name, control), number in zip(self.controls.items(), measured, strict=True):
-                    heads = self._sites[name].num_heads
-                    self.controls[name] = advance(control, self.target, float(number), heads)
-                    tell_saturated(name, self.controls[name], self.target)
+            captures = self._taps.read_called()
+        if step % self.every == 0:
+            for name, number in self._count(captures).items():
+                heads = self._sites[name].num_heads
+                self.controls[name] = advance(self.controls[name], self.target, float(number), heads)
+                tell_saturated(name, self.controls[name], self.target)
         self._pauses.close()
         if (step + 1) % self.every:
             self._pauses.enter_context(self._taps.paused())
+
+    def _count(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
+        """Return the effective number of heads of each attention; NaN where its calls, if any, tell nothing."""
+        found = {}
+        for name, site in self._sites.items():
+            calls = [call for call in captures if call.site.name == name]
+            unknown = torch.full((), math.nan, dtype=torch.float64, device=site.parts[0].parameter.device)
+            found[name] = count_effective_heads(calls) if calls else unknown
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return found
+        # every process takes part, also one whose batch did not use an attention: the mean is over those that did
+        known = {name: number.isfinite() for name, number in found.items()}
+        sums = [torch.where(known[name], number, 0.0) for name, number in found.items()]
+        means = average_over(None, [*sums, *(one.double() for one in known.values())])
+        halves = zip(means[: len(found)], means[len(found) :], strict=True)
+        return {name: own / share for name, (own, share) in zip(found, halves, strict=True)}
 
     def require_measured(self) -> None:
         """Raise `NotFired` where nothing was ever measured, so that no strength was set."""

@@ -79,18 +79,18 @@ def apply_by_columns(
         factors = repulsion_factor(mixing, repulsions, repulsions, stack_strengths(strength, names, repulsions), scale)
         pushes = (factors * repulsions).to(dtype)
         coefficients = list((-factors[:, None, None] * mixing.repulsion).to(dtype).unbind())
-    buffer = torch.empty(0)
+    buffer = torch.empty(0, dtype=dtype)
     driving_norms, found = [], []
     for index, (group, rows) in enumerate(batch):
         columns = [part for pair in rows for part in _divide(*pair)]
         whole = len(columns) == 1
         size = max(own.numel() for own, _ in columns)
-        buffer = buffer if buffer.numel() >= size else torch.empty(size)
+        buffer = buffer if buffer.numel() >= size else torch.empty(size, dtype=dtype)
         # of several columns each is written before the next is computed
         finite = whole or _stays_finite(drives[index], priors[index], rows, grams[index])
         own = coefficients[index]
         push = None if pushes is None else pushes[index]
-        norm = torch.zeros(())
+        norm = torch.zeros((), dtype=dtype)
         if finite and own is None:
             norms = [_drive(buffer, drives[index], priors[index], *part)[1] for part in columns]
             norm = torch.stack(norms).norm()

@@ -27,6 +27,7 @@ from headwise.shrinking.merge_moments import (
     write_output,
 )
 from headwise.shrinking.merge_refusals import require_mergeable
+from headwise.shrinking.prune_beside import list_beside
 from headwise.shrinking.prune_cuts import collect_cuts
 from headwise.shrinking.prune_optimizer import require_optimizer
 from headwise.shrinking.prune_proof import MERGED, require_equal, run
@@ -195,6 +196,8 @@ def _merge(
     shown = _find_dummy(heads.model) if batches is None else batches[0]
     merger = _Merger(sites, groups, find_freedoms(sites, shown), batches)
     cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=False)
+    # sinks and other parameters of query heads, which move with them
+    beside = [parameter for site in sites for _, parameter, _, _ in list_beside(site, proved=False)]
     restore = remember(sites)
     steps = [MergeStep("whole model", None if score is None else float(score()), None if batches is None else 0.0)]
     try:
@@ -217,7 +220,7 @@ def _merge(
     except BaseException:
         restore()
         raise
-    _forget(sites, optimizer)
+    _forget(sites, beside, optimizer)
     return Merging(
         {site.name: found for site, found in chosen.items()},
         {site.name: counts[site][:2] for site in sites},
@@ -311,13 +314,15 @@ def _count_bytes(site: Site) -> int:
     return sizes * site.slices[-1].parts[0].parameter.element_size()
 
 
-def _forget(sites: Iterable[Site], optimizer: Any) -> None:
-    """Drop the gradients and the optimizer's state of parameters that hold merged heads: they are of other weights."""
+def _forget(sites: Iterable[Site], beside: Iterable[nn.Parameter], optimizer: Any) -> None:
+    """Drop gradients and optimizer state of parameters that hold merged or moved heads: they are of other heads."""
+    rewritten = list(beside)
     for site in sites:
         for part in (*site.parts, *(() if site.output is None else (site.output,))):
-            for owner, attribute in ((part.owner, part.attribute), (part.bias_owner or part.owner, part.bias or "")):
-                parameter = owner._parameters.get(attribute)
-                if parameter is not None:
-                    parameter.grad = None
-                    if optimizer is not None:
-                        optimizer.state.pop(parameter, None)
+            held = (part.owner, part.attribute), (part.bias_owner or part.owner, part.bias or "")
+            found = [owner._parameters.get(attribute) for owner, attribute in held]
+            rewritten += [parameter for parameter in found if parameter is not None]
+    for parameter in rewritten:
+        parameter.grad = None
+        if optimizer is not None:
+            optimizer.state.pop(parameter, None)

@@ -96,7 +96,7 @@ def multiply_features(
             M_i = W_O,i W_O,i^T these are the contributions y = x W_O,i of each head, [N, d], which are never formed.
         sketch: Number of random directions in which products of different heads are estimated, without bias, as
             |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2 with g ~ N(0, I): T H^2 e multiplications for each. Directions
-            follow the state of torch's generator on the CPU, which stays as it was. 0 computes the products.
+            are drawn anew in each call, from torch's generator on the CPU. 0 computes the products.
 
     Raises:
         ShapeError: `features` is not floating or has fewer than two axes.
@@ -153,8 +153,7 @@ def square_products(vectors: Tensor, metric: Tensor | None = None) -> Tensor:
 def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Tensor:
     """Return an unbiased estimate of |Y_i^T Y_j|_F^2 from random directions, exact on the diagonal, [H, H]."""
     heads, width = vectors.shape[1:]
-    with torch.random.fork_rng(devices=[]):
-        directions = torch.randn(heads, width, draws, dtype=vectors.dtype).to(vectors.device)
+    directions = torch.randn(heads, width, draws, dtype=vectors.dtype).to(vectors.device)
     own = torch.einsum("the,thf->hef", vectors, vectors)
     if metric is None:
         exact = own.square().sum((1, 2))

@@ -72,6 +72,17 @@ def test_latex_and_markdown_have_a_row_an_arm(capsys):
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_comparison_that_cannot_be_judged_is_named_and_the_others_are_shown(capsys):
+    (Path("runs/one") / "svgd" / "seed-0" / "predictions.npz").write_bytes(b"nothing")
+    assert call("show", "runs") == 0
+    shown = capsys.readouterr()
+    assert "smooth" in shown.out
+    assert "output+em" not in shown.out
+    assert "left out: runs/one/svgd/seed-0/predictions.npz" in shown.err
+    assert "runs/one/svgd/seed-0/predictions.npz" in refused(capsys, "show", "runs/one")
+
+
+@pytest.mark.usefixtures("folder")
 def test_what_cannot_be_shown_is_refused(capsys):
     assert "expected one of --csv, --latex" in refused(capsys, "show", "runs", "--csv", "--latex")
     Path("empty").mkdir()

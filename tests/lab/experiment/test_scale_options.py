@@ -9,6 +9,7 @@ import pytest
 from headwise.errors import SettingError
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise.lab.tasks.lm.scales import LM_SCALES
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 
 CPU = CLASSIFICATION_SCALES["cpu"]
@@ -35,6 +36,13 @@ def test_one_fold_is_one_cut():
 
 def test_a_size_that_may_be_absent_is_set_by_a_number():
     assert with_options(CPU, ScaleOptions("cpu", sizes=("train_examples=50",)), "classification").train_examples == 50
+
+
+def test_a_size_that_is_one_of_some_words_is_set_by_a_word():
+    scale = with_options(LM_SCALES["demo"], ScaleOptions("demo", sizes=("family=qwen3",)), "lm")
+    assert (scale.family, scale.name) == ("qwen3", "demo-family=qwen3")
+    with pytest.raises(SettingError, match=r"^--set family=gpt: expected llama or qwen3\.$"):
+        with_options(LM_SCALES["demo"], ScaleOptions("demo", sizes=("family=gpt",)), "lm")
 
 
 def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places():

@@ -195,7 +195,7 @@ def copy_of_plain(out: Path, *, seeds: tuple[int, ...], name: str = "inert", **c
 
 def test_an_arm_that_did_what_plain_did_is_an_error_that_names_it(out):
     copy_of_plain(out, seeds=(0, 1))
-    with pytest.raises(NotFired, match=r"arm inert gave the answers of plain on all 60 .* its method did not act"):
+    with pytest.raises(NotFired, match=r"inert: arm inert gave the answers of plain on all 60 .* method did not act"):
         read_table(out)
 
 

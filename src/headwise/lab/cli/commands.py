@@ -66,7 +66,7 @@ def tune(
         scale,
         pipeline,
         embeddings,
-        sizes=(*(sizes or ()), *parse_lora(lora)),
+        sizes=(*(sizes or ()), *parse_lora(task, lora)),
         pretrained=pretrained,
         trust_remote_code=trust_remote_code,
     )
@@ -168,9 +168,12 @@ def reproduce(
     reproduction = REPRODUCTIONS[identifier]
     require_known("scale", scale, reproduction.scales)
     if kept is not None:
-        given = {"--part": parts, "--record": record, "--resume": resume, "--dry-run": dry_run}
-        given |= {"--data": data, "--tuned": tuned}
-        if idle := [name for name, value in given.items() if value]:
+        given: dict[str, object] = {"--part": parts or None, "--record": record, "--data": data, "--tuned": tuned}
+        given |= {"--seeds": seeds, "--set": sizes or None, "--folds": folds, "--workers": workers}
+        given |= {"--pretrained": pretrained, "--pipeline": pipeline, "--embeddings": embeddings}
+        given |= {"--out-of-domain": out_of_domain, "--resume": resume or None, "--dry-run": dry_run or None}
+        given |= {"--trust-remote-code": trust_remote_code or None}
+        if idle := [name for name, value in given.items() if value is not None]:
             raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
         with stoppable("stopped.", [out]), TemporaryDirectory() as place:
             found = recompute(find_record(kept, identifier, scale), Path(place))

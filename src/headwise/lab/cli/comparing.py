@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,7 +102,7 @@ def compare(
 
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    changed = merge_sizes(config, (*(sizes or ()), *parse_lora(lora)))
+    changed = merge_sizes(config, (*(sizes or ()), *parse_lora(task, lora)))
     options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code)
     chosen = choose_scale(task, options)
     asked = tuple(parse_arms(arms))
@@ -173,10 +174,9 @@ def show(
     if as_csv + as_latex + as_markdown + asked_output().as_json > 1:
         raise typer.BadParameter("expected one of --csv, --latex, --markdown and --json.")
     from headwise.lab.results.grids import render_terminal
-    from headwise.lab.results.side_by_side import find_comparisons, format_csv, format_latex, list_rows, make_grid
-    from headwise.lab.results.tabulate import read_table
+    from headwise.lab.results.side_by_side import format_csv, format_latex, list_rows, make_grid, read_comparisons
 
-    tables = {str(folder): read_table(folder) for folder in find_comparisons(folders)}
+    tables = read_comparisons(folders, tell=partial(typer.echo, err=True))
     if page is not None:
         from headwise.lab.results.side_by_side_page import make_side_by_side_page
 

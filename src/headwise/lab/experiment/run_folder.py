@@ -144,15 +144,19 @@ def read_progress(folder: Path) -> Cell | None:
         return None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, remedy: str = "") -> Any:
     """Return the content of a JSON file.
+
+    Args:
+        path: The file.
+        remedy: What to do where it cannot be read; empty for a file that a run writes again.
 
     Raises:
         DataError: The file is missing or is not JSON, or it has a digest and was changed.
     """
     if not is_file(path):
-        raise DataError(f"{path} {describe_place(path)}; was the run that writes it finished?")
-    remedy = "delete it and run again."
+        raise DataError(f"{path} {describe_place(path)}; {remedy or 'was the run that writes it finished?'}")
+    remedy = remedy or "delete it and run again."
     try:
         value = parse_json(read_whole(path))
     except ValueError as error:

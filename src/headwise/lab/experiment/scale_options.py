@@ -95,16 +95,20 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     return dataclasses.replace(typing.cast(Any, scale), name=name, **changes, **sizes)
 
 
-def _find_kind(hint: Any) -> type | None:
-    """Return the int, float or bool type of a field, which may be optional; None for other types."""
+def _find_kind(hint: Any) -> Any:
+    """Return the int, float, bool or `Literal` of a field, which may be optional; None for other types."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     kinds = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 and kinds[0] in KINDS else None
+    known = len(kinds) == 1 and (kinds[0] in KINDS or typing.get_origin(kinds[0]) is typing.Literal)
+    return kinds[0] if known else None
 
 
 def _parse_value(piece: str, text: str, hint: Any) -> Any:
     kind = _find_kind(hint)
-    assert kind is not None
+    if words := typing.get_args(kind):
+        if text not in words:
+            raise SettingError(f"--set {piece}: expected {' or '.join(words)}.")
+        return text
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):

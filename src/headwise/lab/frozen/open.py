@@ -9,7 +9,7 @@ import torch
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.foreign_code import refuse_foreign_code
-from headwise.input_files import is_file
+from headwise.input_files import describe_place, is_file
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.frozen import Frozen, name_run
@@ -39,7 +39,9 @@ def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code
         LayoutError: The heads of the model cannot be found.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} does not exist; expected a folder of save_pretrained(), or a finished run.")
+        raise DataError(
+            f"{folder} {describe_place(folder)}; expected a folder of save_pretrained(), or a finished run."
+        )
     if not (folder / run_folder.SETTINGS).is_file():
         return open_folder(folder, trust_remote_code=trust_remote_code)
     if run_folder.is_finished(folder):

@@ -23,7 +23,8 @@ from headwise.lab.experiment.frozen import Frozen
 from headwise.strict_json import encode_json, parse_json
 
 PROBED = (
-    "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining or glue"
+    "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining, lm or "
+    "glue"
 )
 FORM = "encodings-2"  # changes with anything that changes the arrays
 LAYERS, SHAPES = "layers.npy", "shapes.json"

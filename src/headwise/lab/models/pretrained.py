@@ -43,14 +43,15 @@ def require_whole(
             f"{folder} holds {lost!r}, which transformers does not load: its model would be another than the one that "
             "was trained; go on from a model without gates, talking heads or differential attention."
         )
-    remedy = "the folder holds a part of that model, or other names; save the whole model with save_pretrained()."
+    asked = type(model).__name__
+    remedy = f"the folder holds another model, a part of this one, or other names; save a whole {asked} there."
     for key, fault in (("missing_keys", "has no"), ("mismatched_keys", "has another shape of")):
         # of a shape that differs transformers tells both
         names = sorted(one if isinstance(one, str) else one[0] for one in said[key])
         read = (name for name in names if name.startswith(backbone) and not name.startswith(unread))
         found = next((name for name in read if UNREAD not in name and not _is_computed(model, name)), None)
         if found is not None:
-            raise DataError(f"{folder} {fault} {found!r}, which its config.json asks for: {remedy}")
+            raise DataError(f"{folder} {fault} {found!r}, which {asked} has: {remedy}")
     wrong = next((name for name, parameter in model.named_parameters() if not _is_finite(parameter)), None)
     if wrong is not None:
         raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model with finite ones.")

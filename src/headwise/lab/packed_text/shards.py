@@ -127,7 +127,7 @@ class PackedText:
         return (
             f"{record['corpus']}: {record['documents']:,} documents; {rows['train']:,} rows of {record['length']} "
             f"tokens to train on in {shards}, {dev:,} dev, {test:,} test; "
-            f"{record['vocabulary_size']:,} word pieces, {record['tokenizer']}"
+            f"a vocabulary of {record['vocabulary_size']:,}, {record['tokenizer']}"
         )
 
     def _rows(self, names: Sequence[str], sizes: Sequence[int], most: int | None) -> RowShards:

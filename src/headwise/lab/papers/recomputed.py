@@ -16,6 +16,11 @@ from headwise.lab.results.evidence import read_evidence
 from headwise.lab.results.runs import read_results
 
 
+def has_runs(path: Path) -> bool:
+    """Return whether the runs of a record are kept beside it."""
+    return path.with_suffix(ARCHIVE).exists()
+
+
 def find_record(paper: Path, identifier: str, scale: str) -> Path:
     """Return the record of a reproduction at a scale whose runs are kept, in the folder of a paper's notes.
 
@@ -24,10 +29,13 @@ def find_record(paper: Path, identifier: str, scale: str) -> Path:
     """
     records = {path: read_json(path) for path in sorted((paper / FOLDER).glob("*.json"))}
     found = [path for path, record in records.items() if (record.get("id"), record.get("scale")) == (identifier, scale)]
-    kept = [path for path in found if path.with_suffix(ARCHIVE).exists()]
+    kept = [path for path in found if has_runs(path)]
     if len(kept) != 1:
         names = ", ".join(path.name for path in kept or found) or "no record"
-        reason = "expected one" if kept or not found else f"none has its runs beside it in a {ARCHIVE} file"
+        there = [f"{record.get('id')} at {record.get('scale')}" for path, record in records.items() if has_runs(path)]
+        reason = f"expected one of {', '.join(there)}" if there else "no record has its runs there"
+        if found:
+            reason = "expected one" if kept else f"none has its runs beside it in a {ARCHIVE} file"
         raise DataError(f"{paper / FOLDER} holds {names} of {identifier} at scale {scale}; {reason}.")
     return kept[0]
 

@@ -3,14 +3,15 @@
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
 from headwise.lab.results.cells import NONE, Grid, Number, show_number, show_p, show_percent, show_points
 from headwise.lab.results.runs import COMPARISON
 from headwise.lab.results.table import Row, Table
+from headwise.lab.results.tabulate import read_table
 from headwise.lab.results.verdicts import omit_p
 
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{MINUS SIGN}": "$-$"}
@@ -32,6 +33,30 @@ def find_comparisons(folders: list[Path]) -> list[Path]:
             )
         found |= dict.fromkeys(inside)
     return list(found)
+
+
+def read_comparisons(folders: list[Path], tell: Callable[[str], object]) -> dict[str, Table]:
+    """Return the tables of the comparisons that are, or lie inside, folders, by folder.
+
+    Args:
+        folders: The folders.
+        tell: Called with a sentence for each comparison that is left out because it cannot be judged.
+
+    Raises:
+        HeadwiseError: A folder holds no comparison, or none can be judged.
+    """
+    tables: dict[str, Table] = {}
+    refused: list[HeadwiseError] = []
+    for folder in find_comparisons(folders):
+        try:
+            tables[str(folder)] = read_table(folder)
+        except HeadwiseError as error:
+            refused.append(error)
+    if not tables:
+        raise refused[0]
+    for error in refused:
+        tell(f"left out: {error}")
+    return tables
 
 
 def list_rows(tables: Mapping[str, Table]) -> list[dict[str, Any]]:

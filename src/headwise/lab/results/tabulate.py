@@ -230,9 +230,9 @@ def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:
     pairs = _pair_runs(runs, plain)
     if pairs and all(_have_same_results(run, other) for run, other in pairs):
         raise NotFired(
-            f"arm {runs[0].arm} gave the answers of plain on all {len(runs[0].predicted)} test items under all "
-            f"{len(pairs)} seeds, with the same measures to {SAME:g}: its method did not act. Give it other settings "
-            "or leave it out, and remove its folder."
+            f"{runs[0].folder.parent}: arm {runs[0].arm} gave the answers of plain on all {len(runs[0].predicted)} "
+            f"test items under all {len(pairs)} seeds, with the same measures to {SAME:g}: its method did not act. "
+            "Give it other settings or leave it out, and remove this folder."
         )
 
 

@@ -109,25 +109,29 @@ class Start:
         return found
 
 
-def find_start(place: Path | None) -> Start:
+def find_start(place: Path | None, expected: str = FORMS) -> Start:
     """Return where the models of a place come from.
+
+    Args:
+        place: The place.
+        expected: What a message says that it should be.
 
     Raises:
         DataError: No place was named, or it holds no model.
     """
     if place is None:
-        raise DataError(f"glue needs --pretrained: {FORMS}.")
+        raise DataError(f"glue needs --pretrained: {expected}.")
     if (place / COMPARISON).is_file():
         record = read_json(place / COMPARISON)
         task = record.get("task") if isinstance(record, dict) else None
         if task not in ("pretraining", "glue"):
-            raise DataError(f"{place} is a comparison of {task or 'no task'}; expected {FORMS}.")
+            raise DataError(f"{place} is a comparison of {task or 'no task'}; expected {expected}.")
         # the runs follow from these to the bit, and more arms may come
         known = {name: record.get(name) for name in ("scale", "sizes", "data")}
         return Start(place, task, digest(f"{task} {known}"))
     found = find_model_folder(place)
     if found is None:
-        raise DataError(f"{place} holds no model; expected {FORMS}.")
+        raise DataError(f"{place} holds no model; expected {expected}.")
     files = sorted(path for path in found.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt", ".txt"))
     return Start(place, "", digest(" ".join(path.name for path in files), files))
 

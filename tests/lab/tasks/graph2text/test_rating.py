@@ -131,6 +131,11 @@ def test_unfinished_items_are_left_out_and_damaged_files_are_refused(pair, tmp_p
         part.write_text(json.dumps({**json.loads(whole.read_text()), **changed}))
         with pytest.raises(DataError, match=said):
             read_ratings(key, [part])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(DataError, match=r"broken\.json is not readable as JSON .*; ask the rater for the file again"):
+        read_ratings(key, [tmp_path / "broken.json"])
+    with pytest.raises(DataError, match=r"no-key\.json does not exist; give the rating-key\.json that headwise"):
+        read_ratings(tmp_path / "no-key.json", [part])
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(DataError, match="is no file of ratings"):
         read_ratings(key, [tmp_path / "list.json"])

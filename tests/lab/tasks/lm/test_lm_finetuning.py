@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import headwise as hw
 from headwise.errors import DataError, LayoutError, SettingError
+from headwise.lab.compare import require_fits
+from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
@@ -175,11 +177,27 @@ def test_arms_that_need_the_whole_model_are_refused_under_adapters(arm, error, s
         train_run(settings(place, arm, lora=4), tmp_path / "run")
 
 
+def test_an_arm_that_does_not_fit_adapters_is_refused_before_anything_is_trained(place):
+    chosen = settings(place, "plain", lora=4)
+    data = TASK.load(chosen.data, chosen.scale, chosen.cache)
+    for arm in ("muon", "talking"):
+        with pytest.raises(SettingError, match=f"arm {arm} does not fit the model"):
+            require_fits(parse_arm(arm), TASK, data, chosen.scale)
+
+
+def test_a_comparison_is_no_model_and_a_run_of_one_is_named(place, tmp_path):
+    run_folder.write_json(tmp_path / "comparison.json", {"task": "lm"})
+    with pytest.raises(DataError, match=r"is a comparison of lm; expected the folder of a causal model.*seed-0"):
+        TASK.load(place / "docs.jsonl", dataclasses.replace(TOY, pretrained=tmp_path), place / "cache")
+
+
 def test_the_command_names_the_rank_as_peft_does(place):
-    options = ScaleOptions("demo", sizes=parse_lora("r=8, alpha=24"), pretrained=place / "gpt2")
+    options = ScaleOptions("demo", sizes=parse_lora("lm", "r=8, alpha=24"), pretrained=place / "gpt2")
     scale = choose_scale("lm", options)
     assert (getattr(scale, "lora", 0), getattr(scale, "lora_alpha", 0)) == (8, 24)
-    assert parse_lora(None) == ()
+    assert parse_lora("lm", None) == ()
     for wrong in ("8", "rank=8", "r=", "", "r=0", "r=-1", "alpha=16"):
         with pytest.raises(typer.BadParameter, match="expected r=RANK"):
-            parse_lora(wrong)
+            parse_lora("lm", wrong)
+    with pytest.raises(typer.BadParameter, match="task logic takes no --lora; omit it"):
+        parse_lora("logic", "r=8")

@@ -210,7 +210,7 @@ def test_chinese_and_english_books_stay_paired():
 
 
 def test_a_corpus_without_a_recipe_says_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"iwslt14 has no recipe\. .*de-en\.tgz yourself"):
+    with pytest.raises(DataError, match=r"^iwslt14: IWSLT14 has no published checksum.*de-en\.tgz yourself"):
         fetch_corpus(CORPORA["iwslt14"], tmp_path)
     with pytest.raises(DataError, match=r"lacks train\.tags\.de-en\.de, .* \(layout official\); or .*yourself"):
         find_files(CORPORA["iwslt14"], tmp_path)

@@ -72,7 +72,7 @@ def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
     Raises:
         DataError: A file is no ratings file or belongs to another form, two are of one rater, or nothing was rated.
     """
-    found = runs.read_json(path)
+    found = runs.read_json(path, "give the rating-key.json that headwise rate wrote.")
     try:
         names, folders = (tuple(map(str, found[name])) for name in ("names", "runs"))
         named, sides = str(found["set"]), {int(item): str(side) for item, side in found["sides"].items()}
@@ -133,7 +133,7 @@ def _show_lead(lead: Estimate) -> Number:
 
 
 def _read_answers(file: Path, named: str) -> tuple[str, list[Any]]:
-    found = runs.read_json(file)
+    found = runs.read_json(file, "ask the rater for the file again.")
     try:
         rater, own, answers = str(found["rater"]), str(found["set"]), list(found["answers"])
     except (LookupError, TypeError):

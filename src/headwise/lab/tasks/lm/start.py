@@ -7,6 +7,8 @@ from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens, read_tokens
 from headwise.lab.training.start import Start, find_start, open_tokenizer, require_positions
 
+EXPECTED = "the folder of a causal model with its tokenizer, or a finished run of lm, as OUT/ARM/seed-0"
+
 
 def find_model(scale: LmScale) -> Start | None:
     """Return where the model of a scale comes from; None where runs begin with new ones.
@@ -17,9 +19,9 @@ def find_model(scale: LmScale) -> Start | None:
     """
     if scale.pretrained is None:
         return None
-    start = find_start(scale.pretrained)
+    start = find_start(scale.pretrained, EXPECTED)
     if start.of_arms:
-        raise DataError(f"{scale.pretrained} is a comparison of {start.task}; expected the folder of one causal model.")
+        raise DataError(f"{scale.pretrained} is a comparison of {start.task}; expected {EXPECTED}.")
     folder = start.any_folder()
     if not (folder / "tokenizer.json").is_file():
         raise DataError(

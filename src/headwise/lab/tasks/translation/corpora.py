@@ -126,7 +126,7 @@ def fetch_corpus(corpus: Corpus, folder: Path, *, progress: bool = False) -> Non
         DataError: A file has no recipe or cannot be fetched.
     """
     if not corpus.downloads:
-        raise DataError(f"{corpus.name} has no recipe.{_advice(corpus)}")
+        raise DataError(f"{corpus.name}: {corpus.by_hand or 'it has no recipe.'}")
     for download in corpus.downloads:
         fetch(download, folder, progress=progress)
 
