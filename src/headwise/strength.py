@@ -54,7 +54,7 @@ class Target:
 
     Args:
         effective_heads: the effective number of heads to reach, in [1, H].
-        highest: the ratio never exceeds this, above 0.
+        highest: the ratio never exceeds this, above 0; the weight of a penalty's kind multiplies it afterwards.
         proportional, integral, back: gains, at least 0.
         decay: share of the average that a new measurement keeps, in [0, 1).
     """

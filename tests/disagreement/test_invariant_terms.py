@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
+from headwise.heads.effective import count_effective_heads
 from headwise.heads.taps import Taps
 from headwise.reference import metrics as loops
 from headwise.similarity.alignment import multiply_features
@@ -135,6 +136,16 @@ def test_contributions_are_compared_in_single_precision_in_a_model_of_half_preci
             half = penalty()
     assert whole > 0.3
     torch.testing.assert_close(half.float(), whole, rtol=0.03, atol=0.0)
+
+
+def test_the_effective_number_of_heads_is_counted_in_single_precision_under_autocast():
+    model = make(layers=1).float()
+    with Taps(hw.find_heads(model), outputs=True) as taps:
+        model(given()[0].float())
+        captures = taps.read()
+    counted = count_effective_heads(captures)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(count_effective_heads(captures), counted)
 
 
 @pytest.mark.parametrize("of", ["outputs", "contributions"])

@@ -221,11 +221,11 @@ def test_one_value_head_is_refused_for_values_and_fine_for_outputs():
 )
 def test_a_term_on_what_several_heads_share_is_refused_where_there_is_one(term):
     heads = hw.find_heads(SeparateAttention(key_value_heads=1))
-    with pytest.raises(hw.LayoutError, match=r"one of what it compares.*use a term on all heads"):
+    with pytest.raises(hw.LayoutError, match=r"only one head or group.*use a term on all heads"):
         hw.Disagreement(heads, term)
     hw.Disagreement(heads, hw.SpanOverlap("query"))
     hw.Disagreement(heads, hw.GroupedQueries(hw.CKA(), "within"))
-    with pytest.raises(hw.LayoutError, match="one of what it compares"):
+    with pytest.raises(hw.LayoutError, match="only one head or group"):
         hw.Disagreement(hw.find_heads(SeparateAttention()), hw.GroupedQueries(hw.CKA(), "within"))
 
 

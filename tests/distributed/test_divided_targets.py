@@ -95,3 +95,18 @@ def train_static(added: bool) -> list[bool]:
 @pytest.mark.parametrize("added", [True, False])
 def test_a_static_graph_goes_on_averaging_gradients(two: Processes, added: bool):
     assert two.run(train_static, added) == [[True] * 4] * 2
+
+
+def train_on_few_tokens() -> list[float | None]:
+    """The controllers of a penalty where the second process has too few tokens to tell anything."""
+    model = made()
+    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), across=dist.group.WORLD, strength=TARGET, every=1)
+    x = torch.randn(1, 2 if dist.get_rank() else TOKENS, WIDTH, dtype=torch.float64)
+    penalty.add_to(model(x).square().mean())
+    return [control.effective_heads for control in penalty.relative.controls.values()]
+
+
+def test_a_process_with_too_few_tokens_leaves_the_number_to_those_that_know_it(two: Processes):
+    first, other = two.run(train_on_few_tokens)
+    assert first == other
+    assert all(1.0 < number < 4.0 for number in first)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from heads.attentions import SeparateAttention
 from headwise.repulsion.function_space import FunctionSVGD, compute_products, pull_back
 from headwise.repulsion.gram import geometry
 
@@ -167,6 +168,11 @@ def test_a_product_tied_between_layers_is_acted_on_once():
     other.out_proj.weight = nn.Parameter(first.out_proj.weight.detach().clone())
     with pytest.raises(hw.SettingError, match=r"1 output-value shares one of its factors with an earlier attention"):
         stepped(nn.ModuleList([first, other]), rule)
+    # a product of factors that others have is another function
+    one, two, three = (SeparateAttention(12, 3, 3) for _ in range(3))
+    three.q_proj, three.k_proj = one.q_proj, two.k_proj
+    with pytest.raises(hw.SettingError, match=r"2 query-key shares one of its factors with an earlier attention"):
+        stepped(nn.ModuleList([one, two, three]), rule)
 
 
 def test_what_makes_no_product_is_refused():

@@ -174,7 +174,7 @@ def test_what_has_no_groups_is_refused(model):
             hw.GroupedQueries(term)
     with pytest.raises(hw.SettingError, match="grouping is 'inside'"):
         hw.GroupedQueries(hw.Output(), "inside")
-    with pytest.raises(hw.LayoutError, match="each of the 1 sites has one of what it compares"):
+    with pytest.raises(hw.LayoutError, match="each of the 1 sites has only one head or group"):
         hw.Disagreement(plain, hw.GroupedQueries(hw.Output()))
     with pytest.raises(hw.LayoutError, match="no group of query heads shares one"):
         hw.GroupedQueries(hw.Output()).sum_and_count_at(plain.sites[0], torch.randn(2, 3, 2, 4), None)

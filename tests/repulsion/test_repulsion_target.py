@@ -211,3 +211,18 @@ def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatc
         found.append(repulsion.steering.controls)
     assert found[0] == found[1]
     assert found[0]["layers.0.self_attn"].effective_heads is not None
+
+
+def test_an_optimizer_that_goes_on_alone_is_measured():
+    model = make()
+    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in model.layers]
+    repulsion = hw.repel(parts, hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    for seed in range(4):
+        step(model, parts[0], seed)
+    assert repulsion.steering.steps == 4
+    before = dict(repulsion.steering.controls)
+    for seed in range(4, 8):
+        step(model, parts[1], seed)
+    # its first step might have been the second optimizer's part of the last
+    assert repulsion.steering.steps == 7
+    assert all(control.integral > before[name].integral for name, control in repulsion.steering.controls.items())

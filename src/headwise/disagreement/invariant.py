@@ -57,8 +57,8 @@ class CKA(Arithmetic):
             between W_V and W_O fools; H^2 e^3 multiplications more.
         sketch: 0 computes the products of features, T (He)^2 multiplications, those of about one linear layer; or of
             tokens, H T^2 e + H^2 T^2, where these are smaller (T^2 <= H e^2). A number s estimates them from s random
-            directions at T H^2 e s, drawn anew in each step from torch's generator on the CPU; unbiased, with a
-            relative deviation of about sqrt(2 / s) where one direction dominates.
+            directions at T H^2 e s, drawn anew in each call from torch's generator on the CPU, which dropout on a
+            CPU uses too; unbiased, with a relative deviation of about sqrt(2 / s) where one direction dominates.
     """
 
     debiased: bool = True

@@ -324,10 +324,12 @@ def _count_heads(similarity: Similarity | SiteSimilarity, site: Site) -> int:
 def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> None:
     if all(_count_heads(similarity, site) == 1 for site in heads):
         several = any(site.num_heads > 1 for site in heads)
-        what = "of what it compares" if hasattr(similarity, "count_heads") else "key/value head" if several else "head"
+        what = "key/value head" if several else "head"
+        reason = f"each of the {len(heads)} sites has one {what}, which has nothing to disagree with"
+        if hasattr(similarity, "count_heads"):
+            reason = f"each of the {len(heads)} sites has only one head or group that it compares"
         raise LayoutError(
-            f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has one "
-            f"{what}, which has nothing to disagree with; "
+            f"{similarity} compares the {similarity.reads} of heads, and {reason}; "
             + ("use a term on all heads, such as hw.Output()." if several else "select sites with more heads.")
         )
 

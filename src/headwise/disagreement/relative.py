@@ -15,7 +15,7 @@ from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site
-from headwise.heads.sharding import average_over
+from headwise.heads.sharding import average_finite_over, average_over
 from headwise.strength import Control, Relative, Target, advance, read_controls, tell_saturated
 
 # How much of the logarithm of a weight is kept at each measurement.
@@ -62,7 +62,6 @@ class RelativeWeights:
         # of the weight at a ratio of 1
         self._logarithms: dict[str, Tensor] = {}
         self._first: dict[str, Tensor] = {}
-        self._awaits_static_graph = torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def weigh(
         self,
@@ -81,10 +80,9 @@ class RelativeWeights:
             captures: The calls of the step with outputs, which a `Target` needs.
             keep: As for a call of `Disagreement`.
         """
-        if self._awaits_static_graph and awaits_static_graph(loss):
-            return loss.new_zeros(())
-        self._awaits_static_graph = False
         if self.steps % self.every == 0:
+            if awaits_static_graph(loss):
+                return loss.new_zeros(())
             self._measure(loss, values, across)
             self._control(captures, across, keep)
         self.steps += 1
@@ -134,14 +132,14 @@ class RelativeWeights:
         self.shares[name] = self._ratio(name) * self._logarithms[name].exp() * of_value / of_loss
 
     def _control(self, captures: Sequence[Capture], across: Any, keep: Tensor | None) -> None:
-        """Advance the controllers by the effective number of heads of this step, the mean over processes."""
+        """Advance the controllers by the effective number of heads of this step, the mean over processes that know."""
         if not isinstance(self.strength, Target) or not self.controls:
             return
         calls = {name: [call for call in captures if call.site.name == name] for name in self.controls}
         numbers = {call.site.name: call.site.num_heads for call in captures}
         measured = [count_effective_heads(own, keep) for own in calls.values()]
         if across is not None:
-            measured = average_over(across, measured)
+            measured = average_finite_over(across, measured)
         for name, number in zip(calls, measured, strict=True):
             self.controls[name] = advance(self.controls[name], self.strength, float(number), numbers[name])
             tell_saturated(name, self.controls[name], self.strength)
@@ -188,6 +186,8 @@ def awaits_static_graph(loss: Tensor) -> bool:
 
     It begins to average gradients at the end of that pass: one of a measurement before it would end this for good.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
@@ -195,10 +195,9 @@ def awaits_static_graph(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        wrapper = getattr(node, "ddp_weakref", None)
-        if wrapper is not None:
-            module = wrapper()
-            return module.static_graph and not module._static_graph_delay_allreduce_enqueued
+        module = node.ddp_weakref() if hasattr(node, "ddp_weakref") else None
+        if module is not None and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+            return True
         waiting += [other for other, _ in node.next_functions]
     return False
 

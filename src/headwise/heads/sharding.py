@@ -90,6 +90,14 @@ def average_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
     return [mean.to(number.device) for mean, number in zip(means, numbers, strict=True)]
 
 
+def average_finite_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `average_over` does, over the processes where a number is finite; NaN where it is in none."""
+    known = [number.isfinite() for number in numbers]
+    sums = [torch.where(one, number, 0.0) for one, number in zip(known, numbers, strict=True)]
+    means = average_over(group, [*sums, *(one.double() for one in known)])
+    return [own / share for own, share in zip(means[: len(sums)], means[len(sums) :], strict=True)]
+
+
 def write_own_part(target: Tensor, every: Tensor) -> None:
     """Write into `target` this process's part of a tensor that every process has, without communication."""
     with torch.no_grad():

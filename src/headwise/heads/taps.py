@@ -4,7 +4,7 @@ Outputs are read at the module that plays W_O, values where they are projected, 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -151,15 +151,15 @@ class Taps(Handle):
                 "not tapped (find_heads in the copy); and calls without gradients, as of a checkpoint with "
                 "use_reentrant=True, are dropped when training continues."
             )
-        return self._finish(taken)
+        return [self._finish(call) for call in _interleave(taken)]
 
     def read_called(self) -> list[Capture]:
-        """Return the captures since the last read of the sites that were called, and forget them.
-
-        Raises:
-            NotFired: A call did not compute all that is read.
-        """
-        return self._finish(self._take())
+        """Return what `read` does of the calls that computed all that is read, and nothing of others."""
+        found = []
+        for call in _interleave(self._take()):
+            with suppress(NotFired):
+                found.append(self._finish(call))
+        return found
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,9 +189,8 @@ class Taps(Handle):
             record.calls = []
         return taken
 
-    def _finish(self, taken: list[list[OpenCapture]]) -> list[Capture]:
-        calls = [call for turn in zip_longest(*taken) for call in turn if call is not None]
-        return [call.finish(**{name: getattr(self, name) for name in READS}) for call in calls]
+    def _finish(self, call: OpenCapture) -> Capture:
+        return call.finish(**{name: getattr(self, name) for name in READS})
 
     def _attach(self) -> None:
         model = self.heads.model
@@ -374,3 +373,8 @@ class Taps(Handle):
                 capture.mean_weights = attended.mean_weights
 
         return see
+
+
+def _interleave(taken: list[list[OpenCapture]]) -> list[OpenCapture]:
+    """Return the first call of each site, then the second of each that was called again, and so on."""
+    return [call for turn in zip_longest(*taken) for call in turn if call is not None]

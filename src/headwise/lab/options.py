@@ -135,7 +135,8 @@ def parse_lora(task: str, given: str | None) -> tuple[str, ...]:
     names = {"r": "lora", "alpha": "lora_alpha"}
     chosen = {name.strip(): value.strip() for name, _, value in (piece.partition("=") for piece in given.split(","))}
     rank = chosen.get("r", "")
-    if chosen.keys() - names or not all(chosen.values()) or not (rank.isdecimal() and int(rank)):
+    twice = len(chosen) < given.count("=")
+    if twice or chosen.keys() - names or not all(chosen.values()) or not (rank.isdecimal() and int(rank)):
         raise typer.BadParameter(
             f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA with a rank of at least 1, as r=8."
         )

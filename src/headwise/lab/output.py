@@ -96,6 +96,13 @@ def say(text: str) -> None:
         typer.echo(text, err=asked.as_json)
 
 
+def warn(sentence: str) -> None:
+    """Print what went wrong."""
+    # what a file holds must not drive the terminal
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(sentence.split()))
+    typer.echo(f"headwise: {shown}", err=True)
+
+
 def print_record(record: Any) -> None:
     """Print the result of a command as JSON if that was asked for."""
     if asked_output().as_json:

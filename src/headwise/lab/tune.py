@@ -226,8 +226,8 @@ def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tu
         draws, seed, seeds = (str(record.get(name, 1))[:20] for name in ("draws", "seed", "seeds"))
         raise DataError(
             f"{folder} has no best draw of {', '.join(missing)}; every arm and every control needs the same draws: "
-            f"headwise tune {task} {','.join(missing)} --draws {draws} --seed {seed} --seeds {seeds} --out {folder}, "
-            "with --data, --scale and --set of this comparison."
+            f"headwise tune {task} {','.join(missing)} --draws {draws} --seed {seed} --seeds {seeds} --out {folder}. "
+            "Add the options of this comparison that say what is trained, such as --scale, --set and --data."
         )
     found = {arm.name: _read_best(folder / arm.folder / TUNED) for arm in arms}
     best = (

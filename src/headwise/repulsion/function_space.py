@@ -65,20 +65,20 @@ class FunctionSVGD(KernelRule):
                 "FunctionSVGD compares products of projections, which cannot be joined; leave joint out."
             )
         groups: list[FunctionGroup] = []
-        taken: set[tuple[int, int]] = set()
+        products: set[frozenset[tuple[int, int]]] = set()
         for site in heads.sites:
             for group in _find_products(site, heads.projections):
-                places = {(id(part.parameter), part.start) for part in group.parts}
+                places = frozenset((id(part.parameter), part.start) for part in group.parts)
                 # a product tied between layers is acted on once per step
-                if places <= taken:
+                if places in products:
                     continue
-                if places & taken:
+                if any(places & other for other in products):
                     raise SettingError(
                         f"{group.name} shares one of its factors with an earlier attention, and the force of each "
                         "product would act on it; use SVGD, or leave this attention out."
                     )
                 groups.append(group)
-                taken |= places
+                products.add(places)
         if not groups:
             raise LayoutError(
                 f"the projections {', '.join(heads.projections)} make no product; select query and key, value, or all."

@@ -294,7 +294,7 @@ class Repulsion(Handle):
         """
         require_state(state, len(self._attachments))
         if self.steering is not None:
-            self.steering.load_state_dict(state.get("controls"))
+            self.steering.load_state_dict(state.get("controls"), max(state["steps"]))
         self.strength = state["strength"]
         for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
@@ -333,9 +333,7 @@ class Repulsion(Handle):
             require_heads(self.heads)
         strength: Strength = self.strength
         if self.steering is not None:
-            # of several optimizers the first that comes to a step measures for all
-            begun = attachment.steps < self.steps
-            strength = self.steering.find_strengths(None if begun else self.steps, attachment.groups, strength)
+            strength = self.steering.find_strengths(attachment, attachment.groups, strength)
         forces = self._space.apply(attachment.groups, strength=strength, scale=scale)
         if forces is None:
             raise NotFired(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from headwise.errors import LayoutError, NotFired, require_integer
 from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.heads import Heads
-from headwise.heads.sharding import average_over
+from headwise.heads.sharding import average_finite_over
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import ParticleGroup
@@ -34,6 +34,7 @@ class Steering(Handle):
     Attributes:
         target: What is aimed at.
         every: Number of steps from one measurement to the next.
+        steps: Number of steps so far, of one or several optimizers.
         controls: The controller of each attention with several heads.
 
     Raises:
@@ -45,7 +46,7 @@ class Steering(Handle):
         super().__init__()
         require_integer("every", every, low=1)
         require_reachable(target, heads)
-        self.target, self.every = target, every
+        self.target, self.every, self.steps = target, every, 0
         self._sites = {site.name: site for site in heads if site.num_heads > 1}
         if not self._sites:
             raise LayoutError(f"{target} counts heads, and no attention has more than one; select others.")
@@ -60,47 +61,45 @@ class Steering(Handle):
         )
         self._removers.append(self._taps.remove)
         self._pauses = ExitStack()
+        self._acted: set[int] = set()
 
-    def find_strengths(self, step: int | None, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
+    def find_strengths(self, actor: object, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
         """Return the factor on the repulsion of each group by its name, measured first if it is time to.
 
         Args:
-            step: Number of the step that is about to be taken, from 0; None where another optimizer has begun it.
+            actor: What is about to act. One that acts again has come to the next step; others follow it in the same.
             groups: The groups acted on.
             strength: Factor on the repulsion of all of them.
         """
-        if step is not None:
-            self._measure(step)
+        if not self._acted or id(actor) in self._acted:
+            self._acted = set()
+            self._measure()
+        self._acted.add(id(actor))
         return {group.name: strength * self._find_control(group).ratio for group in groups}
 
-    def _measure(self, step: int) -> None:
-        captures: list[Capture] = []
-        with suppress(NotFired):
-            captures = self._taps.read_called()
-        if step % self.every == 0:
+    def _measure(self) -> None:
+        captures = self._taps.read_called()
+        if self.steps % self.every == 0:
             for name, number in self._count(captures).items():
                 heads = self._sites[name].num_heads
                 self.controls[name] = advance(self.controls[name], self.target, float(number), heads)
                 tell_saturated(name, self.controls[name], self.target)
+        self.steps += 1
         self._pauses.close()
-        if (step + 1) % self.every:
+        if self.steps % self.every:
             self._pauses.enter_context(self._taps.paused())
 
     def _count(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
         """Return the effective number of heads of each attention; NaN where its calls, if any, tell nothing."""
-        found = {}
-        for name, site in self._sites.items():
-            calls = [call for call in captures if call.site.name == name]
-            unknown = torch.full((), math.nan, dtype=torch.float64, device=site.parts[0].parameter.device)
-            found[name] = count_effective_heads(calls) if calls else unknown
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return found
-        # every process takes part, also one whose batch did not use an attention: the mean is over those that did
-        known = {name: number.isfinite() for name, number in found.items()}
-        sums = [torch.where(known[name], number, 0.0) for name, number in found.items()]
-        means = average_over(None, [*sums, *(one.double() for one in known.values())])
-        halves = zip(means[: len(found)], means[len(found) :], strict=True)
-        return {name: own / share for name, (own, share) in zip(found, halves, strict=True)}
+        calls = {name: [call for call in captures if call.site.name == name] for name in self._sites}
+        found = {name: count_effective_heads(own) for name, own in calls.items() if own}
+        device = next((number.device for number in found.values()), torch.device("cpu"))
+        unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
+        numbers = [found.get(name, unknown) for name in self._sites]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # every process takes part, also one whose batch did not use an attention
+            numbers = average_finite_over(None, numbers)
+        return dict(zip(self._sites, numbers, strict=True))
 
     def require_measured(self) -> None:
         """Raise `NotFired` where nothing was ever measured, so that no strength was set."""
@@ -115,13 +114,14 @@ class Steering(Handle):
         """Return the controllers as plain numbers."""
         return {name: asdict(control) for name, control in self.controls.items()}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from what `state_dict` returned.
+    def load_state_dict(self, state: Any, steps: int) -> None:
+        """Go on after some steps from what `state_dict` returned.
 
         Raises:
             SettingError: It is no such state, or of other attentions. Nothing is changed.
         """
         self.controls = read_controls(state, self.controls)
+        self.steps, self._acted = steps, set()
 
     def _find_control(self, group: ParticleGroup) -> Control:
         return self.controls.get(self._names[id(group.parts[0].parameter)], Control())

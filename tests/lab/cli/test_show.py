@@ -78,7 +78,8 @@ def test_a_comparison_that_cannot_be_judged_is_named_and_the_others_are_shown(ca
     shown = capsys.readouterr()
     assert "smooth" in shown.out
     assert "output+em" not in shown.out
-    assert "left out: runs/one/svgd/seed-0/predictions.npz" in shown.err
+    assert "headwise: left out: runs/one/svgd/seed-0/predictions.npz" in shown.err
+    assert "runs/one/svgd/seed-0/predictions.npz" in refused(capsys, "show", "runs/one", "runs/two")
     assert "runs/one/svgd/seed-0/predictions.npz" in refused(capsys, "show", "runs/one")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +36,7 @@ from headwise.lab.output import (
     printing_record,
     say,
     standard_console,
+    warn,
 )
 from headwise.lab.stopping import stoppable
 
@@ -176,7 +176,7 @@ def show(
     from headwise.lab.results.grids import render_terminal
     from headwise.lab.results.side_by_side import format_csv, format_latex, list_rows, make_grid, read_comparisons
 
-    tables = read_comparisons(folders, tell=partial(typer.echo, err=True))
+    tables = read_comparisons(folders, tell=warn)
     if page is not None:
         from headwise.lab.results.side_by_side_page import make_side_by_side_page
 

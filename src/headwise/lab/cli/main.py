@@ -15,7 +15,7 @@ import typer
 
 from headwise.lab.cli import commands, comparing, shrinking
 from headwise.lab.experiment.registry import find_commands
-from headwise.lab.output import asked_output, forget_output, with_output_options
+from headwise.lab.output import asked_output, forget_output, warn, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
 
 # How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
@@ -103,11 +103,9 @@ def _describe_usage(message: str, context: typer.Context | None) -> str:
 
 def _refuse(sentence: str, code: int) -> NoReturn:
     ignore_stops()
-    # what a file holds must not drive the terminal
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in sentence)
     # a terminal that was closed takes no message
     with suppress(OSError):
-        typer.echo(f"headwise: {shown}", err=True)
+        warn(sentence)
     sys.exit(code)
 
 

@@ -40,22 +40,20 @@ def read_comparisons(folders: list[Path], tell: Callable[[str], object]) -> dict
 
     Args:
         folders: The folders.
-        tell: Called with a sentence for each comparison that is left out because it cannot be judged.
+        tell: Called with a sentence for each comparison inside a folder that is left out, as it cannot be judged.
 
     Raises:
-        HeadwiseError: A folder holds no comparison, or none can be judged.
+        HeadwiseError: A folder holds no comparison, a comparison that was named cannot be judged, or none can.
     """
     tables: dict[str, Table] = {}
-    refused: list[HeadwiseError] = []
-    for folder in find_comparisons(folders):
+    found = find_comparisons(folders)
+    for folder in found:
         try:
             tables[str(folder)] = read_table(folder)
         except HeadwiseError as error:
-            refused.append(error)
-    if not tables:
-        raise refused[0]
-    for error in refused:
-        tell(f"left out: {error}")
+            if folder in folders or (folder == found[-1] and not tables):
+                raise
+            tell(f"left out: {error}")
     return tables
 
 

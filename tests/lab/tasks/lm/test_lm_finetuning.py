@@ -196,7 +196,7 @@ def test_the_command_names_the_rank_as_peft_does(place):
     scale = choose_scale("lm", options)
     assert (getattr(scale, "lora", 0), getattr(scale, "lora_alpha", 0)) == (8, 24)
     assert parse_lora("lm", None) == ()
-    for wrong in ("8", "rank=8", "r=", "", "r=0", "r=-1", "alpha=16"):
+    for wrong in ("8", "rank=8", "r=", "", "r=0", "r=-1", "alpha=16", "r=8,r=4"):
         with pytest.raises(typer.BadParameter, match="expected r=RANK"):
             parse_lora("lm", wrong)
     with pytest.raises(typer.BadParameter, match="task logic takes no --lora; omit it"):
